@@ -1,0 +1,214 @@
+"""Anomaly detection: classes that no client has trained on are to be told from those it has.
+
+Tables of scikit-learn, and MNIST, with some classes left out of the training data. Name the data
+and the callback in a config: ``flsuite.studies.detection.SklearnTable``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flsuite.arguments import NonNegativeInt, Settings, check_init
+from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.data.datasets.vision import MNIST
+from flsuite.data.federated import FederatedData
+from flsuite.data.module import FederatedDataModule
+from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
+from flsuite.errors import FlsuiteError
+from flsuite.models import ACVAE
+from flsuite.models.modes import evaluating
+from flsuite.random import seed_for
+from flsuite.runs.run import Run
+
+_BATCH = 512
+_TEST_FRACTION, _SPLIT_SEED = 0.3, 0
+_FALSE_ALARMS = 0.01
+
+
+class SklearnTable(FederatedDataModule):
+    """A table of scikit-learn in which some classes are anomalies.
+
+    The test split has all classes, the training split only the others. Features are scaled to
+    [0, 1] by the training split. The split is stratified by class and has a fixed seed.
+
+    Args:
+        name: ``breast_cancer`` (569 samples, 30 features; class 0 is malignant), ``wine`` (178, 13,
+            three classes) or ``digits`` (1,797, 64, ten classes).
+        anomalies: The classes that nobody trains on.
+        kwargs: See :class:`~flsuite.data.FederatedDataModule`.
+    """
+
+    def __init__(
+        self,
+        name: Literal["breast_cancer", "wine", "digits"] = "breast_cancer",
+        anomalies: Sequence[NonNegativeInt] = (0,),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.name = name
+        self.anomalies = tuple(anomalies)
+        check_init(self, SklearnTable)
+
+    def load(self) -> PublishedSplits:
+        import sklearn.datasets
+        from sklearn.model_selection import train_test_split
+
+        table = getattr(sklearn.datasets, f"load_{self.name}")()
+        x, y = table.data.astype(np.float32), table.target.astype(np.int64)
+        parts = train_test_split(
+            x, y, test_size=_TEST_FRACTION, stratify=y, random_state=_SPLIT_SEED
+        )
+        x, test_x, y, test_y = (torch.from_numpy(part) for part in parts)
+        names = tuple(str(name) for name in table.target_names)
+        train = without(DataSplit(x, y), self.anomalies)
+        low, high = train.x.min(0).values, train.x.max(0).values
+        train.x, test_x = ((t - low) / (high - low).clamp(min=1e-6) for t in (train.x, test_x))
+        spec = DataSpec((x.shape[1],), len(names), class_names=names)
+        return PublishedSplits(spec, train, DataSplit(test_x, test_y))
+
+
+class MNISTAnomalies(MNIST):
+    """MNIST in which some digits are anomalies: the training split is without them.
+
+    Args:
+        anomalies: The digits that nobody trains on.
+        kwargs: See :class:`~flsuite.data.FederatedDataModule`.
+    """
+
+    def __init__(self, anomalies: Sequence[NonNegativeInt] = (0,), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.anomalies = tuple(anomalies)
+        check_init(self, MNISTAnomalies)
+
+    def load(self) -> PublishedSplits:
+        published = super().load()
+        published.train = without(published.train, self.anomalies)
+        return published
+
+
+def without(split: DataSplit, classes: Sequence[int]) -> DataSplit:
+    """Return the samples of all other classes.
+
+    Raises:
+        FlsuiteError: If none are left, or a class has none.
+    """
+    chosen = torch.isin(split.y, torch.tensor(classes))
+    if chosen.all() or {*classes} - {*split.y.tolist()}:
+        raise FlsuiteError(
+            f"data.anomalies must be some of the classes {sorted({*split.y.tolist()})}, and leave "
+            f"at least one, got {list(classes)}"
+        )
+    return split.take((~chosen).nonzero().flatten())
+
+
+@dataclass(eq=False)
+class Detection(FederationCallback, Settings):
+    """Scores how well the clients' models tell test samples of unknown classes from the others.
+
+    A sample's score is ``E(D(h), x) - log sum_c N(h; mu_c, sigma_c^2) pi_c`` in nats, over the
+    classes that some client has trained on: what the model reconstructs badly, or places far from
+    all of them, is an anomaly. Scored after the last round, logged under ``test/``, each the mean
+    over the clients' own models, and for an isolation forest on all training samples under
+    ``test/forest/``:
+
+    - ``detection/auroc``;
+    - ``detection/f1``, at the threshold that 1 % of a client's own training samples exceed;
+    - ``detection/recall``, the fraction of the anomalies that is found when 1 % of the other test
+      samples raise an alarm.
+    """
+
+    affects: ClassVar[Affects] = "nothing"
+
+    def on_federation_start(self, run: Run) -> None:
+        data, model = run.federation.data.at(run.round), run.evaluator.model
+        if not isinstance(model, ACVAE):
+            raise FlsuiteError(
+                f"Detection scores by the densities of an ACVAE, and {type(model).__name__} has "
+                "none; leave the callback out"
+            )
+        if not _unknown(data).any():
+            raise FlsuiteError(
+                "Detection needs test samples of classes that no client trains on; set "
+                "data.anomalies"
+            )
+
+    def on_round_end(self, run: Run, round: int) -> None:
+        if not run.finished:
+            return
+        data = run.federation.data.at(run.round)
+        scores = [_of_client(run, data, client) for client in range(data.clients)]
+        for name in scores[0]:
+            mean = sum(score[name] for score in scores) / len(scores)
+            run.log_metric(f"detection/{name}", mean, split="test")
+        for name, value in _of_forest(data, run.options.seed).items():
+            run.log_metric(f"forest/{name}", value, split="test")
+
+
+def detection_scores(test: Tensor, unknown: Tensor, train: Tensor) -> dict[str, float]:
+    """Return ``auroc``, ``f1`` and ``recall`` of anomaly scores.
+
+    Args:
+        test: The score of each test sample, ``(n,)``. Anomalies should have high ones.
+        unknown: Whether each is an anomaly, ``(n,)``.
+        train: The scores of training samples, which set the threshold of ``f1``.
+    """
+    from torchmetrics.functional.classification import binary_auroc, binary_f1_score
+
+    alarms = test > train.quantile(1 - _FALSE_ALARMS)
+    # torchmetrics takes scores within [0, 1], and would squash others.
+    ranks = test.unique(return_inverse=True)[1].double()
+    bound = test[~unknown].quantile(1 - _FALSE_ALARMS, interpolation="higher")
+    return {
+        "auroc": float(binary_auroc(ranks / len(test), unknown.long())),
+        "f1": float(binary_f1_score(alarms.long(), unknown.long())),
+        "recall": float((test[unknown] > bound).float().mean()),
+    }
+
+
+def _unknown(data: FederatedData) -> Tensor:
+    """Return which test samples are of a class without training samples, bool ``(n,)``."""
+    return ~torch.isin(data.test.y, _known(data))
+
+
+def _known(data: FederatedData) -> Tensor:
+    return torch.cat([data.train.y[data.train_rows(c)] for c in range(data.clients)]).unique()
+
+
+def _of_client(run: Run, data: FederatedData, client: int) -> dict[str, float]:
+    model = run.evaluator.model
+    assert isinstance(model, ACVAE)
+    run.evaluator.load(run.federation.client_state(client))
+    known = _known(data)
+    test = _energies(model, data, data.test, torch.arange(len(data.test)), known)
+    train = _energies(model, data, data.train, data.train_rows(client), known)
+    return detection_scores(test, _unknown(data), train)
+
+
+@torch.no_grad()
+def _energies(
+    model: ACVAE, data: FederatedData, split: DataSplit, rows: Tensor, known: Tensor
+) -> Tensor:
+    """Return the anomaly scores of some rows of a split, in nats."""
+    found = []
+    with evaluating(model):
+        for x, _ in data.batches_of(split, rows.split(_BATCH)):
+            h = model.latent(x)
+            density = model.class_logits(h)[:, known].logsumexp(1)
+            found.append(model.reconstruction_error(h, x) - density)
+    return torch.cat(found)
+
+
+def _of_forest(data: FederatedData, seed: int) -> dict[str, float]:
+    """Return the scores of an isolation forest that has all training samples in one place."""
+    from sklearn.ensemble import IsolationForest
+
+    rows = torch.cat([data.train_rows(client) for client in range(data.clients)])
+    train, test = (split.x.flatten(1).float() for split in (data.train, data.test))
+    forest = IsolationForest(random_state=seed_for(seed, "detection/forest") % 2**32)
+    forest.fit(train[rows].numpy())
+    scores = [torch.from_numpy(-forest.score_samples(x.numpy())) for x in (test, train[rows])]
+    return detection_scores(scores[0], _unknown(data), scores[1])
