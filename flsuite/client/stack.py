@@ -239,14 +239,17 @@ class _Steps:
         # The batches of a step are read at once, unless each has randomness of its own.
         self.reads_rows = view.augment is None and not isinstance(view.train, StoredSplit)
 
-        self.stack, self._seen = stack, dict[Any, list[str]]()
         own = dict(members[0].module.named_parameters())
         groups = members[0].optimizer.param_groups
-        self._stepping = {id(p) for group in groups for p in group["params"]}
+        stepping = {id(p) for group in groups for p in group["params"]}
         some = self._read([next(self._batches(copy.copy(members[0].loader), 1))])
-        names = [name for name in self._used(0, some) if id(own[name]) in self._stepping]
+        used = stack.used(trainer, {k: v[0] for k, v in tensors.items()}, _first(some), 0)
+        names = [name for name in used if id(own[name]) in stepping]
         self.parameters = {name: tensors[name] for name in names}
         self.others = {name: value for name, value in tensors.items() if name not in names}
+        # Gradients of these show whether every step uses the same parameters.
+        able = [k for k, p in own.items() if p.requires_grad and id(p) in stepping]
+        self.unused = [name for name in able if name not in self.parameters]
         self.buffers = [n for n, _ in self.model.named_buffers()]
         self.gradients = {k: torch.zeros_like(v) for k, v in self.parameters.items()}
         self.losses = torch.zeros(len(members), device=self.device)
@@ -302,38 +305,29 @@ class _Steps:
 
     def _add_gradients(self, step: int, places: list[int], batch: Any) -> None:
         """Compute the gradients of the clients at these places, on batches of the same size."""
-        if self._used(step, batch) != next(iter(self._seen.values())):
-            raise RuntimeError("the loss depends on other parameters in some of the steps")
         is_all = len(places) == len(self.members)
         at: Any = slice(None) if is_all else torch.tensor(places, device=self.device)
-        parameters = {name: value[at].detach() for name, value in self.parameters.items()}
-        others = {name: value[at] for name, value in self.others.items()}
-        one = torch.func.grad_and_value(partial(self._loss, step=step), has_aux=True)
-        together = torch.vmap(one, randomness="different")
-        gradients, (loss, (buffers, logged)) = together(parameters, others, batch)
+        leaves = {k: self.tensors[k][at].detach() for k in (*self.parameters, *self.unused)}
+        wanted = [leaf.requires_grad_() for leaf in leaves.values()]
+        others = {name: value[at] for name, value in self.others.items() if name not in leaves}
+        together = torch.vmap(partial(self._loss, step=step), randomness="different")
+        losses, buffers, logged = together(leaves, others, batch)
 
-        self.losses[at] += loss.float()
-        for name, value in gradients.items():
-            self.gradients[name][at] = value
+        # A client's loss depends on its own parameters alone, so these are its gradients.
+        gradients = torch.autograd.grad(losses.sum(), wanted, allow_unused=True)
+        used = {k: g for k, g in zip(leaves, gradients, strict=True) if g is not None}
+        if used.keys() != self.parameters.keys():
+            raise RuntimeError("the loss depends on other parameters in some of the steps")
+        for name, gradient in used.items():
+            self.gradients[name][at] = gradient
         for name, value in buffers.items():
             self.others[name][at] = value
+        self.losses[at] += losses.detach().float()
         self._log(step, places, logged)
-
-    def _used(self, step: int, batch: Any) -> list[str]:
-        """Return the parameters that the loss depends on, found once per size of batch.
-
-        The first step is apart, because a model may do something else at ``batch_idx`` 0.
-        """
-        key = (step == 0, *(part.shape[1:] for part in tree_flatten(batch)[0]))
-        if key not in self._seen:
-            start = {name: value[0] for name, value in self.tensors.items()}
-            first = tree_map(lambda part: part[0], batch)
-            self._seen[key] = self.stack.used(self.trainer, start, first, step)
-        return self._seen[key]
 
     def _loss(
         self, parameters: State, others: State, batch: Any, step: int
-    ) -> tuple[Tensor, tuple[State, State]]:
+    ) -> tuple[Tensor, State, State]:
         """Return one client's loss, its buffers after the step, and what it logs."""
         buffers = {name: others[name].clone() for name in self.buffers}
         logged: State = {}
@@ -347,7 +341,7 @@ class _Steps:
             # A cached cast would belong to one level of the transforms.
             torch.set_autocast_cache_enabled(False)
             loss = step_loss(self.model, tensors, batch, step, log, ends := dict[str, Tensor]())
-        return loss, ({name: ends[name] for name in self.buffers}, logged)
+        return loss, {name: ends[name].detach() for name in self.buffers}, logged
 
     def _log(self, step: int, places: list[int], logged: Mapping[str, Tensor]) -> None:
         """Add what the clients log to the means over their last epochs."""
@@ -394,3 +388,8 @@ class _Steps:
             return tree_map(lambda *parts: torch.stack(parts), *moved)
         (batch,) = self.view.batches_of(self.view.train, [torch.cat(list(batches))])
         return tree_map(lambda part: part.unflatten(0, (len(batches), -1)), batch)
+
+
+def _first(batch: Any) -> Any:
+    """Return the batch of the first client of a stack."""
+    return tree_map(lambda part: part[0], batch)
