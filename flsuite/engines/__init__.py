@@ -8,14 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flsuite.engines.auto import Auto
     from flsuite.engines.base import Engine, InProcess
     from flsuite.engines.processes import Processes
     from flsuite.engines.ray import Ray
     from flsuite.engines.vectorized import Vectorized
 
-__all__ = ["Engine", "InProcess", "Processes", "Ray", "Vectorized"]
+__all__ = ["Auto", "Engine", "InProcess", "Processes", "Ray", "Vectorized"]
 
 _HOME = {
+    "Auto": "flsuite.engines.auto",
     "Engine": "flsuite.engines.base",
     "InProcess": "flsuite.engines.base",
     "Processes": "flsuite.engines.processes",

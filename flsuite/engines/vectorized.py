@@ -1,19 +1,19 @@
 """The engine that trains many clients as one batched program."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from flsuite.arguments import PositiveInt, Settings, Threads
 from flsuite.client.setup import WorkerSetup
 from flsuite.client.stackable import refuse_callbacks, require_stackable
 from flsuite.engines.base import Engine, InProcess
+from flsuite.engines.delegate import Delegate
 from flsuite.engines.processes import Processes
-from flsuite.messages import Fault, FitRequest, Outcome, ScoreRequest
+from flsuite.messages import FitRequest
 
 
 @dataclass(eq=False)
-class Vectorized(Engine, Settings):
+class Vectorized(Delegate, Settings):
     """Trains clients in stacks: their weights lie along a first axis, and one program steps all.
 
     Small networks train several times as fast as one after another, because a step of the whole
@@ -56,20 +56,3 @@ class Vectorized(Engine, Settings):
         for request in requests:
             refuse_callbacks(request)
         self._engine.submit(requests)
-
-    @property
-    def pending(self) -> Sequence[int]:
-        return self._engine.pending
-
-    def collect(self, number: int) -> Outcome:
-        return self._engine.collect(number)
-
-    def score(self, requests: Iterable[ScoreRequest]) -> Any:
-        return self._engine.score(requests)
-
-    @property
-    def survives(self) -> frozenset[Fault]:
-        return self._engine.survives
-
-    def stop(self) -> None:
-        self._engine.stop()

@@ -11,16 +11,20 @@ import lightning
 from lightning.pytorch import LightningModule
 
 from flsuite.client.setup import WorkerSetup
+from flsuite.engines.auto import Auto
 from flsuite.engines.base import Engine
 from flsuite.errors import FederationError, FlsuiteError, one_line
 from flsuite.files import replace_file, save_tensors
+from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.run import Run
-from flsuite.runs.settings import describe, init_args
+from flsuite.runs.settings import describe, described_engine, init_args
 from flsuite.runs.summary import print_summary
 from flsuite.state import plain
 
 log = logging.getLogger("flsuite")
+
+_IN_FLIGHT, _ROUNDS = 8, 100  # assumed where a schedule has no rounds, or a run no end
 
 _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
 
@@ -73,6 +77,35 @@ def started(run: Run, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
     finally:
         engine.stop()
         run.evaluator.engine = None
+
+
+def choose_engine(run: Run, engine: Engine, setup: WorkerSetup, ckpt_path: str | None) -> None:
+    """Let ``Auto`` choose the engine of a run, and record the choice where it decides the result.
+
+    Args:
+        run: The run, before its folder is made.
+        engine: The requested engine. Any but ``Auto`` stays as it is.
+        setup: The setup of the run's workers.
+        ckpt_path: The checkpoint that will be resumed, if any.
+    """
+    if not isinstance(engine, Auto):
+        return
+    checkpoint = run.folder.find_checkpoint(ckpt_path)
+    before = None if checkpoint is None else load_checkpoint(checkpoint)["settings"]
+    federation, budget = run.federation, run.options.budget
+    declared = federation.schedule.declarations
+    cohort = max(1, min(declared.cohort or _IN_FLIGHT, federation.data.clients))
+    if setup.aggregator.pools:  # one fit on all samples
+        cohort = 1
+    engine.choose(
+        setup,
+        federation.first_requests(run.callbacks.for_clients, cohort),
+        fits=budget.max_client_updates or cohort * (budget.rounds or _ROUNDS),
+        faults=declared.faults,
+        is_asynchronous=declared.is_asynchronous,
+        before=before,
+    )
+    run.settings.update(described_engine(engine))
 
 
 def require_engine(run: Run, engine: Engine) -> None:

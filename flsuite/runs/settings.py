@@ -62,7 +62,7 @@ def run_settings(
         "data": describe_data(data),
         "client": describe_chosen(trainer.client_kwargs, Trainer),
         **{name: describe(getattr(trainer, name)) for name in _OF_TRAINER},
-        **_described_engine(trainer.engine),
+        **described_engine(trainer.engine),
         # They may be drawn from the seed, so the description of the attack does not contain them.
         "attackers": None if trainer.attack is None else describe(trainer.attack.attackers),
         **describe_callbacks(callbacks),
@@ -70,8 +70,9 @@ def run_settings(
     }
 
 
-def _described_engine(engine: Any) -> dict[str, Any]:
+def described_engine(engine: Any) -> dict[str, Any]:
     """Return an engine's class and the arguments that decide the result, if any do."""
+    engine = getattr(engine, "chosen", None) or engine
     if not engine.decides:
         return {}
     arguments = {name: describe(getattr(engine, name)) for name in engine.decides}

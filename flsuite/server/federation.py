@@ -256,6 +256,20 @@ class Federation:
         # from the current buffers, so that they become the clients' mean.
         return {**broadcast.state, **{name: self.state[name] for name in reset}}
 
+    def first_requests(self, callbacks: CopyCallbacks, most: int) -> list[FitRequest]:
+        """Return fits of some clients from the current version, to measure their time.
+
+        They do not start: the schedule and the clock do not know of them.
+
+        Args:
+            callbacks: Copies the callbacks of a fit.
+            most: Maximum number of fits, of clients at even distances.
+        """
+        self._begin_round()
+        broadcast = Broadcast(self.clock.round + 1, self.state, self._extras, callbacks())
+        clients = range(self.data.clients)[:: max(1, self.data.clients // most)][:most]
+        return [FitRequest(n, client, broadcast, {}) for n, client in enumerate(clients)]
+
     def _requests(self, fits: list[Fit], broadcast: Broadcast) -> list[FitRequest]:
         """Return the requests of fits that start from the same version."""
         if self.aggregator.pools:

@@ -1,0 +1,220 @@
+"""The engine that chooses between the other engines by measuring."""
+
+import copy
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from flsuite.arguments import PositiveInt, Settings
+from flsuite.client.runner import ClientRunner
+from flsuite.client.setup import WorkerSetup
+from flsuite.client.stackable import refuse_callbacks, require_stackable
+from flsuite.engines.base import Engine, InProcess, threads_set
+from flsuite.engines.delegate import Delegate
+from flsuite.engines.pool import cores
+from flsuite.engines.processes import Processes
+from flsuite.engines.vectorized import Vectorized
+from flsuite.errors import FlsuiteError, one_line
+from flsuite.messages import Fault, FitRequest
+
+log = logging.getLogger("flsuite")
+
+_SECONDS = 1.0  # minimum measured time per way of training, unless clients run out
+_STACK = 2.0  # maximum expected seconds of the measured stack
+_START = 4.0  # seconds until worker processes train
+_SHARE = 0.8  # of a core that a worker gains on top of the first one
+_WORTH = 0.9  # a stack must take less than this fraction of the time, because its weights differ
+
+
+@dataclass
+class Way:
+    """One way of training, with its expected cost.
+
+    Attributes:
+        engine: The engine.
+        seconds: Expected seconds per fit, in a running engine.
+        start: Expected seconds until it runs.
+    """
+
+    engine: Engine
+    seconds: float
+    start: float = 0.0
+
+    def of(self, fits: float) -> float:
+        """Return the expected seconds of so many fits."""
+        return self.start + fits * self.seconds
+
+
+@dataclass(eq=False)
+class Auto(Delegate, Settings):
+    """Chooses this process, worker processes or stacks of clients, whatever is fastest.
+
+    Before the first round, it trains a client and, if the run allows it, a stack of clients for
+    about a second each, on this machine, and drops the results. It then takes the engine with the
+    least expected time for the whole run. The log says which and why. The choice between
+    :class:`~flsuite.engines.InProcess` and :class:`~flsuite.engines.Processes` does not affect
+    results. :class:`~flsuite.engines.Vectorized` rounds differently, so the record names it with
+    its stack, and a resumed run keeps it. Runs of a comparison should name their engine, because
+    two machines may choose differently.
+
+    Args:
+        workers: Maximum number of worker processes. Default: the cores, or the GPUs.
+        clients: Maximum number of clients per stack.
+    """
+
+    workers: PositiveInt | None = None
+    clients: PositiveInt = 64
+    chosen: Engine | None = field(default=None, init=False)
+
+    @property
+    def _engine(self) -> Engine:  # type: ignore[override]
+        return self.chosen or InProcess()
+
+    @property
+    def decides(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self._engine.decides
+
+    def choose(
+        self,
+        setup: WorkerSetup,
+        requests: Sequence[FitRequest],
+        fits: int,
+        faults: Collection[Fault] = (),
+        is_asynchronous: bool = False,
+        before: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Choose the engine of a run.
+
+        Args:
+            setup: The setup of the run.
+            requests: First fits of some of its clients, as many as train at a time.
+            fits: The number of fits of the run.
+            faults: Injected faults, which the engine must survive.
+            is_asynchronous: Whether the run has no rounds, and so no stacks.
+            before: The settings of the run that is resumed, if any.
+        """
+        if before is not None and (kept := before.get("engine")):
+            self.chosen = Vectorized(**kept["init_args"])
+            log.info("engine: %s (auto: the run began with it)", _name(self.chosen))
+            return
+        if setup.aggregator.pools:
+            self.chosen = InProcess()
+            return
+        with isolate_rng():
+            ways = self._plain(setup, requests)
+            why = "the run began without" if before is not None else self._fault(setup, requests)
+            why = "there are no rounds" if is_asynchronous else why
+            if why is None:
+                ways += self._stacks(setup, requests, ways[0].seconds)
+        ways = [way for way in ways if not {*faults} - way.engine.survives] or ways
+        # Stacks round differently, so a small gain is not worth it.
+        best = min(ways, key=lambda way: way.of(fits) / (_WORTH if way.engine.decides else 1.0))
+        self.chosen = best.engine
+        costs = ", ".join(f"{_name(way.engine)} {_shown(way.of(fits))}" for way in ways)
+        more = f"; no stacks: {why}" if why else ""
+        log.info("engine: %s (auto: for %d fits, %s%s)", _name(best.engine), fits, costs, more)
+
+    def _plain(self, setup: WorkerSetup, requests: Sequence[FitRequest]) -> list[Way]:
+        """Return this process, and worker processes if there is something to share."""
+        alone = _seconds_alone(setup, requests)
+        workers = min(self._workers(setup), len(requests))
+        ways = [Way(InProcess(), alone)]
+        if workers > 1:
+            ways.append(Way(Processes(workers=workers), alone / _gain(workers), _START))
+        return ways
+
+    def _fault(self, setup: WorkerSetup, requests: Sequence[FitRequest]) -> str | None:
+        """Return why clients cannot train in stacks, or ``None`` if they can."""
+        if min(self.clients, len(requests)) < 2:
+            return "one client at a time"
+        try:
+            require_stackable(setup)
+            refuse_callbacks(requests[0])
+        except FlsuiteError as error:
+            return one_line(error, 160).split("; set trainer.engine")[0]
+        return None
+
+    def _stacks(
+        self, setup: WorkerSetup, requests: Sequence[FitRequest], alone: float
+    ) -> list[Way]:
+        """Return stacks in this process, and in worker processes if there is enough to share."""
+        size = min(self.clients, len(requests))
+        workers = self._workers(setup)
+        seconds = _seconds_stacked(setup, requests, size, alone)
+        ways = [Way(Vectorized(clients=size), seconds)]
+        if (shared := min(size, math.ceil(len(requests) / workers))) > 1 and workers > 1:
+            engine = Vectorized(clients=shared, workers=workers)
+            # A step costs about the same whatever the stack, plus a part per client.
+            per_client = (size * seconds - alone) / (size - 1)
+            smaller = max(seconds, (alone + per_client * (shared - 1)) / shared)
+            ways.append(Way(engine, smaller / _gain(workers), _START))
+        return ways
+
+    def _workers(self, setup: WorkerSetup) -> int:
+        """Return the number of worker processes that may gain something."""
+        kind = setup.trainer_kwargs.get("accelerator")
+        has_gpus = kind in ("gpu", "cuda") or (kind in (None, "auto") and torch.cuda.is_available())
+        room = torch.cuda.device_count() if has_gpus else cores()
+        return room if self.workers is None else min(self.workers, max(room, 1))
+
+
+def _seconds_alone(setup: WorkerSetup, requests: Sequence[FitRequest]) -> float:
+    """Return the seconds of a fit of mean size, one client after another."""
+    runner = ClientRunner(_copied(setup))
+    sizes = [setup.data.samples(request.client) for request in requests]
+    mean = sum(sizes) / len(sizes)
+    with threads_set(1):
+        first = _timed(lambda: runner.run(requests[0]))  # includes what is done once
+        seconds, samples = 0.0, 0
+        for request, size in zip(requests[1:] or requests, sizes[1:] or sizes, strict=True):
+            if seconds > _SECONDS or first > 10 * _SECONDS:
+                break
+            seconds += _timed(lambda r=request: runner.run(r))  # type: ignore[misc]
+            samples += size
+    return first if not samples else seconds / samples * mean
+
+
+def _seconds_stacked(
+    setup: WorkerSetup, requests: Sequence[FitRequest], size: int, alone: float
+) -> float:
+    """Return the seconds per fit in a stack of this size, or in a smaller one if that is slow."""
+    few = list(requests[: max(2, min(size, int(_STACK / max(alone, 1e-6))))])
+    runner = ClientRunner(replace(_copied(setup), stack=len(few)))
+    with threads_set(1):
+        first = _timed(lambda: runner.answer(few))
+        seconds = first if first > 2 * _STACK else _timed(lambda: runner.answer(few))
+    return seconds / len(few)
+
+
+def _gain(workers: int) -> float:
+    return 1 + _SHARE * (workers - 1)
+
+
+def _copied(setup: WorkerSetup) -> WorkerSetup:
+    return replace(setup, model=copy.deepcopy(setup.model))
+
+
+def _timed(train: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    train()
+    return time.perf_counter() - started
+
+
+def _name(engine: Engine) -> str:
+    arguments = {
+        name: value
+        for name in ("clients", "workers")
+        if (value := getattr(engine, name, None)) not in (None, 1)
+    }
+    shown = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    return f"{type(engine).__name__}({shown})"
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
