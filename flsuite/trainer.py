@@ -23,8 +23,10 @@ from flsuite.client.precision import resolve_precision
 from flsuite.client.setup import client_arguments
 from flsuite.client.trainer import quiet_lightning
 from flsuite.engines.base import Engine, InProcess
+from flsuite.errors import require_at_least
 from flsuite.exchange import SecureAggregation
 from flsuite.runs.folder import RunFolder, new_run_dir
+from flsuite.runs.fork import Fork
 from flsuite.runs.hooks import Hooks
 from flsuite.runs.options import Budget, RunOptions
 from flsuite.runs.preparation import (
@@ -89,6 +91,11 @@ class FederatedTrainer(ScoringTrainer):
         keep_updates: Whether to keep the clients' trained models, in the folder ``updates``.
         from_updates: The folder of a run with ``keep_updates``. Its client models replace training
             in the first round, so that aggregators are compared on the same models.
+        without: Clients that never train. They keep their samples and their places in the draws, so
+            that all others train as they would with them.
+        fork: The moment of another run that this one begins at, see ``flsuite fork``.
+        keep_rounds: Rounds between two checkpoints that stay, for forks and proofs. Default: only
+            the last round and the picked one.
         enable_checkpointing: Whether to write the run's folder. ``False`` leaves nothing on disk.
         enable_progress_bar: Whether to show the federation's progress and the final table.
         precision: As in Lightning, or ``auto``: ``bf16-mixed`` if the device has instructions for
@@ -120,6 +127,9 @@ class FederatedTrainer(ScoringTrainer):
         seed: int | None = None,
         keep_updates: bool = False,
         from_updates: str | None = None,
+        without: list[int] | None = None,
+        fork: Fork | None = None,
+        keep_rounds: int | None = None,
         logger: Logger | Iterable[Logger] | bool = False,
         callbacks: list[Callback] | Callback | None = None,
         enable_checkpointing: bool = True,
@@ -157,6 +167,8 @@ class FederatedTrainer(ScoringTrainer):
         check_init(self, FederatedTrainer, _PARTS)
         self._run_dir, self.writes = Path(run_dir) if run_dir else None, enable_checkpointing
         self.keep_updates, self.from_updates = keep_updates, from_updates
+        self.without, self.fork, self.keep_rounds = frozenset(without or ()), fork, keep_rounds
+        require_at_least("trainer", 1, keep_rounds=keep_rounds)
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
         self.options = RunOptions(
             budget=budget,
@@ -236,6 +248,7 @@ class FederatedTrainer(ScoringTrainer):
         data, weights = make_ready(model, datamodule, self, options, is_restored, self.attack)
         self.loggers = moved_into(folder.path if self._logs_into_run else None, self.loggers)
 
+        self.schedule.absent = self.without
         evaluator = make_evaluator(model, data, self, self.client_kwargs, seed, self.attack)
         federation = make_federation(
             evaluator,
@@ -249,13 +262,14 @@ class FederatedTrainer(ScoringTrainer):
         options = replace(options, monitor=monitor)
         chosen: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         callbacks = with_task_matrix(chosen, federation.data)
-        settings = run_settings(self, options, model, data, callbacks, weights)
+        settings = run_settings(self, options, model, data, callbacks, weights, checkpoint)
         config, hooks, reuse = self.config or settings, Hooks(callbacks), None
         if self.keep_updates or self.from_updates:
             reuse = Reuse(federation, folder, self.keep_updates, self.from_updates, self.attack)
         self.run = Run(
             federation, evaluator, folder, options, settings, config, hooks, self.loggers, reuse
         )
+        self.run.store.keep_rounds, self.run.store.parent = self.keep_rounds, self.fork
         self.strategy.connect(model)
         self.datamodule, self._scores = datamodule, {}
         return self.run

@@ -21,7 +21,7 @@ _CELL = re.compile(r"(?P<method>.+?)(?:-(?P<point>[\w.]+=.*))?-[0-9a-f]{8}")
 _LONGEST_POINT = 80
 """Length at which earlier versions truncated the grid values in a folder's name."""
 # The seed may determine the weights of a given model, and who attacks.
-_SEED_SETTINGS = ("seed", "given_weights", "attackers")
+_SEED_SETTINGS = ("seed", "given_weights", "attackers", "forked_from")
 _CALLBACKS = ("callbacks", "stopping")  # settings that are lists of callbacks
 
 

@@ -16,6 +16,9 @@ commands:
   new         create a model, a data module and an experiment to start from
   fit         run a federation and write its folder
   resume      continue a run: flsuite resume RUN
+  fork        begin a run at a moment of another one, under changed settings
+  verify      do rounds of a run again, and compare them with its record
+  pack        write what is needed to verify a run into one file
   ls          list runs: method, data, rounds, score, state
   validate    score a finished run on validation data
   test        score a finished run on test data: the global model and every client
@@ -30,6 +33,8 @@ examples:
   flsuite fit --config configs/quickstart.yaml
   flsuite fit --config configs/quickstart.yaml --trainer.rounds 50 --data.partition.alpha 0.1
   flsuite resume runs/quickstart/TIME-SEED --trainer.rounds 100
+  flsuite fork runs/quickstart/TIME-SEED --at 10 --without 3
+  flsuite verify runs/quickstart/TIME-SEED
   flsuite test runs/quickstart/TIME-SEED --ckpt_path best
   flsuite partition --config configs/quickstart.yaml
   flsuite schedule --config configs/quickstart.yaml
@@ -176,7 +181,43 @@ Write a folder NAME with my_model.py (a LightningModule), my_data.py (a Lightnin
 exp.yaml (an experiment). They run as they are; change them to your needs.
 """
 
+_FORK_HELP = """usage: flsuite fork RUN --at ROUND [--without CLIENT ...] [--KEY VALUE ...]
+                    [--run_dir FOLDER]
+
+Begin a run at the state of RUN after a round, under changed settings: an attack that begins, a
+client that leaves, another rule or rate. What does not change keeps its random draws, so that a
+fork without changes ends like its parent, bit for bit. settings.yaml says where it came from, and
+its table has the parent's rounds before. A round that RUN has not kept (trainer.keep_rounds) is
+replayed from the nearest kept one before it, and then kept.
+
+  --at ROUND            the round after which the fork begins; 0 is the start
+  --without CLIENT ...  clients that no longer train; all others train as they would with them
+  --KEY VALUE           override a key of RUN's config, as for flsuite fit
+  --run_dir FOLDER      the fork's folder; default: a new one
+"""
+
+_VERIFY_HELP = """usage: flsuite verify RUN [--at ROUND] [--rounds N]
+
+Do some rounds of a run again, and compare weights, table and timeline with its record, bit for
+bit. RUN is the folder of a run, or a file of flsuite pack. The exit status is 0 if all are equal,
+else 1. What differs is printed, and which versions or kind of CPU are not those of the record.
+
+  --at ROUND  the kept round to begin at; default: one at random
+  --rounds N  the number of rounds; default 3
+"""
+
+_PACK_HELP = """usage: flsuite pack RUN [--output FILE]
+
+Write what is needed to verify a run into one file: config, settings, tables, versions, kept
+checkpoints, and digests of all of them and of the data.
+
+  --output FILE  default: RUN.zip in the working folder
+"""
+
 HELPS = {
+    "fork": _FORK_HELP,
+    "verify": _VERIFY_HELP,
+    "pack": _PACK_HELP,
     "resume": _RESUME_HELP,
     "ls": _LS_HELP,
     "new": _NEW_HELP,

@@ -25,7 +25,7 @@ def with_run_folder(command: str, args: list[str]) -> tuple[str, list[str]]:
     if not named:
         return command, args
 
-    folder = _require_run(command, Path(named[0]))
+    folder = require_run(command, Path(named[0]))
     if command == "fit":
         raise FlsuiteError(f"fit: {folder} is a run; continue it with flsuite resume {folder}")
     options = ["--config", str(folder / "config.yaml"), "--run_dir", str(folder)]
@@ -34,7 +34,7 @@ def with_run_folder(command: str, args: list[str]) -> tuple[str, list[str]]:
     return command, [*options, *args[1:]]
 
 
-def _require_run(command: str, folder: Path) -> Path:
+def require_run(command: str, folder: Path) -> Path:
     """Return the folder if it holds a run started from the command line.
 
     Raises:

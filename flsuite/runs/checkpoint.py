@@ -23,11 +23,12 @@ from flsuite.files import (
     save_tensors,
 )
 from flsuite.runs.folder import RunFolder
+from flsuite.runs.fork import Fork, adapted, copy_files, refuse_other_data, round_of
 from flsuite.runs.hooks import Hooks
 from flsuite.runs.settings import WEIGHTS, refuse_mismatch, with_contents
 from flsuite.runs.summary import RunSummary
 from flsuite.server.federation import Federation
-from flsuite.state import State, plain
+from flsuite.state import State, mismatch, plain
 
 log = logging.getLogger("flsuite")
 
@@ -35,7 +36,8 @@ _FORMAT = 3
 _FROZEN = "frozen.pt"
 
 # Settings that a resumed run may change.
-_MAY_DIFFER = ("rounds", "max_virtual_seconds", "max_client_updates", "stopping", *WEIGHTS)
+_LIMITS = ("rounds", "max_virtual_seconds", "max_client_updates", "stopping")
+_MAY_DIFFER = (*_LIMITS, "forked_from", *WEIGHTS)
 _DECIDE_SCORES = ("seed", "model", "data", "batchnorm", "aggregator")  # for a given state
 
 
@@ -50,6 +52,10 @@ class RunStore:
         settings: All settings that determine the result. A resume fills in missing file digests.
         callbacks: The callbacks of the run.
         summary: The scores so far.
+
+    Attributes:
+        keep_rounds: Rounds between two checkpoints that stay. ``None`` keeps none of them.
+        parent: The moment of another run that this one begins at, if any.
     """
 
     def __init__(
@@ -65,6 +71,9 @@ class RunStore:
         self.settings = settings
         self.callbacks = callbacks
         self.summary = summary
+        self.keep_rounds: int | None = None
+        self.parent: Fork | None = None
+        self._kept: dict[int, tuple[dict[int, int], set[int]]] = {}
         self._best_clients: dict[int, int] = {}
         self._publishing = BackgroundTask()
         self.settle()
@@ -134,12 +143,22 @@ class RunStore:
         path = write_checkpoint(content, folder.checkpoints)
         # A kill before the rename leaves the old checkpoint, whose files must still be there.
         needed = [*written, *folder.tables]
-        used = dict(clients.versions), dict(self._best_clients)
+        round, keeps = federation.clock.round, self.keep_rounds
+        stays = keeps is not None and round % keeps == 0
+        if stays:
+            self._kept[round] = dict(clients.versions), set(in_flight)
+        used = (
+            dict(clients.versions),
+            dict(self._best_clients),
+            *(v for v, _ in self._kept.values()),
+        )
+        started = in_flight.union(*(flights for _, flights in self._kept.values()))
+        twins = [f"round-{round:06d}.ckpt"] if stays else []
 
         def publish() -> None:
-            publish_checkpoint(path, is_best, needed)
+            publish_checkpoint(path, [*twins, *(["best.ckpt"] if is_best else [])], needed)
             clients.remove_unused(*used)
-            versions.remove_unused(in_flight)
+            versions.remove_unused(started)
 
         self._publishing.start(publish)
 
@@ -204,8 +223,51 @@ class RunStore:
         self.federation.versions.restore(self.versions_in_flight)
         self.folder.table.resume(content["table"])
         self.folder.timeline.resume(content["timeline"])
+        for kept in self.folder.checkpoints.glob("round-*.ckpt") if self.folder.checkpoints else ():
+            # Later ones belong to rounds that are repeated.
+            if (number := round_of(kept)) <= self.federation.clock.round:
+                before = load_checkpoint(kept)["federation"]
+                fits = before["schedule"].get("in_flight", [])
+                flights = {fit["version"] for fit in fits if fit["outcome"] == "arrived"}
+                self._kept[number] = before["clients"], flights
         log.info("resumed after round %d from %s", self.federation.clock.round, checkpoint)
         return content
+
+    def fork(self) -> None:
+        """Begin at the moment of the parent, in the folder of a new run.
+
+        Raises:
+            FlsuiteError: If this run cannot begin there.
+        """
+        assert self.parent is not None
+        path, own = self.parent.checkpoint, self.folder.path
+        if path is None:
+            return
+        content = load_checkpoint(path)
+        refuse_other_data(self.settings, renamed(content["settings"]))
+        federation, home = self.federation, Path(self.parent.run)
+        state = adapted(content, self.settings)
+        if fault := mismatch(state["state"], federation.state):
+            raise FlsuiteError(f"trainer.fork: the model is not the parent's: {fault}")
+        if own is not None:
+            rounds = sorted({*state["clients"].values()})
+            copy_files(home, own, "clients", (f"round-{n:06d}.pt" for n in rounds))
+            if state["schedule"] is not None:
+                flights = sorted(home.glob("in_flight/version-*.pt"))
+                copy_files(home, own, "in_flight", (one.name for one in flights))
+        federation.load_state_dict(state)
+        federation.initial |= self._frozen(path.parent / _FROZEN)
+        self.settle()
+        for callback in self.callbacks.federation:
+            if callback.state_key in content["callbacks"]:
+                callback.load_state_dict(content["callbacks"][callback.state_key])
+        federation.versions.restore(self.versions_in_flight)
+        for table in (self.folder.table, self.folder.timeline):
+            if table.path is not None:
+                size = content["table" if table is self.folder.table else "timeline"]
+                table.path.write_bytes((home / table.path.name).read_bytes()[:size])
+                table.resume(size)
+        log.info("forked from %s after round %d", home, federation.clock.round)
 
     def _frozen(self, path: Path) -> State:
         """Read the untrained entries that :meth:`create` wrote."""
@@ -242,19 +304,19 @@ def write_checkpoint(content: dict[str, Any], folder: Path) -> Path:
     return path
 
 
-def publish_checkpoint(path: Path, is_best: bool, needed: Iterable[Path]) -> None:
+def publish_checkpoint(path: Path, twins: Iterable[str], needed: Iterable[Path]) -> None:
     """Flush a written checkpoint to disk and rename it to ``last.ckpt``.
 
     Args:
         path: The result of :func:`write_checkpoint`.
-        is_best: Link it as ``best.ckpt`` too. The link comes first: a run that is killed between
-            the two steps repeats its round and finds the same best round.
+        twins: Other names to link it as, such as ``best.ckpt``. The links come first: a run that is
+            killed between the two steps repeats its round and finds the same best round.
         needed: Files and folders that the checkpoint refers to. They are flushed before it.
     """
     folder = path.parent
     flush_to_disk([*needed, path])
-    if is_best:
-        replace_file(lambda twin: _link(path, twin), folder / "best.ckpt")
+    for name in twins:
+        replace_file(lambda twin: _link(path, twin), folder / name)
     os.replace(path, folder / "last.ckpt")
     flush_to_disk([folder])
 

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from flsuite.attacks import Attack
@@ -184,7 +185,7 @@ class RunFolder:
         self.timeline.create(overwrite=True)
         self._written = [self.path / name for name in _FILES]
         self.write_request(config, settings)
-        (self.path / "versions.txt").write_text(_versions(), encoding="utf-8")
+        (self.path / "versions.txt").write_text(versions(), encoding="utf-8")
         with (self.path / "partition.csv").open("w", encoding="utf-8", newline="") as file:
             write_partition(file, data)
         if isinstance(data, TaskData):
@@ -263,8 +264,13 @@ def _write_text(path: Path, text: str) -> None:
     replace_file(lambda temporary: temporary.write_text(text, encoding="utf-8"), path, flush=True)
 
 
-def _versions() -> str:
-    lines = [f"python {platform.python_version()}", f"platform {platform.platform()}"]
+def versions() -> str:
+    """Return the versions of Python and of packages, and the kind of CPU, one per line."""
+    lines = [
+        f"python {platform.python_version()}",
+        f"platform {platform.platform()}",
+        f"cpu {torch.backends.cpu.get_cpu_capability()}",
+    ]
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             lines.append(f"{package} {metadata.version(package)}")

@@ -52,6 +52,7 @@ def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
         checkpoint = folder.find_checkpoint(ckpt_path)
         if checkpoint is None:
             _create(run, is_restart)
+            _begin_at_the_parent(run)
         else:
             run.store.resume(checkpoint)
             # The other run may have been deleted. Clients of the first version that are still in
@@ -161,6 +162,16 @@ def _create(run: Run, is_restart: bool) -> None:
             "the model was built before, perhaps by another fit: the federation starts from "
             "its weights; pass a new model to start from weights drawn from the seed"
         )
+
+
+def _begin_at_the_parent(run: Run) -> None:
+    if run.store.parent is None:
+        return
+    try:
+        run.store.fork()
+    except FlsuiteError:
+        run.folder.discard()
+        raise
 
 
 def _running(run: Run, is_resumed: bool) -> Iterator[Run]:

@@ -43,6 +43,7 @@ def run_settings(
     data: Any,
     callbacks: Sequence[Any],
     weights: str | None,
+    checkpoint: Path | None,
 ) -> dict[str, Any]:
     """Return all settings that determine a run's result, as plain data.
 
@@ -54,8 +55,10 @@ def run_settings(
         callbacks: The callbacks. Only callbacks that can change the result are described.
         weights: The name in :data:`WEIGHTS` for the digest of the model's weights. ``None`` if the
             run's seed determines them.
+        checkpoint: The checkpoint that will be resumed, if any.
     """
     plain = {k: v for k, v in vars(options).items() if k not in ("show", "budget")}
+    fork = trainer.fork
     return {
         **describe({**vars(options.budget), **plain}),
         "model": describe(model),
@@ -63,6 +66,9 @@ def run_settings(
         "client": describe_chosen(trainer.client_kwargs, Trainer),
         **{name: describe(getattr(trainer, name)) for name in _OF_TRAINER},
         **described_engine(trainer.engine),
+        # Only where they are set, so that runs of earlier versions have the same settings.
+        **({"without": sorted(trainer.without)} if trainer.without else {}),
+        **(fork.settings(checkpoint) if fork else {}),
         # They may be drawn from the seed, so the description of the attack does not contain them.
         "attackers": None if trainer.attack is None else describe(trainer.attack.attackers),
         **describe_callbacks(callbacks),

@@ -252,7 +252,7 @@ def timeline_rows(federation: Federation) -> Iterator[TimelineRow]:
         return
     updates = {update.number: update for update in federation.log.updates}
     for fit in federation.schedule.ended:
-        assert fit.ended is not None
+        assert fit.ended is not None and fit.outcome != "absent"
         cells = fit.number, fit.client, fit.version, fit.started, fit.ended
         update = updates.get(fit.number)
         if update is not None:

@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,9 +104,13 @@ class Asynchronous(Schedule, Settings):
             return resumed
 
         busy = {fit.client for fit in self._flights.all}
-        clients = self._launcher.draw(self.concurrency - len(busy), clock, self._draws, busy)
+        free = self.concurrency - len(busy)
+        if not self.declarations.is_virtual:  # nobody knows how long the absent would take
+            busy |= {*self.absent}
+        clients = self._launcher.draw(free, clock, self._draws, busy)
         self._draws += 1
         fits = [self._launcher.launch(client, clock) for client in clients]
+        self._mark_absent(fits)
         for fit in fits:
             self._flights.add(fit)
         return [*resumed, *(fit for fit in fits if fit.outcome == "arrived")]
@@ -137,8 +141,8 @@ class Asynchronous(Schedule, Settings):
             # Arrivals come first, then the buffer timeout, then starts.
             if next_end == moment:
                 fit = self._flights.pop()
-                self._ended.append(fit)
-                if fit.outcome == "dropped":
+                self._ended += [] if fit.outcome == "absent" else [fit]
+                if fit.outcome in ("dropped", "absent"):
                     lost += 1
                 else:
                     yield self._flights.outcome(fit, engine)
@@ -157,7 +161,8 @@ class Asynchronous(Schedule, Settings):
 
     def metrics(self) -> dict[str, float]:
         dropped = sum(fit.outcome == "dropped" for fit in self._ended)
-        return {"in_flight": float(len(self._flights.all)), "dropped": float(dropped)}
+        flying = sum(fit.outcome != "absent" for fit in self._flights.all)
+        return {"in_flight": float(flying), "dropped": float(dropped)}
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -168,10 +173,17 @@ class Asynchronous(Schedule, Settings):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._launcher.load_state_dict(state)
         self._flights = _Flights()
-        for values in state["in_flight"]:
-            self._flights.add(Fit(**values))
+        fits = [Fit(**values) for values in state["in_flight"]]
+        self._mark_absent(fits)
+        for fit in fits:
+            self._flights.add(fit)
         self._resumed = [fit for fit in self._flights.all if fit.outcome == "arrived"]
         self._ended, self._round = [], -1
+
+    def _mark_absent(self, fits: Iterable[Fit]) -> None:
+        for fit in fits:
+            if fit.client in self.absent:
+                fit.outcome = "absent"
 
     def _next_start(self, clock: Clock) -> float:
         """Return when a client becomes available for a free place."""

@@ -1,7 +1,7 @@
 """Interfaces for schedules: clock, fits, speeds, availability, and the schedule itself."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,8 +44,9 @@ class Fit:
         started: Virtual seconds at its start.
         ended: Virtual seconds at which its update arrives, or at which it drops out or is left out.
             ``None`` while unknown.
-        outcome: ``arrived``, ``dropped`` (the client dropped out, and its update never arrives) or
-            ``late`` (the round ended without it).
+        outcome: ``arrived``, ``dropped`` (the client dropped out, and its update never arrives),
+            ``late`` (the round ended without it) or ``absent`` (the client is not part of the run;
+            its place stays empty for as long as the fit would have taken).
         fault: The fault to inject. Default: none.
     """
 
@@ -55,7 +56,7 @@ class Fit:
     repeat: int
     started: float
     ended: float | None = None
-    outcome: Literal["arrived", "dropped", "late"] = "arrived"
+    outcome: Literal["arrived", "dropped", "late", "absent"] = "arrived"
     fault: Fault | None = None
 
 
@@ -220,9 +221,12 @@ class Schedule(ABC):
     Attributes:
         declarations: Properties that other parts of a run depend on. Complete after
             :meth:`configure`.
+        absent: Clients that are drawn like all others but never train, so that all others train
+            when and as they would with them. Set before :meth:`configure`.
     """
 
     declarations: Declarations
+    absent: Collection[int] = frozenset()
 
     @abstractmethod
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:

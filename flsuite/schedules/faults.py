@@ -65,6 +65,7 @@ class Faults(Schedule, Settings):
             )
 
     def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
+        self.schedule.absent = self.absent
         self.schedule.configure(sizes, seed, work)
         self.declarations = self._declarations()
         self._seed = seed

@@ -132,6 +132,7 @@ class Synchronous(Schedule, Settings):
             self.sampling.configure(sizes, started)
         self._launcher = Launcher(speeds, self.availability, sizes, seed, work)
         self._cohort: list[Fit] = []
+        self._was_absent = False  # the whole cohort
         self._ends: float | None = None
         self._ended: list[Fit] = []
         self._round, self._lost = -1, 0
@@ -155,7 +156,9 @@ class Synchronous(Schedule, Settings):
         declarations = self.declarations
         number = self._draw_size(clock) if declarations.may_be_empty else declarations.cohort
         clients = self._choose(number, clock)
-        self._cohort = [self._launcher.launch(client, clock) for client in clients]
+        launched = [self._launcher.launch(client, clock) for client in clients]
+        self._cohort = [fit for fit in launched if fit.client not in self.absent]
+        self._was_absent = bool(launched) and not self._cohort
         return self._arriving(clock.seconds)
 
     def arrivals(self, engine: Engine, clock: Clock, requests: MakeRequests) -> Iterator[Outcome]:
@@ -266,7 +269,7 @@ class Synchronous(Schedule, Settings):
 
     def _end_lost_cohort(self, clock: Clock) -> None:
         """End a cohort without updates, or wait until a client is available."""
-        if self._cohort:
+        if self._cohort or self._was_absent:
             self._end_round(clock, measured=0.0)
             return
         appears = self._launcher.availability.next_start(clock.seconds)

@@ -1,6 +1,6 @@
 """The federation: its state, and the step from one version of the global model to the next."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -80,6 +80,7 @@ class Federation:
         self.initial = {name: whole[name] for name in untrained}
 
         sizes = data.train.rows.lengths()[: data.clients].tolist()
+        refuse_absent(schedule.absent, data.clients, aggregator)
         layout = layout_of(model, self.state, data.spec.shape, sizes)
         schedule.configure(sizes, seed, self._work)
         tools = replace(tools, sampling=schedule.declarations.client_sampling)
@@ -228,7 +229,8 @@ class Federation:
         self.state = content["state"]
         self.initial |= content["initial"]
         self._server = replace(self._server, memory=content["aggregator"])
-        self.schedule.load_state_dict(content["schedule"])
+        if content["schedule"] is not None:  # a fork with another schedule
+            self.schedule.load_state_dict(content["schedule"])
         self.clients.restore(content["clients"])
 
     def _work(self, client: int, number: int, started: float) -> Work:
@@ -315,6 +317,24 @@ class Federation:
             broadcast = Broadcast(version + 1, self.state, self._extras, callbacks())
             self.versions.add(broadcast)
         return broadcast
+
+
+def refuse_absent(absent: Collection[int], clients: int, aggregator: Aggregator) -> None:
+    """Refuse absent clients that do not exist, that are all, or whose samples are used anyway.
+
+    Raises:
+        FlsuiteError: If it is so.
+    """
+    if absent and aggregator.pools:
+        raise FlsuiteError(
+            f"trainer.without: {aggregator.name} trains on the samples of all clients; leave it out"
+        )
+    if strangers := [client for client in absent if not 0 <= client < clients]:
+        raise FlsuiteError(
+            f"trainer.without: there is no client {strangers[0]}; there are 0 to {clients - 1}"
+        )
+    if clients == len({*absent}):
+        raise FlsuiteError("trainer.without: no client is left; name fewer")
 
 
 class _Unmasked:

@@ -97,7 +97,7 @@ def test_the_second_run_looks_while_the_first_one_writes(
         refusals.append(str(refused.value))
         return ""
 
-    monkeypatch.setattr("flsuite.runs.folder._versions", versions)
+    monkeypatch.setattr("flsuite.runs.folder.versions", versions)
     assert fit(tmp_path / "run").round == 1
     said = "another process is writing to" if has_locks else "already holds a run"
     assert len(refusals) == 1 and said in refusals[0]

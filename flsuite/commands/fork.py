@@ -1,0 +1,62 @@
+"""``flsuite fork``: a run that begins at a moment of another run, under changed settings."""
+
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+from flsuite.commands.arguments import CommandParser
+from flsuite.commands.run_folder import require_run
+from flsuite.errors import FlsuiteError
+
+log = logging.getLogger("flsuite")
+
+
+def fork(args: list[str]) -> None:
+    """Run the fork, after a replay if its round was not kept."""
+    parser = CommandParser("fork")
+    parser.add_argument("run")
+    parser.add_argument("--at", type=int, required=True)
+    parser.add_argument("--without", type=int, nargs="+", default=[])
+    own, rest = parser.parse_known_args(args)
+    parent = require_run("fork", Path(own.run))
+    if own.at < 0:
+        raise FlsuiteError(f"fork: --at must be a round, 0 or above, got {own.at}")
+
+    _require_round(parent, own.at)
+    without = ["--trainer.without", str(own.without)] if own.without else []
+    moment = ["--trainer.fork.run", str(parent), "--trainer.fork.round", str(own.at)]
+    _fit(["--config", str(parent / "config.yaml"), *moment, *without, *rest])
+
+
+def _require_round(parent: Path, at: int) -> None:
+    """Make a checkpoint of a round by a replay, if the parent has kept none."""
+    from flsuite.commands.replay import adopt, arguments, first_round, last_round
+    from flsuite.runs.fork import kept_rounds
+
+    kept, first = kept_rounds(parent), first_round(parent)
+    if at in kept or at == 0:
+        return
+    if at < first:
+        raise FlsuiteError(
+            f"fork: {parent} is a fork that begins at round {first}; fork its parent, which is "
+            "named in its settings.yaml"
+        )
+    if at > (last := last_round(parent)):
+        raise FlsuiteError(f"fork: {parent} has {last} rounds; give --at up to {last}")
+    start = max((round for round in kept if first <= round < at), default=first)
+    print(f"round {at} was not kept: replaying it from round {start}", file=sys.stderr)
+    replay = parent / ".replay"
+    shutil.rmtree(replay, ignore_errors=True)
+    try:
+        _fit(arguments(parent, start if start in kept else None, at, replay))
+        adopt(replay, parent)
+    finally:
+        shutil.rmtree(replay, ignore_errors=True)
+
+
+def _fit(args: list[str]) -> None:
+    from flsuite.commands.main import run_command
+
+    if status := run_command("fit", args):
+        sys.exit(status)

@@ -1,0 +1,21 @@
+"""``flsuite pack``: a run in one file, for others to verify."""
+
+from pathlib import Path
+
+from flsuite.commands.arguments import CommandParser
+from flsuite.commands.run_folder import require_run
+
+
+def pack(args: list[str]) -> None:
+    """Write the file, and print its size."""
+    parser = CommandParser("pack")
+    parser.add_argument("run")
+    parser.add_argument("--output")
+    request = parser.parse_args(args)
+    run = require_run("pack", Path(request.run))
+    file = Path(request.output or f"{run.resolve().name}.zip")
+
+    from flsuite.runs import packing
+
+    size = packing.pack(run, file)
+    print(f"{file}: {size / 1e6:.1f} MB; verify it with flsuite verify {file}")

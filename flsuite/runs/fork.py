@@ -1,0 +1,184 @@
+"""Runs that begin at a moment of another run, under changed settings."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flsuite.arguments import NonNegativeInt, Settings, renamed
+from flsuite.errors import FlsuiteError
+from flsuite.files import load_tensors
+
+log = logging.getLogger("flsuite")
+
+_OF_A_SAMPLE = ("batch_size", "augment", "val_fraction", "seed")
+"""Arguments of the data that do not move samples between clients."""
+
+
+@dataclass(eq=False)
+class Fork(Settings):
+    """The moment of another run that a run begins at.
+
+    What the settings leave as it was keeps its random draws: cohorts, batches, noise and speeds are
+    functions of the seed, the round and the client. A fork without changes therefore ends like its
+    parent, bit for bit. The state of an algorithm or a schedule is kept if its classes are the
+    parent's. Otherwise it starts anew.
+
+    Args:
+        run: The folder of the parent.
+        round: The round after which the run begins. 0 is the start of the parent.
+    """
+
+    run: str
+    round: NonNegativeInt
+
+    @cached_property
+    def checkpoint(self) -> Path | None:
+        """Return the parent's checkpoint of the round. ``None`` for round 0.
+
+        Raises:
+            FlsuiteError: If there is none.
+        """
+        if self.round == 0:
+            return None
+        kept = kept_rounds(Path(self.run))
+        if self.round not in kept:
+            have = ", ".join(map(str, sorted(kept))) or "none"
+            raise FlsuiteError(
+                f"trainer.fork: {self.run} has no checkpoint of round {self.round} (it has {have})"
+                "; flsuite fork makes it by a replay, or set trainer.keep_rounds in the parent"
+            )
+        return kept[self.round]
+
+    def settings(self, checkpoint: Path | None) -> dict[str, Any]:
+        """Return the moment as settings of the run: the round, and a hash of the parent's settings.
+
+        Args:
+            checkpoint: The run's own checkpoint, if it is resumed. The parent may then be gone.
+        """
+        if checkpoint is not None:
+            own = load_tensors(checkpoint, "start a new run")["settings"]
+            return {"fork": own.get("fork"), "forked_from": own.get("forked_from")}
+        parent = parent_settings(Path(self.run))
+        kept = {name: value for name, value in parent.items() if name not in _NOT_OF_THE_PARENT}
+        text = json.dumps(kept, sort_keys=True, default=str)
+        moment = {"round": self.round, "parent": hashlib.sha256(text.encode()).hexdigest()[:8]}
+        return {"fork": moment, "forked_from": self.run}
+
+
+_NOT_OF_THE_PARENT = (
+    *("rounds", "max_virtual_seconds", "max_client_updates", "stopping", "forked_from"),
+    *("seed", "given_weights", "attackers"),
+)
+"""Settings of a parent that its hash leaves out: forks of runs that differ only in the seed have
+the same hash."""
+
+
+def kept_rounds(run: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run by their round, also ``last.ckpt`` and ``best.ckpt``."""
+    return {round_of(path): path for path in checkpoints_of(run)}
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """Return all checkpoints of a run."""
+    folder = run / "checkpoints"
+    return [
+        *sorted(folder.glob("round-*.ckpt")),
+        *(path for name in ("best", "last") if (path := folder / f"{name}.ckpt").is_file()),
+    ]
+
+
+def round_of(path: Path) -> int:
+    """Return the round of a checkpoint."""
+    if path.stem.startswith("round-"):
+        return int(path.stem.removeprefix("round-"))
+    content: Mapping[str, Any] = load_tensors(path, "name another run")
+    return int(content["federation"]["clock"]["round"])
+
+
+def parent_settings(run: Path) -> dict[str, Any]:
+    """Return the settings of a run.
+
+    Raises:
+        FlsuiteError: If the folder is not a run.
+    """
+    import yaml
+
+    path = run / "settings.yaml"
+    if not path.is_file():
+        raise FlsuiteError(f"trainer.fork: {run} is not a run, it has no settings.yaml")
+    return renamed(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def refuse_other_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Refuse a fork whose clients hold other samples than the parent's.
+
+    Raises:
+        FlsuiteError: If the settings of the data differ in more than batches.
+    """
+
+    def of_clients(settings: Mapping[str, Any]) -> Any:
+        data = settings["data"]
+        arguments = {k: v for k, v in data["init_args"].items() if k not in _OF_A_SAMPLE}
+        seed = data["init_args"].get("seed")
+        return data["class_path"], arguments, settings["seed"] if seed is None else seed
+
+    if of_clients(ours) != of_clients(theirs):
+        raise FlsuiteError(
+            "trainer.fork: the clients must hold the samples of the parent; leave the data and the "
+            "seed as they were, or begin at round 0"
+        )
+
+
+def adapted(content: dict[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parent's state of the federation for a run with these settings.
+
+    What belongs to a part of another class is left out, so that the part starts anew.
+
+    Args:
+        content: The parent's checkpoint.
+        ours: The settings of the fork.
+    """
+    theirs, state = renamed(content["settings"]), dict(content["federation"])
+    for name, key, empty in (("aggregator", "aggregator", {}), ("schedule", "schedule", None)):
+        if [*_classes(ours[name])] != [*_classes(theirs[name])]:
+            log.info("fork: %s starts anew, because it was another one", name)
+            state[key] = empty
+    return state
+
+
+def _classes(described: Any) -> Iterator[str]:
+    """Yield the classes of a described object and of its arguments."""
+    if isinstance(described, Mapping):
+        if "class_path" in described:
+            yield str(described["class_path"])
+        for value in described.values():
+            yield from _classes(value)
+    elif isinstance(described, list):
+        for value in described:
+            yield from _classes(value)
+
+
+def copy_files(parent: Path, own: Path, folder: str, names: Iterator[str]) -> None:
+    """Link files of the parent into the fork's folder, or copy them where links are not possible.
+
+    They are never changed in place.
+    """
+    for name in names:
+        source, target = parent / folder / name, own / folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        try:
+            os.link(source, target)
+        except FileNotFoundError as error:
+            raise FlsuiteError(
+                f"{source} is missing; restore the parent's folder, or begin at another round"
+            ) from error
+        except OSError:  # another file system, or one without hard links
+            shutil.copyfile(source, target)

@@ -1,0 +1,75 @@
+"""One file that holds what is needed to verify a run."""
+
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+
+from flsuite.errors import FlsuiteError
+
+_PARTS = (
+    "*.yaml",
+    "*.txt",
+    "*.csv",
+    "*.json",
+    "checkpoints/*.ckpt",
+    "checkpoints/frozen.pt",
+    "clients/*.pt",
+    "in_flight/*.pt",
+)
+_MANIFEST = "manifest.json"
+
+
+def pack(run: Path, file: Path) -> int:
+    """Write a run into one file, and return its size in bytes.
+
+    Checkpoints with the same content are stored once.
+
+    Args:
+        run: The folder of the run.
+        file: The file to write.
+
+    Raises:
+        FlsuiteError: If the file exists.
+    """
+    if file.exists():
+        raise FlsuiteError(f"pack: {file} exists; name another file with --output")
+    found = {path for part in _PARTS for path in run.glob(part)}
+    paths = sorted(path for path in found if path.name != "model.ckpt")  # not read by a replay
+    digests = {path.relative_to(run).as_posix(): digest(path) for path in paths}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as target:
+        stored: set[str] = set()
+        for path in paths:
+            content = digests[path.relative_to(run).as_posix()]
+            if content not in stored:
+                stored.add(content)
+                target.write(path, f"content/{content}")
+        target.writestr(_MANIFEST, json.dumps(digests, indent=1))
+    return file.stat().st_size
+
+
+def unpack(file: Path, folder: Path) -> Path:
+    """Write a packed run into a folder, and return the folder.
+
+    Raises:
+        FlsuiteError: If the file is not a packed run, or was changed.
+    """
+    try:
+        with zipfile.ZipFile(file) as source:
+            digests = json.loads(source.read(_MANIFEST))
+            for name, content in digests.items():
+                path = (folder / name).resolve()
+                if not path.is_relative_to(folder.resolve()):
+                    raise FlsuiteError(f"{file} names a file outside of its folder: {name}")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(source.read(f"content/{content}"))
+                if digest(path) != content:
+                    raise FlsuiteError(f"{file} was changed: {name} is not what was packed")
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise FlsuiteError(f"{file} is not a run packed by flsuite pack") from error
+    return folder
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,182 @@
+"""``flsuite fork``, ``verify`` and ``pack`` end to end."""
+
+import csv
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from flsuite.commands.main import main
+from flsuite.files import save_tensors
+from tests.commands.command import cli, refused
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+SHORT = [
+    *("--trainer.rounds", "4", "--trainer.max_epochs", "1", "--data.clients", "4"),
+    *("--trainer.keep_rounds", "2", "--trainer.enable_progress_bar", "false"),
+    *("--trainer.schedule.speeds", "Stragglers", "--trainer.engine", "InProcess"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay") / "run"
+    cli("fit", "--config", CONFIG, "--run_dir", str(folder), *SHORT)
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def verified(*args: str) -> bool:
+    with pytest.raises(SystemExit) as end:
+        main(["verify", *args])
+    assert end.value.code in (0, 1)
+    return not end.value.code
+
+
+@pytest.mark.parametrize("at", ["0", "2"])
+def test_an_honest_record_is_verified(run: Path, at: str, capsys: Any) -> None:
+    assert verified(str(run), "--at", at, "--rounds", "2")
+    assert "are equal, bit for bit" in capsys.readouterr().out
+
+
+def test_a_packed_run_is_verified_where_its_folder_is_gone(run: Path, capsys: Any) -> None:
+    cli("pack", str(run), "--output", "a.zip")
+    assert "a.zip exists" in refused(capsys, "pack", str(run), "--output", "a.zip")
+    shutil.rmtree(run)
+    assert verified("a.zip")
+    data = bytearray(Path("a.zip").read_bytes())
+    data[len(data) // 2] ^= 1
+    Path("b.zip").write_bytes(bytes(data))
+    assert "b.zip" in refused(capsys, "verify", "b.zip")
+
+
+def edit_row(column: str, value: Callable[[str], str], wanted: dict[str, str]) -> Any:
+    def edit(run: Path) -> None:
+        path = run / "metrics.csv"
+        with path.open(newline="") as file:
+            rows = list(csv.reader(file))
+        header = rows[0]
+        for row in rows[1:]:
+            if all(row[header.index(name)] == other for name, other in wanted.items()):
+                row[header.index(column)] = value(row[header.index(column)])
+                break
+        else:
+            raise AssertionError("no such row")
+        with path.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
+
+    return edit
+
+
+def edit_checkpoint(name: str, change: Callable[[dict[str, Any]], None]) -> Any:
+    def edit(run: Path) -> None:
+        path = run / "checkpoints" / name
+        content = torch.load(path, weights_only=True)
+        change(content)
+        path.unlink()  # it may have twins
+        save_tensors(content, path)
+
+    return edit
+
+
+def nudge_weight(content: dict[str, Any]) -> None:
+    weight = next(iter(content["federation"]["state"].values()))
+    weight.view(-1)[0] += 1e-6
+
+
+def change_lines(name: str, old: str, new: str) -> Any:
+    def edit(run: Path) -> None:
+        text = (run / name).read_text()
+        assert old in text
+        (run / name).write_text(text.replace(old, new, 1))
+
+    return edit
+
+
+def drop_last_line(run: Path) -> None:
+    path = run / "timeline.csv"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+TEST = {"round": "4", "scope": "global", "split": "test", "metric": "accuracy"}
+EDITS: dict[str, Callable[[Path], None]] = {
+    "a score": edit_row("value", lambda v: f"{float(v) + 0.01:.9g}", TEST),
+    "the last digit": edit_row("value", lambda v: v[:-1] + str(9 - int(v[-1])), TEST),
+    "a client's loss": edit_row(
+        "value", lambda v: "0.1", {"round": "3", "scope": "1", "split": "train", "metric": "loss"}
+    ),
+    "bytes": edit_row("bytes", lambda v: str(int(v) // 2), {"round": "4"}),
+    "a virtual second": edit_row("virtual_s", lambda v: f"{float(v) / 2:.9g}", {"round": "3"}),
+    "a weight at the start": edit_checkpoint("round-000002.ckpt", nudge_weight),
+    "a weight at the end": edit_checkpoint("round-000004.ckpt", nudge_weight),
+    "a setting": change_lines("settings.yaml", "lr: ", "lr: 1"),
+    "a config": change_lines("config.yaml", "lr: ", "lr: 1"),
+    "a fit": drop_last_line,
+    "a client in the timeline": change_lines("timeline.csv", "\n9,1,", "\n9,2,"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_record_is_found(name: str, run: Path, capsys: Any) -> None:
+    EDITS[name](run)
+    assert not verified(str(run), "--at", "2")
+    assert "does not verify" in capsys.readouterr().err
+
+
+def test_another_environment_is_named(run: Path, capsys: Any) -> None:
+    change_lines("versions.txt", "cpu ", "cpu another ")(run)
+    assert verified(str(run))
+    assert "another environment: cpu another" in capsys.readouterr().out
+
+
+def rows_of(run: Path) -> Iterator[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def test_a_round_that_was_not_kept_is_replayed_and_kept(run: Path, capsys: Any) -> None:
+    args = ["fork", str(run), "--at", "3", "--without", "1", "--run_dir", "fork"]
+    cli(*args)
+    assert "replaying it from round 2" in capsys.readouterr().err
+    assert (run / "checkpoints" / "round-000003.ckpt").is_file() and not (run / ".replay").exists()
+    fork = Path("fork")
+    scopes = {row["scope"] for row in rows_of(fork) if row["round"] == "4"}
+    assert "1" not in scopes and {"0", "2", "3", "global"} <= scopes
+    settings = yaml.safe_load((fork / "settings.yaml").read_text())
+    assert settings["fork"]["round"] == 3 and settings["without"] == [1]
+    cli("fork", str(run), "--at", "3", "--run_dir", "same")
+    assert [*rows_of(Path("same"))][-1]["value"] == [*rows_of(run)][-1]["value"]
+    assert verified("fork") and verified(str(run), "--at", "3")
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["fork", "run"], "--at"),
+        (["fork", "run", "--at", "9"], "has 4 rounds; give --at up to 4"),
+        (["fork", "run", "--at", "-1"], "must be a round"),
+        (["fork", "nowhere", "--at", "1"], "is not a run"),
+        (["verify", "run", "--at", "1"], "must be one of [0, 2"),
+        (["verify", "run", "--rounds", "0"], "at least 1"),
+        (["verify", "run/config.yaml"], "is not a run packed"),
+        (["pack", "nowhere"], "is not a run"),
+    ],
+)
+def test_a_wrong_request_is_one_line(args: list[str], reason: str, run: Path, capsys: Any) -> None:
+    assert reason in refused(capsys, *args)

@@ -1,0 +1,221 @@
+"""Runs that begin at a moment of another one, and clients that leave: what keeps its draws."""
+
+import csv
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.optim import SGD
+
+from flsuite.aggregators import SCAFFOLD, Ditto, DPFedAvg, FedAdam, FedAvg, FedBuff, FedProx
+from flsuite.aggregators.rules import Mean
+from flsuite.attacks import SignFlip
+from flsuite.data import Dirichlet
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientUpdate
+from flsuite.models import MLP, Classifier
+from flsuite.runs.fork import Fork, kept_rounds
+from flsuite.schedules import Asynchronous, Stragglers, Synchronous
+from tests.aggregators.federations import assert_same_models
+from tests.conftest import digits, equal_states, table, trainer
+
+ROUNDS = 6
+
+
+def model(lr: float = 0.1) -> Classifier:
+    return Classifier(MLP(hidden=(8,)), optimizer=partial(SGD, lr=lr))
+
+
+def fit(folder: Path, name: str, rounds: int = ROUNDS, lr: float = 0.1, **settings: Any) -> Any:
+    resumed = {k: settings.pop(k) for k in ("ckpt_path",) if k in settings}
+    clients, data = settings.pop("clients", 6), settings.pop("data", {})
+    made = trainer(rounds=rounds, run_dir=folder / name, enable_checkpointing=True, **settings)
+    made.fit(model(lr), digits(clients=clients, partition=Dirichlet(0.5), **data), **resumed)
+    return made
+
+
+def virtual(**kwargs: Any) -> Synchronous:
+    return Synchronous(speeds=Stragglers(), **kwargs)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "FedAvg": {"aggregator": FedAvg, "schedule": lambda: virtual(participation=3)},
+    "SCAFFOLD": {"aggregator": SCAFFOLD, "schedule": lambda: virtual(participation=3)},
+    "Ditto": {"aggregator": Ditto, "schedule": lambda: virtual(participation=3)},
+    "FedAdam": {
+        "aggregator": FedAdam,
+        "schedule": lambda: virtual(over_selection=1.5, participation=3),
+    },
+    "FedBuff": {
+        "aggregator": FedBuff,
+        "schedule": lambda: Asynchronous(concurrency=3, buffer_size=2),
+    },
+    "DPFedAvg": {
+        "aggregator": lambda: DPFedAvg(noise_multiplier=1.0, clip=1.0),
+        "schedule": lambda: Synchronous(sampling="poisson", participation=0.5),
+    },
+}
+
+
+def parts(name: str) -> dict[str, Any]:
+    return {key: make() for key, make in CASES[name].items()}
+
+
+def numbers(folder: Path) -> dict[Any, str]:
+    """Return all numbers in a run's table but measured times, by round and name."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    named = {(int(r["round"]), r["scope"], r["split"], r["metric"]): r["value"] for r in rows}
+    return {key: value for key, value in named.items() if not key[3].endswith("seconds")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fork_without_changes_ends_like_its_parent(name: str, tmp_path: Path) -> None:
+    parent = fit(tmp_path, "parent", keep_rounds=2, **parts(name))
+    assert {2, 4, 6} <= {*kept_rounds(tmp_path / "parent")}
+    for round in (0, 2, 4):
+        fork = Fork(str(tmp_path / "parent"), round)
+        made = fit(tmp_path, f"fork-{round}", fork=fork, **parts(name))
+        assert_same_models(made, parent)
+        assert numbers(tmp_path / f"fork-{round}") == numbers(tmp_path / "parent")
+    if not parent.schedule.declarations.is_virtual:
+        return  # measured times differ
+    timelines = [(tmp_path / run / "timeline.csv").read_text() for run in ("parent", "fork-4")]
+    assert timelines[0] == timelines[1]
+
+
+def test_a_fork_is_resumed_like_any_run_even_without_its_parent(tmp_path: Path) -> None:
+    def run(folder: str, rounds: int = ROUNDS, **more: Any) -> Any:
+        fork = Fork(str(tmp_path / "parent"), 2)
+        return fit(tmp_path, folder, rounds, lr=0.05, fork=fork, **more, **parts("Ditto"))
+
+    fit(tmp_path, "parent", keep_rounds=2, **parts("Ditto"))
+    whole = run("whole")
+    run("parts", rounds=4)
+    (tmp_path / "parent").rename(tmp_path / "moved")
+    assert_same_models(run("parts", ckpt_path="last"), whole)
+    settings = whole.run.settings
+    assert settings["fork"]["round"] == 2 and settings["forked_from"] == str(tmp_path / "parent")
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "a rate": {"lr": 0.01},
+    "a rule": {"aggregator": FedAdam()},
+    "an objective": {"aggregator": FedProx(mu=1.0)},
+    "an attack": {"attack": SignFlip(clients=[0, 1])},
+    "a schedule": {"schedule": Asynchronous(concurrency=3), "aggregator": FedBuff()},
+    "a client": {"without": [2]},
+    "epochs": {"max_epochs": 3},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_acts_from_the_moment_on(name: str, tmp_path: Path) -> None:
+    fit(tmp_path, "parent", keep_rounds=3)
+    made = fit(tmp_path, "fork", fork=Fork(str(tmp_path / "parent"), 3), **CHANGES[name])
+    assert made.round == ROUNDS
+    own, theirs = numbers(tmp_path / "fork"), numbers(tmp_path / "parent")
+    assert {k: v for k, v in own.items() if k[0] <= 3} == {
+        k: v for k, v in theirs.items() if k[0] <= 3
+    }
+    after = (ROUNDS, "global", "test", "loss")
+    assert own[after] != theirs[after]
+
+
+# Clients that leave
+
+
+def who_trained(made: Any, since: int) -> set[str]:
+    return {key[1] for key in table(made) if key[0] > since and key[2] == "train"}
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "SCAFFOLD", "FedBuff"])
+def test_who_was_not_drawn_again_is_not_missed(name: str, tmp_path: Path) -> None:
+    def run(folder: str, **settings: Any) -> Any:
+        is_asynchronous = name == "FedBuff"
+        few = Asynchronous(concurrency=2, buffer_size=1), virtual(participation=2)
+        settings = {"schedule": few[not is_asynchronous], "clients": 12, **settings}
+        return fit(tmp_path, folder, aggregator=CASES[name]["aggregator"](), **settings)
+
+    parent = run("parent", keep_rounds=4)
+    absent = next(c for c in range(12) if str(c) not in who_trained(parent, since=4))
+    made = run("fork", without=[absent], fork=Fork(str(tmp_path / "parent"), 4))
+    assert equal_states(made.federation.state, parent.federation.state)
+
+
+def test_who_has_no_weight_is_not_missed(tmp_path: Path) -> None:
+    with_it = fit(tmp_path, "with", schedule=virtual(), aggregator=Weightless())
+    without = fit(tmp_path, "without", schedule=virtual(), aggregator=Weightless(), without=[4])
+    assert equal_states(with_it.federation.state, without.federation.state)
+
+
+class WeightlessMean(Mean):
+    """The mean in which client 4 has no weight."""
+
+    def weight(self, update: ClientUpdate) -> float:
+        return 0.0 if update.client == 4 else super().weight(update)
+
+
+class Weightless(FedAvg):
+    def __init__(self) -> None:
+        super().__init__(rule=WeightlessMean())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_others_train_when_and_as_they_would(name: str, tmp_path: Path) -> None:
+    """In the first round, before the models differ, their numbers are the same."""
+    whole = table(fit(tmp_path, "all", rounds=1, **parts(name)))
+    made = fit(tmp_path, "without", rounds=1, without=[1], **parts(name))
+    of_clients = {k: v for k, v in table(made).items() if k[1] != "global" and k[2] == "train"}
+    assert "1" not in {key[1] for key in table(made)}
+    # With over-selection, and in a buffer, another client takes the place of the absent one.
+    replaced = name in ("FedAdam", "FedBuff")
+    common = {key for key in of_clients if key in whole or not replaced}
+    assert common and all(of_clients[key] == whole[key] for key in common)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"without": [6]}, "there is no client 6; there are 0 to 5"),
+        ({"without": [0, 1, 2, 3, 4, 5]}, "no client is left"),
+        ({"fork": ("parent", 5)}, "has no checkpoint of round 5 (it has "),
+        ({"fork": ("nowhere", 2)}, "is not a run"),
+        ({"fork": ("parent", 2), "seed": 5}, "hold the samples of the parent"),
+        ({"fork": ("parent", 2), "data": {"train_samples": 100}}, "hold the samples of the parent"),
+        ({"keep_rounds": 0}, "keep_rounds must be at least 1"),
+    ],
+)
+def test_what_cannot_hold_is_one_line(
+    settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    fit(tmp_path, "parent", rounds=4, keep_rounds=2)
+    if "fork" in settings:
+        run, round = settings["fork"]
+        settings = {**settings, "fork": Fork(str(tmp_path / run), round)}
+    with pytest.raises(FlsuiteError) as error:
+        fit(tmp_path, "fork", **settings)
+    assert reason in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "fork").exists()
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path, "parent", rounds=2, keep_rounds=2)
+    made = trainer(
+        rounds=4,
+        run_dir=tmp_path / "fork",
+        enable_checkpointing=True,
+        fork=Fork(str(tmp_path / "parent"), 2),
+    )
+    with pytest.raises(FlsuiteError, match="the model is not the parent's"):
+        made.fit(Classifier(MLP(hidden=(9,))), digits(clients=6, partition=Dirichlet(0.5)))
+
+
+def test_kept_rounds_outlive_a_resume(tmp_path: Path) -> None:
+    """So do the clients' memories that they need."""
+    whole = fit(tmp_path, "whole", keep_rounds=2, **parts("Ditto"))
+    fit(tmp_path, "parts", rounds=3, keep_rounds=2, **parts("Ditto"))
+    fit(tmp_path, "parts", keep_rounds=2, ckpt_path="last", **parts("Ditto"))
+    made = fit(tmp_path, "fork", fork=Fork(str(tmp_path / "parts"), 2), **parts("Ditto"))
+    assert_same_models(made, whole)
