@@ -17,6 +17,7 @@ commands:
   fit         run a federation and write its folder
   resume      continue a run: flsuite resume RUN
   fork        begin a run at a moment of another one, under changed settings
+  contribution  train a run again without each of its clients
   verify      do rounds of a run again, and compare them with its record
   pack        write what is needed to verify a run into one file
   ls          list runs: method, data, rounds, score, state
@@ -196,6 +197,24 @@ replayed from the nearest kept one before it, and then kept.
   --run_dir FOLDER      the fork's folder; default: a new one
 """
 
+_CONTRIBUTION_HELP = """usage: flsuite contribution RUN [RUN ...] [--clients all|LIST] [--at ROUND]
+                            [--method leave-one-out|shapley] [--permutations N]
+                            [--tolerance X] [--metric NAME] [--output FOLDER]
+
+Measure what each client adds to the test score of the last round, by forks of RUN without it. All
+others train when and as they would with it. Writes contribution.csv and contribution.png, and each
+fork's folder; the same command continues after a kill. Several RUNs, such as seeds of one
+experiment, give a mean and a spread.
+
+  --clients LIST     clients, such as 0,3,7; default: all
+  --at ROUND         the round that the forks begin after; default 0, the start
+  --method METHOD    leave-one-out (default), or shapley: clients join in random orders
+  --permutations N   orders of shapley per RUN; default 10. Equal sets are trained once
+  --tolerance X      shapley: who joins within X of RUN's score adds nothing; default 0
+  --metric NAME      the score; default accuracy
+  --output FOLDER    where to write; default: contribution
+"""
+
 _VERIFY_HELP = """usage: flsuite verify RUN [--at ROUND] [--rounds N]
 
 Do some rounds of a run again, and compare weights, table and timeline with its record, bit for
@@ -216,6 +235,7 @@ checkpoints, and digests of all of them and of the data.
 
 HELPS = {
     "fork": _FORK_HELP,
+    "contribution": _CONTRIBUTION_HELP,
     "verify": _VERIFY_HELP,
     "pack": _PACK_HELP,
     "resume": _RESUME_HELP,

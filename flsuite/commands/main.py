@@ -48,6 +48,7 @@ COMMANDS = {
     ),
     "resume": Command(after_interrupt="; the same command continues the run"),
     "fork": Command(after_interrupt="; continue it with flsuite resume and the fork's folder"),
+    "contribution": Command(after_interrupt="; the same command continues"),
     "verify": Command(),
     "pack": Command(),
     "validate": Command(by_lightning=True, reads_config=True),

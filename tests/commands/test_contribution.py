@@ -1,0 +1,104 @@
+"""``flsuite contribution``: games with known values, and a federation."""
+
+import csv
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flsuite.commands import contribution as command
+from flsuite.commands.contribution import Worlds, leave_one_out, shapley
+from tests.commands.command import QUICKSTART, cli, refused
+
+SHORT = [
+    *("--trainer.rounds", "2", "--trainer.max_epochs", "1", "--data.clients", "4"),
+    *("--trainer.enable_progress_bar", "false", "--trainer.engine", "InProcess"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def game(score: Callable[[frozenset[int]], float], players: int) -> Any:
+    """Return worlds whose score depends on who is present."""
+    everyone = frozenset(range(players))
+    asked: list[frozenset[int]] = []
+
+    def of_absent(absent: frozenset[int]) -> float:
+        asked.append(absent)
+        return score(everyone - absent)
+
+    return SimpleNamespace(score=of_absent, run=Path(), trained=0, asked=asked)
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "parent_settings", lambda run: {"seed": 3})
+
+
+def test_in_an_additive_game_both_are_each_players_own_value() -> None:
+    worth = [0.5, -0.25, 0.0, 2.0]
+    made = game(lambda present: sum(worth[c] for c in present), 4)
+    assert dict(leave_one_out(made, range(4))) == dict(enumerate(worth))
+    assert [value == worth[c] for c, value in shapley(made, range(4), 5, 0.0)] == [True] * 20
+
+
+def test_shapley_values_of_the_glove_game() -> None:
+    """Players 0 and 1 have a left glove each, 2 a right one: 1/6, 1/6 and 4/6."""
+    made = game(lambda present: float(2 in present and bool({0, 1} & present)), 3)
+    sums = [0.0] * 3
+    for client, value in shapley(made, range(3), 2000, 0.0):
+        sums[client] += value / 2000
+    assert sums == pytest.approx([1 / 6, 1 / 6, 4 / 6], abs=0.03)
+    assert sum(sums) == pytest.approx(1.0), "each order shares out the whole"
+
+
+def test_who_joins_near_the_whole_is_not_trained() -> None:
+    made = game(lambda present: float(len(present) >= 2), 5)
+    values = list(shapley(made, range(5), 4, tolerance=0.0))
+    assert sum(value for _, value in values) == 4.0
+    assert max(5 - len(absent) for absent in made.asked if absent) == 2
+
+
+def test_a_federation_without_each_client(capsys: Any) -> None:
+    cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT)
+    cli("contribution", "run", "--output", "out")
+    with Path("out/contribution.csv").open(newline="") as file:
+        rows = {int(row["client"]): float(row["contribution"]) for row in csv.DictReader(file)}
+    assert [*rows] == [0, 1, 2, 3] and Path("out/contribution.png").is_file()
+
+    alone = ["--run_dir", "alone", "--trainer.without", "[2]"]
+    cli("fit", "--config", "run/config.yaml", *alone)
+    whole, without = (
+        Worlds(Path("run"), Path(), "accuracy", 0)._last(Path(n)) for n in ("run", "alone")
+    )
+    assert rows[2] == pytest.approx(whole - without, abs=1e-12)
+
+    before = {path: path.stat().st_mtime_ns for path in Path("out").rglob("last.ckpt")}
+    cli("contribution", "run", "--output", "out", "--method", "shapley", "--clients", "1,2")
+    after = {path: path.stat().st_mtime_ns for path in Path("out").rglob("last.ckpt")}
+    assert before.items() <= after.items() and len(after) == len(before) + 1, "one more pair"
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["nowhere"], "is not a run"),
+        (["run", "--clients", "4"], "must be from 0 to 3"),
+        (["run", "--clients", "one"], "must be all, or numbers"),
+        (["run", "--metric", "beauty"], "has no score beauty"),
+        (["run", "--permutations", "0"], "at least 1"),
+    ],
+)
+def test_a_wrong_request_is_one_line(args: list[str], reason: str, capsys: Any) -> None:
+    if args[0] == "run":
+        cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT)
+    Path("contribution").mkdir()
+    assert reason in refused(capsys, "contribution", *args)
