@@ -64,14 +64,28 @@ def check(sweep: Sweep, folder: Path) -> dict[str, Any]:
         if any((folder / cell.folder.parent).glob(f"*/{DONE}")):
             continue
         try:
-            workers = max(workers, _make_ready(sweep, cell))
+            of_cell, settings = _make_ready(sweep, cell)
+            workers = max(workers, of_cell)
+            if cell.source is not None:
+                _refuse_other_training(sweep, cell, settings)
         except FlsuiteError as error:
             refused.append(f"{_place(sweep, cell)}: {one_line(error)}")
     return {"workers": workers, "refused": refused}
 
 
-def _make_ready(sweep: Sweep, cell: Cell) -> int:
-    """Prepare a cell up to its first round, and return the number of workers of its engine.
+def _refuse_other_training(sweep: Sweep, cell: Cell, settings: dict[str, Any]) -> None:
+    from flsuite.runs.reuse import refuse_other_training
+
+    assert cell.source is not None
+    _, theirs = _make_ready(sweep, cell.source)
+    refuse_other_training(settings, theirs, cell.source.folder)
+
+
+def _make_ready(sweep: Sweep, cell: Cell) -> tuple[int, dict[str, Any]]:
+    """Prepare a cell up to its first round.
+
+    Returns:
+        The number of workers of its engine, and its settings.
 
     Raises:
         FlsuiteError: If the cell cannot start.
@@ -86,7 +100,7 @@ def _make_ready(sweep: Sweep, cell: Cell) -> int:
         trainer, model, data = build(arguments)
         run = trainer.prepare(model, data)
         require_engine(run, trainer.engine)
-    return getattr(trainer.engine, "workers", None) or 1
+    return getattr(trainer.engine, "workers", None) or 1, run.settings
 
 
 def typos_of(sweep: Sweep) -> dict[str, Any]:

@@ -159,8 +159,7 @@ class Reuse:
 
         theirs = renamed(yaml.safe_load((run_dir / "settings.yaml").read_text(encoding="utf-8")))
         ours = yaml.safe_load(yaml.safe_dump(dict(settings)))  # tuples become lists, as in a file
-        now, then = ({name: s.get(name) for name in _DECIDE_TRAINING} for s in (ours, theirs))
-        refuse_mismatch(now, then, run_dir)
+        refuse_other_training(ours, theirs, run_dir)
         self.trained = UpdateStore(run_dir / UPDATES)
 
     def with_trained(self, request: FitRequest) -> FitRequest:
@@ -174,6 +173,18 @@ class Reuse:
         """Store the result of a client's training, if the run keeps updates."""
         if self.kept is not None:
             self.kept.write(result)
+
+
+def refuse_other_training(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], run_dir: Path
+) -> None:
+    """Refuse settings under which clients would train other models than in another run.
+
+    Raises:
+        FlsuiteError: If they differ. The message names what.
+    """
+    now, then = ({name: s.get(name) for name in _DECIDE_TRAINING} for s in (ours, theirs))
+    refuse_mismatch(now, then, run_dir)
 
 
 def _require_plain_training(federation: Federation) -> None:

@@ -233,6 +233,13 @@ def test_what_cannot_be_built_is_named_with_its_method(methods: str) -> None:
     assert all(part in line for part in UNBUILDABLE[methods]) and "\n" not in line
 
 
+def test_a_method_that_trains_otherwise_cannot_merge_anothers_models() -> None:
+    methods = "{A: {}, B: {trainer.aggregator: OTFusion}, C: {model.optimizer.lr: 0.7}}"
+    sweep = read_sweep(write_sweep("s.yaml", methods, "updates_from: A"))
+    (line,) = check(sweep, Path("runs"))["refused"]
+    assert line.startswith("method C") and "model.optimizer.lr is 0.7 here" in line
+
+
 def test_all_that_cannot_begin_is_named_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
