@@ -8,6 +8,7 @@ from pathlib import Path
 from flsuite.commands.arguments import CommandParser
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FlsuiteError
+from flsuite.runs.folder import RunFolder
 
 log = logging.getLogger("flsuite")
 
@@ -23,10 +24,14 @@ def fork(args: list[str]) -> None:
     if own.at < 0:
         raise FlsuiteError(f"fork: --at must be a round, 0 or above, got {own.at}")
 
-    _require_round(parent, own.at)
+    from flsuite.commands.replay import engine_of
+
+    with RunFolder(parent).locked():  # a running parent would remove the replay's files
+        _require_round(parent, own.at)
     without = ["--trainer.without", str(own.without)] if own.without else []
+    engine = engine_of(parent)
     moment = ["--trainer.fork.run", str(parent), "--trainer.fork.round", str(own.at)]
-    _fit(["--config", str(parent / "config.yaml"), *moment, *without, *rest])
+    _fit(["--config", str(parent / "config.yaml"), *moment, *engine, *without, *rest])
 
 
 def _require_round(parent: Path, at: int) -> None:
@@ -37,7 +42,7 @@ def _require_round(parent: Path, at: int) -> None:
     kept, first = kept_rounds(parent), first_round(parent)
     if at in kept or at == 0:
         return
-    if at < first:
+    if at < first or (at == first and first):
         raise FlsuiteError(
             f"fork: {parent} is a fork that begins at round {first}; fork its parent, which is "
             "named in its settings.yaml"

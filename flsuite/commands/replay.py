@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import yaml
 from torch import Tensor
 
 from flsuite.arguments import PositiveInt, Settings, renamed
@@ -30,6 +31,9 @@ WEIGHTS_WITHIN, NUMBERS_WITHIN = 1e-3, 0.02
 """Tolerances on other versions or another kind of CPU: of weights relative to their norm, and of
 numbers."""
 
+_TIMES = {"virtual_s", "started_s", "ended_s", "merged_s"}
+_OF_AN_END = ("accuracy/", "all_clients/", "adapted/", "unseen", "forest/")
+"""Beginnings of scores that only a run's last round has, also of a run that was extended later."""
 _OPEN = ("fork", "forked_from", "stopping", "rounds", "max_virtual_seconds", "max_client_updates")
 _MOST = 5  # faults that are shown of one kind
 
@@ -86,7 +90,22 @@ def arguments(run: Path, start: int | None, stop: int, folder: Path) -> list[str
         *("--trainer.enable_progress_bar", "false"),
         *("--trainer.callbacks+", "flsuite.commands.replay.StopAfter"),
         *("--trainer.callbacks.round", str(stop)),
+        *engine_of(run),
     ]
+
+
+def engine_of(run: Path) -> list[str]:
+    """Return the arguments that name the engine which ``Auto`` chose for a run, if it did."""
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    engine = (config.get("trainer") or {}).get("engine") or {}
+    asked = engine.get("class_path", "") if isinstance(engine, dict) else str(engine)
+    if asked.rpartition(".")[2] != "Auto":
+        return []
+    chosen = parent_settings(run).get("engine")
+    if chosen is None:
+        return ["--trainer.engine", "InProcess"]
+    clients = str(chosen["init_args"]["clients"])
+    return ["--trainer.engine", "Vectorized", "--trainer.engine.clients", clients]
 
 
 def compare(run: Path, again: Path, start: int, stop: int) -> Comparison:
@@ -98,11 +117,16 @@ def compare(run: Path, again: Path, start: int, stop: int) -> Comparison:
         start: The round that the replay began at.
         stop: Its last round.
     """
-    found = Comparison([])
+    found, rounds = Comparison([]), range(start + 1, stop + 1)
     _compare_settings(run, again, found)
-    measured = {"wall_s"} if (is_virtual := _is_virtual(run)) else {"wall_s", "virtual_s"}
-    for name in ("metrics.csv", "timeline.csv") if is_virtual else ("metrics.csv",):
-        _compare_rows(run, again, name, range(start + 1, stop + 1), measured, found)
+    measured = {"wall_s"} | (set() if is_virtual(run) else _TIMES)
+    for name in ("metrics.csv", "timeline.csv"):
+        _compare_rows(run, again, name, rounds, measured, found)
+    for name in ("partition.csv", "tasks.csv", "attackers.json"):
+        if _content(run / name) != _content(again / name):
+            found.faults.append(f"{name} is not what the settings give")
+    if (fault := _of_the_model(run)) is not None:
+        found.faults.append(fault)
     ours = kept_rounds(again)
     for path in checkpoints_of(run):
         round = round_of(path)
@@ -126,7 +150,8 @@ def adopt(again: Path, run: Path) -> None:
     content = load_checkpoint(again / "checkpoints" / "last.ckpt")
     round = int(content["federation"]["clock"]["round"])
     # Sizes of the run's own tables: the replay's last round may be scored in more detail.
-    content["table"] = _size(run / "metrics.csv", lambda row: int(row["round"]) <= round)
+    table = run / "metrics.csv"
+    content["table"] = _size(table, lambda row: _number(table, row) <= round)
     fits = {row["fit"] for row in _rows(again / "timeline.csv")}
     content["timeline"] = _size(run / "timeline.csv", lambda row: row["fit"] in fits)
     for folder in ("clients", "in_flight"):
@@ -168,7 +193,8 @@ def last_round(run: Path) -> int:
     Raises:
         FlsuiteError: If it has none.
     """
-    rounds = [int(row["round"]) for row in _rows(run / "metrics.csv")]
+    path = run / "metrics.csv"
+    rounds = [_number(path, row) for row in _rows(path)]
     if not rounds:
         raise FlsuiteError(f"{run} has no finished round; there is nothing to verify")
     return max(rounds)
@@ -196,14 +222,13 @@ def _compare_rows(
     The last round of a replay may be scored in more detail.
     """
     key = ("scope", "split", "metric") if name == "metrics.csv" else ("fit",)
-    theirs, ours = (_by_key(_rows(path / name), key, rounds) for path in (run, again))
-    faults = []
+    faults: list[str] = []
+    theirs, ours = (_by_key(path / name, key, rounds, faults) for path in (run, again))
     for place, row in theirs.items():
-        other = ours.get(place)
-        where = f"{name}, round {place[0]}, {' '.join(place[1:])}"
-        if other is None:
+        other, where = ours.get(place), f"{name}, round {place[0]}, {' '.join(place[1:])}"
+        if other is None and not _is_of_an_end(place):
             faults.append(f"{where}: the replay has no such row")
-        elif (fault := _difference(row, other, measured)) is not None:
+        elif other is not None and (fault := _difference(row, other, measured)) is not None:
             faults.append(f"{where}: {fault}")
     may_be_more = name == "metrics.csv" and rounds[-1] < last_round(run)
     closed = rounds[:-1] if may_be_more else rounds
@@ -215,19 +240,46 @@ def _compare_rows(
         found.faults.append(f"{name}: {len(faults) - _MOST} more rows differ")
 
 
+def _is_of_an_end(place: tuple[str, ...]) -> bool:
+    """Return whether a score belongs to the end of a run, which may have been extended since."""
+    return place[-1].startswith(_OF_AN_END)
+
+
 def _difference(row: Row, other: Row, measured: set[str]) -> str | None:
+    if row.keys() != other.keys():
+        return f"columns are {', '.join(row)}, in the replay {', '.join(other)}"
     for column in row:
-        if column not in measured and row[column] != other.get(column):
-            return f"{column} is {row[column]}, in the replay {other.get(column)}"
+        if column not in measured and row[column] != other[column]:
+            return f"{column} is {row[column]}, in the replay {other[column]}"
     return None
 
 
-def _by_key(rows: Iterator[Row], key: Sequence[str], rounds: range) -> dict[tuple[str, ...], Row]:
-    return {
-        (row["round"], *(row[name] for name in key)): row
-        for row in rows
-        if row["round"] and int(row["round"]) in rounds and "seconds" not in row.get("metric", "")
-    }
+def _by_key(
+    path: Path, key: Sequence[str], rounds: range, faults: list[str]
+) -> dict[tuple[str, ...], Row]:
+    """Return the rows of some rounds by their key. A key that occurs twice is a fault."""
+    found: dict[tuple[str, ...], Row] = {}
+    for row in _rows(path):
+        if row["round"] and _number(path, row) not in rounds:
+            continue
+        if not row["round"] or "seconds" in row.get("metric", ""):
+            continue
+        place = (row["round"], *(row.get(name) or "" for name in key))
+        if place in found:
+            faults.append(f"{path.name}, round {' '.join(place)}: occurs twice")
+        found[place] = row
+    return found
+
+
+def _number(path: Path, row: Row) -> int:
+    """Return the round of a row.
+
+    Raises:
+        FlsuiteError: If it is not a number of at least 1.
+    """
+    if not str(row["round"]).isdecimal() or int(row["round"]) < 1:
+        raise FlsuiteError(f"{path} has a row of round {row['round']!r}; restore the file")
+    return int(row["round"])
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -236,12 +288,37 @@ def _rows(path: Path) -> Iterator[Row]:
             yield from csv.DictReader(file)
 
 
-def _is_virtual(run: Path) -> bool:
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def _of_the_model(run: Path) -> str | None:
+    """Return what is wrong with ``model.ckpt``, the global model after the last round."""
+    path, last = run / "checkpoints" / "model.ckpt", run / "checkpoints" / "last.ckpt"
+    if not path.is_file() or not last.is_file():
+        return None
+    exported = torch.load(path, weights_only=True, map_location="cpu")["state_dict"]
+    federation = load_checkpoint(last)["federation"]
+    for name, value in {**federation["initial"], **federation["state"]}.items():
+        if name in exported and not torch.equal(exported[name], value):
+            return f"model.ckpt: {name} is not that of last.ckpt"
+    return None
+
+
+def is_virtual(run: Path) -> bool:
     """Return whether the times of a run are those of its virtual clock."""
     schedule = parent_settings(run)["schedule"]
+    while "schedule" in schedule.get("init_args", {}):  # Faults wraps another one
+        schedule = schedule["init_args"]["schedule"]
     speeds = schedule.get("init_args", {}).get("speeds")
-    is_measured = speeds is None or str(speeds.get("class_path", "")).endswith("Measured")
-    return not is_measured or str(schedule["class_path"]).endswith("Asynchronous")
+    if speeds is None:
+        return is_asynchronous(run)  # whose default is a virtual clock
+    return not str(speeds.get("class_path", "")).endswith("Measured")
+
+
+def is_asynchronous(run: Path) -> bool:
+    """Return whether a run has no rounds."""
+    return "Asynchronous" in str(parent_settings(run)["schedule"])
 
 
 def _compare_states(theirs: Path, ours: Path, round: int, found: Comparison) -> None:
@@ -262,7 +339,9 @@ def _compare_states(theirs: Path, ours: Path, round: int, found: Comparison) -> 
 
 def _state_of(path: Path) -> dict[str, Tensor]:
     content = load_checkpoint(path)["federation"]
-    plain = {name: content[name] for name in ("state", "initial", "aggregator")}
+    plain = {name: content[name] for name in ("state", "initial", "aggregator", "clock")}
+    if is_virtual(path.parent.parent):
+        plain["schedule"] = content["schedule"]
     clients: dict[int, int] = content["clients"]
     folder = path.parent.parent / "clients"
     for round in sorted({*clients.values()}):

@@ -39,20 +39,32 @@ def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
         compare,
         environment_differs,
         first_round,
+        is_asynchronous,
+        is_virtual,
         last_round,
     )
     from flsuite.runs.fork import kept_rounds
 
+    if not is_virtual(run) and is_asynchronous(run):
+        raise FlsuiteError(
+            f"verify: measured times have decided the order of {run}, and no replay has them "
+            "again; set schedule.speeds to Stragglers in runs that others check"
+        )
+    for name in ("metrics.csv", "timeline.csv"):
+        if not (run / name).is_file():
+            raise FederationError(f"{run} does not verify: {name} is missing")
     last, first, kept = last_round(run), first_round(run), kept_rounds(run)
     starts = sorted(round for round in {first, *kept} if first <= round < last)
+    if not starts:
+        raise FlsuiteError(f"verify: {run} has no round of its own to do again")
     if at is not None and at not in starts:
         raise FlsuiteError(f"verify: --at must be one of {starts}, the kept rounds, got {at}")
     start = random.choice(starts) if at is None else at
     stop = min(start + rounds, last)
     print(f"replaying rounds {start + 1} to {stop} of {last}", file=sys.stderr)
     begin = start if start in kept else None
-    if status := run_command("fit", arguments(run, begin, stop, again)):
-        sys.exit(status)
+    if run_command("fit", arguments(run, begin, stop, again)):
+        raise FederationError(f"{run} does not verify: it cannot be done again, as said above")
 
     found, other = compare(run, again, start, stop), environment_differs(run)
     what = f"{found.rows} rows and {found.weights} states of rounds {start + 1} to {stop}"

@@ -23,7 +23,16 @@ from flsuite.files import (
     save_tensors,
 )
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import Fork, adapted, copy_files, refuse_other_data, round_of
+from flsuite.runs.fork import (
+    Fork,
+    adapted,
+    checkpoints_of,
+    copy_files,
+    kept_rounds,
+    refuse_other_data,
+    refuse_other_privacy,
+    round_of,
+)
 from flsuite.runs.hooks import Hooks
 from flsuite.runs.settings import WEIGHTS, refuse_mismatch, with_contents
 from flsuite.runs.summary import RunSummary
@@ -75,6 +84,7 @@ class RunStore:
         self.parent: Fork | None = None
         self._kept: dict[int, tuple[dict[int, int], set[int]]] = {}
         self._best_clients: dict[int, int] = {}
+        self._best_flights: set[int] = set()  # versions that clients in flight had started from
         self._publishing = BackgroundTask()
         self.settle()
 
@@ -131,7 +141,7 @@ class RunStore:
 
         # The picked round keeps its clients' memories, for ``--ckpt_path best``.
         if is_best:
-            self._best_clients = dict(clients.versions)
+            self._best_clients, self._best_flights = dict(clients.versions), set(in_flight)
         content = {
             "settings": self.settings,
             "federation": federation.state_dict(),
@@ -147,12 +157,9 @@ class RunStore:
         stays = keeps is not None and round % keeps == 0
         if stays:
             self._kept[round] = dict(clients.versions), set(in_flight)
-        used = (
-            dict(clients.versions),
-            dict(self._best_clients),
-            *(v for v, _ in self._kept.values()),
-        )
-        started = in_flight.union(*(flights for _, flights in self._kept.values()))
+        kept = list(self._kept.values())
+        used = [dict(clients.versions), dict(self._best_clients), *(own for own, _ in kept)]
+        started = in_flight.union(self._best_flights, *(flights for _, flights in kept))
         twins = [f"round-{round:06d}.ckpt"] if stays else []
 
         def publish() -> None:
@@ -223,13 +230,15 @@ class RunStore:
         self.federation.versions.restore(self.versions_in_flight)
         self.folder.table.resume(content["table"])
         self.folder.timeline.resume(content["timeline"])
-        for kept in self.folder.checkpoints.glob("round-*.ckpt") if self.folder.checkpoints else ():
+        for kept in checkpoints_of(self.folder.path) if self.folder.path else ():
             # Later ones belong to rounds that are repeated.
-            if (number := round_of(kept)) <= self.federation.clock.round:
-                before = load_checkpoint(kept)["federation"]
-                fits = before["schedule"].get("in_flight", [])
-                flights = {fit["version"] for fit in fits if fit["outcome"] == "arrived"}
-                self._kept[number] = before["clients"], flights
+            if kept.stem == "last" or (number := round_of(kept)) > self.federation.clock.round:
+                continue
+            before = load_checkpoint(kept)["federation"]
+            if kept.stem == "best":
+                self._best_flights = _flights(before)
+            else:
+                self._kept[number] = before["clients"], _flights(before)
         log.info("resumed after round %d from %s", self.federation.clock.round, checkpoint)
         return content
 
@@ -244,7 +253,9 @@ class RunStore:
         if path is None:
             return
         content = load_checkpoint(path)
-        refuse_other_data(self.settings, renamed(content["settings"]))
+        theirs = renamed(content["settings"])
+        refuse_other_data(self.settings, theirs)
+        refuse_other_privacy(self.settings, theirs)
         federation, home = self.federation, Path(self.parent.run)
         state = adapted(content, self.settings)
         if fault := mismatch(state["state"], federation.state):
@@ -257,6 +268,9 @@ class RunStore:
                 copy_files(home, own, "in_flight", (one.name for one in flights))
         federation.load_state_dict(state)
         federation.initial |= self._frozen(path.parent / _FROZEN)
+        if self.settings.get("monitor") == theirs.get("monitor"):
+            self.summary.load_state_dict(content["summary"])
+            self._take_best(home)
         self.settle()
         for callback in self.callbacks.federation:
             if callback.state_key in content["callbacks"]:
@@ -268,6 +282,18 @@ class RunStore:
                 table.path.write_bytes((home / table.path.name).read_bytes()[:size])
                 table.resume(size)
         log.info("forked from %s after round %d", home, federation.clock.round)
+
+    def _take_best(self, parent: Path) -> None:
+        """Keep the parent's picked round, until a round of this run is better."""
+        best, own = self.summary.best.get("round"), self.folder.checkpoints
+        path = kept_rounds(parent).get(int(best)) if best is not None else None
+        if path is None or own is None:
+            return
+        self._best_clients = load_checkpoint(path)["federation"]["clients"]
+        rounds = sorted({*self._best_clients.values()})
+        copy_files(parent, own.parent, "clients", (f"round-{n:06d}.pt" for n in rounds))
+        own.mkdir(parents=True, exist_ok=True)
+        replace_file(lambda twin: _link(path, twin), own / "best.ckpt")
 
     def _frozen(self, path: Path) -> State:
         """Read the untrained entries that :meth:`create` wrote."""
@@ -281,6 +307,13 @@ class RunStore:
                 "the same parameters as the run did, or start a new run"
             )
         return frozen
+
+
+def _flights(federation: dict[str, Any]) -> set[int]:
+    """Return the versions that clients in flight had started from."""
+    schedule = federation["schedule"]
+    fits = schedule.get("schedule", schedule).get("in_flight", [])  # Faults wraps another one
+    return {fit["version"] for fit in fits if fit["outcome"] == "arrived"}
 
 
 def write_checkpoint(content: dict[str, Any], folder: Path) -> Path:

@@ -17,6 +17,7 @@ from flsuite.files import load_tensors
 
 log = logging.getLogger("flsuite")
 
+_PRIVATE = {"DPFedAvg", "GaussianMechanism", "DPSGD", "SampleNoise"}
 _OF_A_SAMPLE = ("batch_size", "augment", "val_fraction", "seed")
 """Arguments of the data that do not move samples between clients."""
 
@@ -89,7 +90,7 @@ def checkpoints_of(run: Path) -> list[Path]:
     """Return all checkpoints of a run."""
     folder = run / "checkpoints"
     return [
-        *sorted(folder.glob("round-*.ckpt")),
+        *sorted(path for path in folder.glob("round-*.ckpt") if path.stem[6:].isdecimal()),
         *(path for name in ("best", "last") if (path := folder / f"{name}.ckpt").is_file()),
     ]
 
@@ -113,7 +114,11 @@ def parent_settings(run: Path) -> dict[str, Any]:
     path = run / "settings.yaml"
     if not path.is_file():
         raise FlsuiteError(f"trainer.fork: {run} is not a run, it has no settings.yaml")
-    return renamed(yaml.safe_load(path.read_text(encoding="utf-8")))
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return renamed({str(name): value for name, value in settings.items()})
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        raise FlsuiteError(f"{path} is not valid YAML; restore it") from error
 
 
 def refuse_other_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
@@ -133,6 +138,24 @@ def refuse_other_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Non
         raise FlsuiteError(
             "trainer.fork: the clients must hold the samples of the parent; leave the data and the "
             "seed as they were, or begin at round 0"
+        )
+
+
+def refuse_other_privacy(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Refuse a fork that begins, ends or changes a guarantee of differential privacy.
+
+    Epsilon is counted over all rounds with the same noise, from the same draws.
+
+    Raises:
+        FlsuiteError: If it does.
+    """
+    names = ("aggregator", "schedule", "callbacks", "data")
+    now, then = ({name: s.get(name) for name in names} for s in (ours, theirs))
+    kinds = {name.rpartition(".")[2] for name in (*_classes(now), *_classes(then))}
+    if kinds & _PRIVATE and (changed := [name for name in names if now[name] != then[name]]):
+        raise FlsuiteError(
+            f"trainer.fork: epsilon counts all rounds with one noise and one way of drawing, but "
+            f"{', '.join(changed)} changed; leave it as it was, or begin at round 0"
         )
 
 

@@ -34,8 +34,7 @@ def pack(run: Path, file: Path) -> int:
     """
     if file.exists():
         raise FlsuiteError(f"pack: {file} exists; name another file with --output")
-    found = {path for part in _PARTS for path in run.glob(part)}
-    paths = sorted(path for path in found if path.name != "model.ckpt")  # not read by a replay
+    paths = sorted({path for part in _PARTS for path in run.glob(part)})
     digests = {path.relative_to(run).as_posix(): digest(path) for path in paths}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as target:
         stored: set[str] = set()

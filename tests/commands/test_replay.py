@@ -114,6 +114,28 @@ def drop_last_line(run: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
+def row_twice(run: Path) -> None:
+    path = run / "metrics.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    place = next(
+        n for n, line in enumerate(lines) if ",global,test,accuracy," in line and line[0] == "3"
+    )
+    cells = lines[place].split(",")
+    lines.insert(place, ",".join([*cells[:-1], "0.999\n"]))
+    path.write_text("".join(lines))
+
+
+def exported(run: Path) -> None:
+    path = run / "checkpoints" / "model.ckpt"
+    content = torch.load(path, weights_only=True)
+    next(iter(content["state_dict"].values())).add_(1.0)
+    torch.save(content, path)
+
+
+def count_updates(content: dict[str, Any]) -> None:
+    content["federation"]["clock"]["client_updates"] += 1
+
+
 TEST = {"round": "4", "scope": "global", "split": "test", "metric": "accuracy"}
 EDITS: dict[str, Callable[[Path], None]] = {
     "a score": edit_row("value", lambda v: f"{float(v) + 0.01:.9g}", TEST),
@@ -128,6 +150,12 @@ EDITS: dict[str, Callable[[Path], None]] = {
     "a setting": change_lines("settings.yaml", "lr: ", "lr: 1"),
     "a config": change_lines("config.yaml", "lr: ", "lr: 1"),
     "a fit": drop_last_line,
+    "the timeline": lambda run: (run / "timeline.csv").unlink(),
+    "an outcome": change_lines("timeline.csv", ",merged,4,", ",late,4,"),
+    "a row before the true one": row_twice,
+    "the exported model": exported,
+    "a clock": edit_checkpoint("round-000004.ckpt", count_updates),
+    "the partition": change_lines("partition.csv", "0,train,", "0,val,"),
     "a client in the timeline": change_lines("timeline.csv", "\n9,1,", "\n9,2,"),
 }
 
@@ -137,6 +165,32 @@ def test_an_edited_record_is_found(name: str, run: Path, capsys: Any) -> None:
     EDITS[name](run)
     assert not verified(str(run), "--at", "2")
     assert "does not verify" in capsys.readouterr().err
+
+
+def test_a_run_that_was_extended_is_verified(run: Path) -> None:
+    cli("resume", str(run), "--trainer.rounds", "6")
+    assert verified(str(run), "--at", "2", "--rounds", "4")
+    cli("fork", str(run), "--at", "5", "--run_dir", "fork")
+    assert verified("fork")
+
+
+@pytest.mark.parametrize("speeds", ["null", "Measured"])
+def test_measured_times_are_not_compared(run: Path, speeds: str) -> None:
+    cli(
+        "fit", "--config", CONFIG, "--run_dir", "other", *SHORT, "--trainer.schedule.speeds", speeds
+    )
+    assert verified("other", "--at", "2")
+
+
+def test_what_cannot_be_done_again_is_said_in_one_line(run: Path, capsys: Any) -> None:
+    cli("fork", str(run), "--at", "4", "--run_dir", "nothing")
+    assert "no round of its own" in refused(capsys, "verify", "nothing")
+    schedule = ["--trainer.schedule", "Asynchronous", "--trainer.schedule.speeds", "Measured"]
+    waits = ["--trainer.schedule.concurrency", "2", "--trainer.aggregator", "FedBuff"]
+    cli("fit", "--config", CONFIG, "--run_dir", "measured", *SHORT[:-4], *schedule, *waits)
+    assert "measured times have decided" in refused(capsys, "verify", "measured")
+    (run / "settings.yaml").write_text("a: [")
+    assert "not valid YAML" in refused(capsys, "verify", str(run))
 
 
 def test_another_environment_is_named(run: Path, capsys: Any) -> None:

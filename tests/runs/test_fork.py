@@ -1,6 +1,7 @@
 """Runs that begin at a moment of another one, and clients that leave: what keeps its draws."""
 
 import csv
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,17 @@ import pytest
 from torch.optim import SGD
 
 from flsuite.aggregators import SCAFFOLD, Ditto, DPFedAvg, FedAdam, FedAvg, FedBuff, FedProx
+from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules import Mean
 from flsuite.attacks import SignFlip
 from flsuite.data import Dirichlet
+from flsuite.engines import Auto, auto
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
 from flsuite.runs.fork import Fork, kept_rounds
 from flsuite.schedules import Asynchronous, Stragglers, Synchronous
+from flsuite.state import State, Tree
 from tests.aggregators.federations import assert_same_models
 from tests.conftest import digits, equal_states, table, trainer
 
@@ -198,6 +202,82 @@ def test_what_cannot_hold_is_one_line(
         fit(tmp_path, "fork", **settings)
     assert reason in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "fork").exists()
+
+
+PRIVATE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "another noise": (
+        {"aggregator": DPFedAvg(noise_multiplier=1.0)},
+        {"aggregator": DPFedAvg(noise_multiplier=3.0)},
+    ),
+    "another cohort": (
+        {"aggregator": DPFedAvg(noise_multiplier=1.0)},
+        {
+            "aggregator": DPFedAvg(noise_multiplier=1.0),
+            "schedule": Synchronous(participation=0.5, sampling="poisson"),
+        },
+    ),
+    "a guarantee that begins": ({}, {"aggregator": DPFedAvg(noise_multiplier=1.0)}),
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_a_guarantee_stays_what_it_was(name: str, tmp_path: Path) -> None:
+    """Epsilon would count the parent's rounds with noise that they did not have."""
+    before, after = PRIVATE[name]
+    fit(tmp_path, "parent", rounds=2, keep_rounds=2, **before)
+    with pytest.raises(FlsuiteError, match="epsilon counts all rounds with one noise"):
+        fit(tmp_path, "fork", fork=Fork(str(tmp_path / "parent"), 2), **after)
+
+
+class Opposite(Mean):
+    """The mean with the other sign in later rounds, so that an early round is picked."""
+
+    def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
+        sign = 1.0 if server.round == 1 else -0.5
+        return {k: sign * v for k, v in super().result(server, sums, updates).items()}
+
+
+class Falling(FedAvg):
+    def __init__(self) -> None:
+        super().__init__(rule=Opposite())
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "FedBuff"])
+def test_the_round_that_was_picked_before_stays_picked(name: str, tmp_path: Path) -> None:
+    """Its checkpoint, the memories and the versions that it needs stay, too."""
+    aggregator: Any = Falling if name == "FedAvg" else FedBuff
+    schedule = [None, Asynchronous(concurrency=3, buffer_size=2)][name == "FedBuff"]
+    parent = fit(tmp_path, "parent", 5, lr=1.5, aggregator=aggregator(), schedule=schedule)
+    best = int(parent.run.summary.best["round"])
+    at = max(kept_rounds(tmp_path / "parent"))
+    made = fit(
+        tmp_path,
+        "fork",
+        at + 1,
+        lr=1.5,
+        aggregator=aggregator(),
+        schedule=schedule,
+        fork=Fork(str(tmp_path / "parent"), at),
+    )
+    assert made.run.summary.best["round"] in (best, at + 1)
+    assert (tmp_path / "fork" / "checkpoints" / "best.ckpt").is_file()
+    if best < at:  # best.ckpt is a moment to begin at as well
+        again = Fork(str(tmp_path / "parent"), best)
+        made = fit(
+            tmp_path, "again", 5, lr=1.5, aggregator=aggregator(), schedule=schedule, fork=again
+        )
+        assert_same_models(made, parent)
+
+
+def test_a_fork_keeps_the_engine_that_auto_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "_seconds_alone", lambda *args: 1.0)
+    monkeypatch.setattr(auto, "_seconds_stacked", lambda *args: 1e-3)
+    parent = fit(tmp_path, "parent", 4, keep_rounds=2, engine=Auto())
+    monkeypatch.setattr(auto, "_seconds_stacked", lambda *args: 1e3)
+    fork = Fork(str(tmp_path / "parent"), 2)
+    assert_same_models(fit(tmp_path, "fork", 4, engine=Auto(), fork=fork), parent)
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
