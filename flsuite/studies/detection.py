@@ -5,7 +5,7 @@ and the callback in a config: ``flsuite.studies.detection.SklearnTable``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -86,8 +86,7 @@ class MNISTAnomalies(MNIST):
 
     def load(self) -> PublishedSplits:
         published = super().load()
-        published.train = without(published.train, self.anomalies)
-        return published
+        return replace(published, train=without(published.train, self.anomalies))
 
 
 def without(split: DataSplit, classes: Sequence[int]) -> DataSplit:
