@@ -27,12 +27,11 @@ from flsuite.runs.fork import (
 from flsuite.runs.run import Run
 from flsuite.runs.settings import differences
 
-WEIGHTS_WITHIN, NUMBERS_WITHIN = 1e-3, 0.02
-"""Tolerances on other versions or another kind of CPU: of weights relative to their norm, and of
-numbers."""
-
 _TIMES = {"virtual_s", "started_s", "ended_s", "merged_s"}
-_OF_AN_END = ("accuracy/", "all_clients/", "adapted/", "unseen", "forest/")
+_OF_AN_END = (
+    *("accuracy/", "all_clients/", "adapted/", "unseen"),
+    *("probe_", "detection/", "forest/", "realigned_"),
+)
 """Beginnings of scores that only a run's last round has, also of a run that was extended later."""
 _OPEN = ("fork", "forked_from", "stopping", "rounds", "max_virtual_seconds", "max_client_updates")
 _MOST = 5  # faults that are shown of one kind

@@ -28,6 +28,7 @@ from flsuite.runs.fork import (
     adapted,
     checkpoints_of,
     copy_files,
+    is_other,
     kept_rounds,
     refuse_other_data,
     refuse_other_privacy,
@@ -268,6 +269,8 @@ class RunStore:
                 copy_files(home, own, "in_flight", (one.name for one in flights))
         federation.load_state_dict(state)
         federation.initial |= self._frozen(path.parent / _FROZEN)
+        if is_other(self.settings, theirs, "aggregator"):
+            self._forget_the_algorithm()
         if self.settings.get("monitor") == theirs.get("monitor"):
             self.summary.load_state_dict(content["summary"])
             self._take_best(home)
@@ -282,6 +285,13 @@ class RunStore:
                 table.path.write_bytes((home / table.path.name).read_bytes()[:size])
                 table.resume(size)
         log.info("forked from %s after round %d", home, federation.clock.round)
+
+    def _forget_the_algorithm(self) -> None:
+        """Leave clients only what does not belong to the parent's algorithm."""
+        clients = self.federation.clients
+        for client in list(clients.versions):
+            memory = clients[client]
+            clients[client] = {k: v for k, v in memory.items() if k in ("model", "optimizers")}
 
     def _take_best(self, parent: Path) -> None:
         """Keep the parent's picked round, until a round of this run is better."""

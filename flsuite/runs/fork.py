@@ -170,10 +170,15 @@ def adapted(content: dict[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
     """
     theirs, state = renamed(content["settings"]), dict(content["federation"])
     for name, key, empty in (("aggregator", "aggregator", {}), ("schedule", "schedule", None)):
-        if [*_classes(ours[name])] != [*_classes(theirs[name])]:
+        if is_other(ours, theirs, name):
             log.info("fork: %s starts anew, because it was another one", name)
             state[key] = empty
     return state
+
+
+def is_other(ours: Mapping[str, Any], theirs: Mapping[str, Any], part: str) -> bool:
+    """Return whether a part of two runs, such as the aggregator, is of other classes."""
+    return [*_classes(ours[part])] != [*_classes(theirs[part])]
 
 
 def _classes(described: Any) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """``flsuite contribution``: games with known values, and a federation."""
 
 import csv
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +16,6 @@ SHORT = [
     *("--trainer.rounds", "2", "--trainer.max_epochs", "1", "--data.clients", "4"),
     *("--trainer.enable_progress_bar", "false", "--trainer.engine", "InProcess"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def game(score: Callable[[frozenset[int]], float], players: int) -> Any:

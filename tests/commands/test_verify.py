@@ -2,7 +2,6 @@
 
 import csv
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,6 @@ SHORT = [
     *("--trainer.keep_rounds", "2", "--trainer.enable_progress_bar", "false"),
     *("--trainer.schedule.speeds", "Stragglers", "--trainer.engine", "InProcess"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture(scope="module")

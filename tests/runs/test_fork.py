@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.optim import SGD
 
-from flsuite.aggregators import SCAFFOLD, Ditto, DPFedAvg, FedAdam, FedAvg, FedBuff, FedProx
+from flsuite.aggregators import APFL, SCAFFOLD, Ditto, DPFedAvg, FedAdam, FedAvg, FedBuff, FedProx
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules import Mean
 from flsuite.attacks import SignFlip
@@ -125,6 +125,16 @@ def test_a_change_acts_from_the_moment_on(name: str, tmp_path: Path) -> None:
     }
     after = (ROUNDS, "global", "test", "loss")
     assert own[after] != theirs[after]
+
+
+@pytest.mark.parametrize("aggregator", [APFL, FedAvg])
+def test_clients_forget_an_algorithm_that_is_replaced(aggregator: Any, tmp_path: Path) -> None:
+    """APFL would read what Ditto has left, and FedAvg would keep it for ever."""
+    fit(tmp_path, "parent", 2, keep_rounds=2, aggregator=Ditto())
+    fork = Fork(str(tmp_path / "parent"), 2)
+    made = fit(tmp_path, "fork", 4, aggregator=aggregator(), fork=fork)
+    memories = [made.federation.clients[client].get("objective", {}) for client in range(6)]
+    assert all("personal" not in memory for memory in memories)
 
 
 # Clients that leave
