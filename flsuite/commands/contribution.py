@@ -4,6 +4,8 @@ Leave-one-out, and truncated Monte-Carlo Shapley values: Ghorbani and Zou 2019, 
 arXiv:1904.02868, algorithm 1, with clients in the place of samples.
 """
 
+import hashlib
+import json
 import logging
 import sys
 from collections import defaultdict
@@ -20,6 +22,7 @@ from rich.table import Table
 from flsuite.analysis.runs import curve, read_metrics
 from flsuite.commands.arguments import CommandParser
 from flsuite.commands.fit import build
+from flsuite.commands.replay import first_round, last_round
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
@@ -37,8 +40,8 @@ def contribution(args: list[str]) -> None:
     samples: dict[int, list[int]] = defaultdict(list)
     for name in request.runs:
         run = require_run("contribution", Path(name))
-        worlds = Worlds(run, folder / run.resolve().name, request.metric, request.at)
-        chosen = _chosen(request.clients, worlds.clients)
+        worlds = Worlds(run, folder / place_of(run, request.at), request.metric, request.at)
+        chosen = [c for c in _chosen(request.clients, worlds.clients) if c not in worlds.absent]
         if request.method == "shapley":
             parts = shapley(worlds, chosen, request.permutations, request.tolerance)
         else:
@@ -65,6 +68,12 @@ def contribution(args: list[str]) -> None:
     print(f"{folder / 'contribution.csv'}\n{folder / 'contribution.png'}")
 
 
+def place_of(run: Path, at: int) -> str:
+    """Return the folder of a run's forks: its name, and a hash of its settings and the round."""
+    text = json.dumps([parent_settings(run), at], sort_keys=True, default=str)
+    return f"{run.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
 @dataclass
 class Worlds:
     """The scores of a run and of its forks without some clients, each trained once.
@@ -75,6 +84,7 @@ class Worlds:
         metric: The score on test data, in the last round.
         at: The round that the forks begin after.
         trained: Number of forks that were trained.
+        absent: Clients that the run itself is without. Its forks are without them too.
     """
 
     run: Path
@@ -84,9 +94,17 @@ class Worlds:
     trained: int = 0
     clients: int = field(init=False)
     samples: dict[int, int] = field(init=False)
+    absent: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        trainer, model, data = self._built([], self.run)
+        if self.at >= (last := last_round(self.run)):
+            raise FlsuiteError(
+                f"contribution: {self.run} has {last} rounds, and forks need one of their own; "
+                f"give --at below {last}"
+            )
+        self.absent = frozenset(parent_settings(self.run).get("without") or ())
+        self._scores: dict[frozenset[int], float] = {}
+        trainer, model, data = self._built(sorted(self.absent), self.run)
         federation = trainer.prepare(model, data).federation
         self.clients = federation.data.clients
         self.samples = {c: federation.data.samples(c) for c in range(self.clients)}
@@ -100,13 +118,19 @@ class Worlds:
 
     def score(self, absent: frozenset[int]) -> float:
         """Return the score of the run without these clients."""
+        if absent not in self._scores:
+            self._scores[absent] = self._score(absent)
+        return self._scores[absent]
+
+    def _score(self, absent: frozenset[int]) -> float:
         if not absent:
             return self._last(self.run)
-        if len(absent) == self.clients:  # nobody trains after the moment of the fork
-            return self._untrained if self.at == 0 else self._at_the_fork()
+        if len(absent | self.absent) == self.clients:  # nobody trains after the fork
+            begins = max(self.at, first_round(self.run))
+            return self._at_the_fork(begins) if begins else self._untrained
         folder = self.folder / f"without-{'-'.join(map(str, sorted(absent)))}"
         if not self._is_done(folder):
-            trainer, model, data = self._built(sorted(absent), folder)
+            trainer, model, data = self._built(sorted(absent | self.absent), folder)
             trainer.fit(model, data, ckpt_path="last")
             self.trained += 1
         return self._last(folder)
@@ -135,13 +159,13 @@ class Worlds:
     def _last(self, folder: Path) -> float:
         return float(curve(read_metrics(folder), self.metric, "test").iloc[-1])
 
-    def _at_the_fork(self) -> float:
+    def _at_the_fork(self, round: int) -> float:
         scores = curve(read_metrics(self.run), self.metric, "test")
-        if self.at not in scores.index:
+        if round not in scores.index:
             raise FlsuiteError(
-                f"contribution: {self.run} was not scored in round {self.at}; choose another --at"
+                f"contribution: {self.run} was not scored in round {round}; choose another --at"
             )
-        return float(scores[self.at])
+        return float(scores[round])
 
 
 def leave_one_out(worlds: Worlds, clients: Sequence[int]) -> Iterator[tuple[int, float]]:

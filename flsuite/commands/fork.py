@@ -9,6 +9,7 @@ from flsuite.commands.arguments import CommandParser
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FlsuiteError
 from flsuite.runs.folder import RunFolder
+from flsuite.runs.fork import parent_settings
 
 log = logging.getLogger("flsuite")
 
@@ -28,7 +29,8 @@ def fork(args: list[str]) -> None:
 
     with RunFolder(parent).locked():  # a running parent would remove the replay's files
         _require_round(parent, own.at)
-    without = ["--trainer.without", str(own.without)] if own.without else []
+    gone = sorted({*own.without, *(parent_settings(parent).get("without") or ())})
+    without = ["--trainer.without", str(gone)] if gone else []
     engine = engine_of(parent)
     moment = ["--trainer.fork.run", str(parent), "--trainer.fork.round", str(own.at)]
     _fit(["--config", str(parent / "config.yaml"), *moment, *engine, *without, *rest])

@@ -124,7 +124,7 @@ def compare(run: Path, again: Path, start: int, stop: int) -> Comparison:
     for name in ("partition.csv", "tasks.csv", "attackers.json"):
         if _content(run / name) != _content(again / name):
             found.faults.append(f"{name} is not what the settings give")
-    if (fault := _of_the_model(run)) is not None:
+    if is_finished(run) and (fault := _of_the_model(run)) is not None:
         found.faults.append(fault)
     ours = kept_rounds(again)
     for path in checkpoints_of(run):
@@ -199,6 +199,13 @@ def last_round(run: Path) -> int:
     return max(rounds)
 
 
+def is_finished(run: Path) -> bool:
+    """Return whether a run has come to its end, rather than being killed on the way there."""
+    last, rounds = last_round(run), parent_settings(run).get("rounds")
+    ends = (row["metric"] for row in _rows(run / "metrics.csv") if row["round"] == str(last))
+    return (rounds is not None and last >= rounds) or any(m.startswith(_OF_AN_END) for m in ends)
+
+
 def _compare_settings(run: Path, again: Path, found: Comparison) -> None:
     written = parent_settings(run)
     for what, other in (
@@ -229,7 +236,8 @@ def _compare_rows(
             faults.append(f"{where}: the replay has no such row")
         elif other is not None and (fault := _difference(row, other, measured)) is not None:
             faults.append(f"{where}: {fault}")
-    may_be_more = name == "metrics.csv" and rounds[-1] < last_round(run)
+    is_end = rounds[-1] == last_round(run) and is_finished(run)
+    may_be_more = name == "metrics.csv" and not is_end
     closed = rounds[:-1] if may_be_more else rounds
     missing = [place for place in ours if place not in theirs and int(place[0]) in closed]
     faults += [f"{name}, round {' '.join(place)}: missing in the record" for place in missing]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flsuite.commands import contribution as command
-from flsuite.commands.contribution import Worlds, leave_one_out, shapley
+from flsuite.commands.contribution import Worlds, leave_one_out, place_of, shapley
 from tests.commands.command import QUICKSTART, cli, refused
 
 SHORT = [
@@ -32,7 +32,10 @@ def game(score: Callable[[frozenset[int]], float], players: int) -> Any:
 
 @pytest.fixture(autouse=True)
 def _seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "parent_settings", lambda run: {"seed": 3})
+    before = command.parent_settings
+    monkeypatch.setattr(
+        command, "parent_settings", lambda run: before(run) if run.name else {"seed": 3}
+    )
 
 
 def test_in_an_additive_game_both_are_each_players_own_value() -> None:
@@ -79,12 +82,28 @@ def test_a_federation_without_each_client(capsys: Any) -> None:
     assert before.items() <= after.items() and len(after) == len(before) + 1, "one more pair"
 
 
+def test_forks_of_another_run_or_moment_are_not_taken_for_ones_own() -> None:
+    cli("fit", "--config", QUICKSTART, "--run_dir", "a/run", *SHORT)
+    cli("fit", "--config", QUICKSTART, "--run_dir", "b/run", *SHORT, "--seed_everything", "7")
+    places = {place_of(Path(run), at) for run in ("a/run", "b/run") for at in (0, 1)}
+    assert len(places) == 4
+    cli("fork", "a/run", "--at", "1", "--without", "2", "--run_dir", "fork")
+    worlds = Worlds(Path("fork"), Path("worlds"), "accuracy", 0)
+    assert worlds.absent == {2}
+    # Nobody trains after the fork: the score is the parent's in that round.
+    assert worlds.score(frozenset({0, 1, 3})) == worlds._at_the_fork(1)
+    worlds.score(frozenset({0}))
+    text = Path("worlds/without-0/settings.yaml").read_text()
+    assert "without:\n- 0\n- 2\n" in text
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
         (["nowhere"], "is not a run"),
         (["run", "--clients", "4"], "must be from 0 to 3"),
         (["run", "--clients", "one"], "must be all, or numbers"),
+        (["run", "--at", "2"], "give --at below 2"),
         (["run", "--metric", "beauty"], "has no score beauty"),
         (["run", "--permutations", "0"], "at least 1"),
     ],

@@ -166,6 +166,22 @@ def test_a_run_that_was_extended_is_verified(run: Path) -> None:
     assert verified("fork")
 
 
+def test_a_run_that_was_killed_is_verified_as_far_as_it_came(run: Path) -> None:
+    """Its last round has no scores of an end, and ``model.ckpt`` is missing."""
+    (run / "checkpoints" / "model.ckpt").unlink()
+    change_lines("settings.yaml", "rounds: 4", "rounds: 400")(run)
+    path = run / "metrics.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if ",accuracy/" not in line))
+    assert verified(str(run), "--at", "2")
+
+
+def test_a_fork_is_without_whom_its_parent_is_without(run: Path) -> None:
+    cli("fork", str(run), "--at", "2", "--without", "2", "--run_dir", "one")
+    cli("fork", "one", "--at", "3", "--without", "1", "--run_dir", "two")
+    assert yaml.safe_load(Path("two/settings.yaml").read_text())["without"] == [1, 2]
+
+
 @pytest.mark.parametrize("speeds", ["null", "Measured"])
 def test_measured_times_are_not_compared(run: Path, speeds: str) -> None:
     cli(
