@@ -6,11 +6,14 @@ Adaptive Personalized Federated Learning, arXiv:2003.13461.
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
 
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.objectives import Objective
-from flsuite.aggregators.second_model import SecondModel, start_of
+from flsuite.aggregators.second_model import start_of
+from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.arguments import Settings, Share
 from flsuite.messages import ClientContext
 from flsuite.state import State
@@ -53,43 +56,46 @@ class MixedModel(Objective, Settings):
         return [_MixtureSteps(client, self)]
 
     def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
-        return _mixture(memory["local"], state, memory["alpha"]) if memory else {}
+        return _mixture(memory["local"], state, torch.tensor(memory["alpha"])) if memory else {}
 
 
-class _MixtureSteps(Callback):
+class _MixtureSteps(SecondSteps):
     def __init__(self, client: ClientContext, settings: MixedModel) -> None:
-        self.client, self.settings = client, settings
+        super().__init__(client)
+        self.settings = settings
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        notes = self.client.memory
-        self.alpha = notes.get("alpha", self.settings.alpha)
-        self.local = SecondModel(
-            trainer, pl_module, start_of(self.client, pl_module, notes.get("local"))
-        )
+    def start(self, module: LightningModule) -> tuple[State, State]:
+        notes, first = self.client.memory, next(module.parameters())
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        alpha = torch.tensor(notes.get("alpha", self.settings.alpha), dtype=dtype)
+        start = start_of(self.client, module, notes.get("local"))
+        return start, {"alpha": alpha.to(first.device)}
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Step ``v_k``, and then ``alpha``, before the model takes its own step of ``w``."""
-        v = {name: value.detach() for name, value in self.local.parameters.items()}
-        w = {name: p.detach() for name, p in pl_module.named_parameters() if name in v}
-        gradient = self.local.gradient(batch, batch_idx, at=_mixture(v, w, self.alpha))
-        slope = sum(float(((v[k] - w[k]) * own).sum()) for k, own in gradient.items())
+    def point(self, v: State, w: State, held: State) -> State:
+        return _mixture(v, w, held["alpha"])
 
-        self.local.step({name: self.alpha * value for name, value in gradient.items()})
+    def direction(self, gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
+        """Return the gradient for ``v_k``, and ``alpha`` after its step (eq. 11)."""
+        alpha = held["alpha"]
+        own = {name: alpha.to(value.dtype) * value for name, value in gradient.items()}
         if self.settings.adaptive:
-            rate = trainer.optimizers[0].param_groups[0]["lr"]
-            self.alpha = min(max(self.alpha - rate * slope, 0.0), 1.0)
+            products = [((v[k] - w[k]) * value).sum() for k, value in gradient.items()]
+            rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+            alpha = (alpha - rate * torch.stack(products).sum()).clamp(0.0, 1.0)
+        return own, {"alpha": alpha}
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.client.memory |= {"local": self.local.state(), "alpha": self.alpha}
-        self.client.metrics["alpha"] = self.alpha
+    def end(self, weights: State, held: State) -> None:
+        alpha = float(held["alpha"])
+        self.client.memory |= {"local": weights, "alpha": alpha}
+        self.client.metrics["alpha"] = alpha
 
 
-def _mixture(v: State, w: State, alpha: float) -> State:
+def _mixture(v: State, w: State, alpha: Tensor) -> State:
     """Return ``alpha v + (1 - alpha) w``, with the counters of ``v``."""
     # torch.lerp is exact at both ends.
     return {
-        name: w[name].lerp(value, alpha) if value.is_floating_point() and name in w else value
+        name: w[name].lerp(value, alpha.to(value.dtype))
+        if value.is_floating_point() and name in w
+        else value
         for name, value in v.items()
     }

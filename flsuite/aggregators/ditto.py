@@ -6,11 +6,12 @@ Ditto: Fair and Robust Federated Learning Through Personalization, arXiv:2012.04
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.objectives import Objective
-from flsuite.aggregators.second_model import SecondModel, pulled, start_of
+from flsuite.aggregators.second_model import pulled, start_of
+from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.arguments import NonNegativeFloat, Settings
 from flsuite.messages import ClientContext
 from flsuite.state import State, difference
@@ -53,24 +54,20 @@ class PulledModel(Objective, Settings):
         return memory.get("personal", {})
 
 
-class _PersonalSteps(Callback):
+class _PersonalSteps(SecondSteps):
     def __init__(self, client: ClientContext, lam: float) -> None:
-        self.client, self.lam = client, lam
+        super().__init__(client)
+        self.lam = lam
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        w = self.client.global_state
-        start = start_of(self.client, pl_module, self.client.memory.get("personal"))
-        self.personal = SecondModel(trainer, pl_module, start)
-        self.w = {name: w[name].to(v.device) for name, v in self.personal.parameters.items()}
+    def start(self, module: LightningModule) -> tuple[State, State]:
+        own, w = dict(module.named_parameters()), self.client.global_state
+        received = {name: w[name].to(p.device) for name, p in own.items() if name in w}
+        return start_of(self.client, module, self.client.memory.get("personal")), received
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        v = {name: value.detach() for name, value in self.personal.parameters.items()}
-        gradient = self.personal.gradient(batch, batch_idx)
-        if self.lam:
-            gradient = pulled(gradient, difference(v, self.w), self.lam)
-        self.personal.step(gradient)
+    def direction(self, gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
+        received = {name: held[name] for name in v}
+        to_global = difference(v, received)
+        return (pulled(gradient, to_global, self.lam) if self.lam else gradient), held
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.client.memory["personal"] = self.personal.state()
+    def end(self, weights: State, held: State) -> None:
+        self.client.memory["personal"] = weights

@@ -1,7 +1,8 @@
 """Terms on a model's features: the input of its head in a training step."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,64 +46,128 @@ def shape_of(model: LightningModule, head: str) -> tuple[int, int]:
     )
 
 
+@contextmanager
+def inputs_of(model: nn.Module, head: str) -> Iterator[list[Tensor]]:
+    """Collect what a part of a model reads in each forward pass.
+
+    Args:
+        model: The model.
+        head: Prefix of the part's entries in the state dict.
+    """
+    seen: list[Tensor] = []
+    part = model.get_submodule(head.rstrip("."))
+    # A copy, because the part may change its input in place.
+    handle = part.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def features_at(
+    trainer: Trainer,
+    module: LightningModule,
+    head: str,
+    weights: Mapping[str, Tensor],
+    batch: Any,
+    index: int,
+) -> Tensor:
+    """Return what a head reads at other weights, ``(n, features)``, without gradients.
+
+    The weights do not change. The other arguments are those of :func:`~losses.loss_at`.
+
+    Args:
+        head: Prefix of the head's entries in the state dict.
+
+    Raises:
+        FlsuiteError: If a training step does not call the head.
+    """
+    buffers = {name for name, _ in module.named_buffers()}
+    at = {name: value.clone() if name in buffers else value for name, value in weights.items()}
+    with torch.no_grad(), inputs_of(module, head) as seen:
+        loss_at(trainer, module, at, batch, index)
+    if not seen:
+        raise FlsuiteError(
+            f"this aggregator reads the input of {head}, which a training step of "
+            f"{type(module).__name__} does not call; choose another aggregator, or head"
+        )
+    return as_rows(seen[-1])
+
+
+def as_rows(features: Tensor) -> Tensor:
+    """Return features as ``(n, features)``, in float32 or more."""
+    return features.flatten(1).to(torch.promote_types(features.dtype, torch.float32))
+
+
 class FeatureTerm(Callback, ABC):
     """Adds a term of the features to the loss of every training step.
 
-    Only the gradient of the term is computed, where the gradient of the loss passes the features.
-    The backward pass of the model therefore runs once.
+    Subclasses state the term in functions of one client's tensors. In a stack of clients, one
+    callback computes the terms of all, so these functions must not look at numbers.
+
+    In a fit of one client, only the gradient of the term is computed, where the gradient of the
+    loss passes the features. The backward pass of the model therefore runs once.
 
     Args:
         head: Prefix of the head's entries in the state dict.
 
     Attributes:
-        batch: The batch of the current step, on the model's device, and its number.
+        held: What the term reads of its client, see :meth:`start`.
     """
+
+    supports_stack = True
 
     def __init__(self, head: str) -> None:
         self.head = head
-        self.batch: tuple[Any, int] = ((), 0)
+        self.held: Any = {}
+        self._batch: Any = ()
+        self._others: list[Tensor] = []
         self._handle: Any = None
-        self._seen: Tensor | None = None
-        self._only_looks = False
+
+    def start(self, module: LightningModule) -> Any:
+        """Return what the term reads of its client, in dictionaries of tensors. Default: nothing.
+
+        Args:
+            module: The model at the start of the fit.
+        """
+        return {}
+
+    def compared(self, features_of: Callable[[State], Tensor], held: Any) -> list[Tensor]:
+        """Return features of the batch at other weights, which the term reads. Default: none.
+
+        Args:
+            features_of: Returns the features of the batch, ``(n, features)``, at given weights.
+            held: See :meth:`start`.
+        """
+        return []
 
     @abstractmethod
-    def term(self, features: Tensor) -> Tensor:
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
         """Return the term, a mean over the samples of the batch.
 
         Args:
             features: ``(n, features)``, with gradients.
+            others: See :meth:`compared`.
+            batch: The batch.
+            held: See :meth:`start`.
         """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.trainer, self.module = trainer, pl_module
+        self.trainer = trainer
+        self.held = self.start(pl_module)
         head = pl_module.get_submodule(self.head.rstrip("."))
         self._handle = head.register_forward_pre_hook(self._look)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self.batch = batch, batch_idx
+        def features_of(weights: State) -> Tensor:
+            return features_at(trainer, pl_module, self.head, weights, batch, batch_idx)
 
-    def features_at(self, weights: State) -> Tensor:
-        """Return the features of the current batch at other weights, ``(n, features)``."""
-        self._only_looks = True
-        try:
-            with torch.no_grad():
-                loss_at(self.trainer, self.module, weights, *self.batch)
-        finally:
-            self._only_looks = False
-        if self._seen is None:
-            raise FlsuiteError(
-                f"this aggregator reads the input of {self.head}, which a training step of "
-                f"{type(self.module).__name__} does not call; choose another aggregator, or head"
-            )
-        seen, self._seen = self._seen, None
-        return seen.flatten(1).float()
+        self._batch, self._others = batch, self.compared(features_of, self.held)
 
     def _look(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if self._only_looks:
-            self._seen = inputs[0].detach().clone()
-        elif inputs[0].requires_grad:
+        if inputs[0].requires_grad:
             features = inputs[0].detach().clone()  # the head may change its input in place
             inputs[0].register_hook(lambda gradient: gradient + self._at(features))
 
@@ -110,7 +175,8 @@ class FeatureTerm(Callback, ABC):
         """Return the gradient of the term, scaled like the loss of the step."""
         with torch.enable_grad():
             z = features.requires_grad_()
-            (gradient,) = torch.autograd.grad(self.term(z.flatten(1).float()), z)
+            term = self.term(as_rows(z), self._others, self._batch, self.held)
+            (gradient,) = torch.autograd.grad(term, z)
         scaler = scaler_of(self.trainer)
         scale = 1.0 if scaler is None else scaler.get_scale()
         return gradient * (scale / self.trainer.accumulate_grad_batches)

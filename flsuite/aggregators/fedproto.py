@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.features import FeatureTerm, classes_of, shape_of
+from flsuite.aggregators.features import FeatureTerm, classes_of, features_at, shape_of
 from flsuite.aggregators.objectives import Objective
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.partial import HeadAware
@@ -96,17 +96,15 @@ class _Distance(FeatureTerm):
         super().__init__(settings.head)
         self.client, self.settings = client, settings
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
+    def start(self, module: LightningModule) -> State:
         zeros = torch.zeros(self.settings.shape)
         received = self.client.received or {"prototypes": zeros, "known": zeros[:, 0]}
-        self.prototypes = received["prototypes"].to(pl_module.device)
-        self.known = received["known"].to(pl_module.device)
+        return {name: received[name].to(module.device) for name in ("prototypes", "known")}
 
-    def term(self, features: Tensor) -> Tensor:
-        y = classes_of(self.batch[0], "FedProto")
-        distance = (features - self.prototypes[y]).square().mean(1)
-        return self.settings.lam * (distance * self.known[y]).mean()
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: State) -> Tensor:
+        y = classes_of(batch, "FedProto")
+        distance = (features - held["prototypes"][y]).square().mean(1)
+        return self.settings.lam * (distance * held["known"][y]).mean()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Send the sums of the trained model's features by class, per sample of the client."""
@@ -115,9 +113,10 @@ class _Distance(FeatureTerm):
         loader: Any = trainer.train_dataloader
         with evaluating(pl_module):
             for index, batch in enumerate(loader.plain_batches()):
-                self.batch = trainer.strategy.batch_to_device(batch), index
-                y = classes_of(self.batch[0], "FedProto").cpu()
-                sums.index_add_(0, y, self.features_at({}).cpu())
+                batch = trainer.strategy.batch_to_device(batch)
+                y = classes_of(batch, "FedProto").cpu()
+                features = features_at(trainer, pl_module, self.head, {}, batch, index)
+                sums.index_add_(0, y, features.float().cpu())
                 counts += torch.bincount(y, minlength=classes)
         super().on_train_end(trainer, pl_module)
         samples = counts.sum()

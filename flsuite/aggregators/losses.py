@@ -62,24 +62,22 @@ def step_loss(
     batch: Any,
     index: int,
     log: Callable[..., None] | None = None,
-    ends: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Return the loss of a model's training step with other tensors. Its attributes stay.
 
     Args:
         module: The model.
-        tensors: Parameters and buffers by name. Buffers change as in a training step.
+        tensors: Parameters and buffers by name. Buffers change in place, as in a training step.
         batch: A batch on the device of the tensors.
         index: Its number in the epoch.
         log: Receives what the model logs. Default: it is dropped.
-        ends: Receives the buffers after the step, also those that the step has replaced.
 
     Raises:
         FlsuiteError: If the training step does not return a loss.
     """
     with _logging_to(module, log or (lambda *args, **kwargs: None)), _unchanged(module):
         step = {f"module.{name}": value for name, value in tensors.items()}
-        loss: Tensor = torch.func.functional_call(_Step(module, ends), step, (batch, index))
+        loss: Tensor = torch.func.functional_call(_Step(module, tensors), step, (batch, index))
     return loss
 
 
@@ -154,18 +152,20 @@ def _same_draws(module: LightningModule) -> AbstractContextManager[None]:
 
 
 class _Step(nn.Module):
-    """A training step as a forward pass."""
+    """A training step as a forward pass, with the given tensors in the place of the model's."""
 
-    def __init__(self, module: LightningModule, ends: dict[str, Tensor] | None) -> None:
+    def __init__(self, module: LightningModule, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.module, self.ends = module, ends
+        self.module, self.tensors = module, tensors
 
     def forward(self, batch: Any, index: int) -> Tensor:
         step: Any = self.module.training_step
         takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         output = step(batch, index) if takes_index else step(batch)
-        if self.ends is not None:
-            self.ends.update(self.module.named_buffers())
+        for name, value in self.module.named_buffers():
+            own = self.tensors.get(name)
+            if own is not None and own is not value:  # the step has replaced the buffer
+                own.copy_(value.detach())
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             kind = type(self.module).__name__

@@ -3,6 +3,7 @@
 Model-Contrastive Federated Learning, arXiv:2103.16257.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +63,18 @@ class Contrast(Objective, Settings):
     temperature: PositiveFloat = 0.5
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_Keep(client), _Contrast(client, self)] if self.mu else []
+        if not self.mu:
+            return []
+        # The last own model, before this fit replaces it.
+        last: State | None = client.memory.get("last")
+        term = [] if last is None else [_Contrast(client.global_state, last, self)]
+        return [_Keep(client), *term]
 
 
 class _Keep(Callback):
     """Keeps the client's trained model for its next fit."""
+
+    supports_stack = True
 
     def __init__(self, client: ClientContext) -> None:
         self.client = client
@@ -77,32 +85,23 @@ class _Keep(Callback):
 
 
 class _Contrast(FeatureTerm):
-    def __init__(self, client: ClientContext, settings: Contrast) -> None:
+    def __init__(self, received: State, last: State, settings: Contrast) -> None:
         super().__init__(settings.head)
-        self.settings = settings
-        # The last own model, before this fit replaces it.
-        last: State | None = client.memory.get("last")
-        self.pair = None if last is None else (client.global_state, last)
+        self.models, self.settings = {"received": received, "last": last}, settings
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.pair is None:
-            return
-        super().on_train_start(trainer, pl_module)
-        device = pl_module.device
-        self.both = [{k: v.to(device, copy=True) for k, v in one.items()} for one in self.pair]
+    def start(self, module: LightningModule) -> dict[str, State]:
+        device = module.device
+        return {
+            kind: {name: value.to(device) for name, value in state.items()}
+            for kind, state in self.models.items()
+        }
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self.pair is not None:
-            self.others = [self.features_at(weights) for weights in self.both]
+    def compared(
+        self, features_of: Callable[[State], Tensor], held: dict[str, State]
+    ) -> list[Tensor]:
+        return [features_of(held["received"]), features_of(held["last"])]
 
-    def term(self, features: Tensor) -> Tensor:
-        similarity = [F.cosine_similarity(features, other, dim=1) for other in self.others]
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        similarity = [F.cosine_similarity(features, other, dim=1) for other in others]
         logits = torch.stack(similarity, dim=1) / self.settings.temperature
         return -self.settings.mu * logits.log_softmax(1)[:, 0].mean()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.pair is not None:
-            super().on_train_end(trainer, pl_module)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.optim import SGD, Optimizer
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+from torch.optim import SGD
 
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.objectives import Objective
-from flsuite.aggregators.second_model import SecondModel, pulled, start_of
+from flsuite.aggregators.second_model import pulled, start_of
+from flsuite.aggregators.second_steps import Second, SecondSteps
 from flsuite.arguments import PositiveFloat, PositiveInt, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
@@ -72,37 +74,25 @@ class MoreauEnvelope(Objective, Settings):
         return memory.get("personal", {})
 
 
-class _EnvelopeSteps(Callback):
+class _EnvelopeSteps(SecondSteps):
+    """Approach the proximal point of ``w_k``, from the one of the previous batch."""
+
     def __init__(self, client: ClientContext, settings: MoreauEnvelope) -> None:
-        self.client, self.settings = client, settings
+        super().__init__(client)
+        self.settings, self.passes = settings, settings.steps
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.theta = SecondModel(trainer, pl_module, start_of(self.client, pl_module, None))
+    def start(self, module: LightningModule) -> tuple[State, State]:
+        return start_of(self.client, module, None), {}
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Approach the proximal point of ``w_k``, from the one of the previous batch."""
-        w = self._own(pl_module)
-        for _ in range(self.settings.steps):
-            theta = {name: value.detach() for name, value in self.theta.parameters.items()}
-            own = self.theta.gradient(batch, batch_idx)
-            gradient = pulled(own, difference(theta, w), self.settings.lam)
-            for name, value in theta.items():
-                value.sub_(gradient[name], alpha=self.settings.personal_lr)
+    def direction(self, gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
+        return pulled(gradient, difference(v, w), self.settings.lam), held
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, parameter in pl_module.named_parameters():
-            if name in self.theta.parameters and id(parameter) in stepping:
-                theta = self.theta.parameters[name].detach()
-                parameter.grad = self.settings.lam * (parameter.detach() - theta)
+    def advance(self, second: Second, direction: State) -> None:
+        for name, theta in second.parameters.items():
+            theta.detach().sub_(direction[name], alpha=self.settings.personal_lr)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.client.memory["personal"] = self.theta.state()
+    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return self.settings.lam * (w - v)
 
-    def _own(self, module: LightningModule) -> State:
-        own = dict(module.named_parameters())
-        return {name: own[name].detach() for name in self.theta.parameters}
+    def end(self, weights: State, held: State) -> None:
+        self.client.memory["personal"] = weights

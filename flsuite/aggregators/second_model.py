@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class SecondModel:
         self.trainer, self.module = trainer, module
         own = module.state_dict()
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._names = _first_names(module, start)
+        self._names = first_names(module, start)
         copies = {
             first: torch.empty_like(own[name]).copy_(start[name])
             for name, first in self._names.items()
@@ -48,6 +48,10 @@ class SecondModel:
         self._buffers = copies
         replaced = {id(trained[name]): value for name, value in self.parameters.items()}
         self._optimizers = [optimizer_for(one, replaced) for one in trainer.optimizers]
+
+    def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of one client's tensors, as it is: these are one client's."""
+        return function
 
     def gradient(self, batch: Any, index: int, at: Mapping[str, Tensor] | None = None) -> State:
         """Return the gradient of the loss on a batch, see :meth:`loss_and_gradient`."""
@@ -101,7 +105,7 @@ class SecondModel:
         (clip_grad_value_ if by_value else clip_grad_norm_)(parameters, float(limit))
 
 
-def _first_names(module: LightningModule, entries: Iterable[str]) -> dict[str, str]:
+def first_names(module: LightningModule, entries: Iterable[str]) -> dict[str, str]:
     """Return the name under which each entry is trained. Tied weights have several names."""
     firsts = {id(p): name for name, p in module.named_parameters()}
     own = dict(module.named_parameters(remove_duplicate=False))

@@ -54,13 +54,14 @@ def refuse_callbacks(request: FitRequest) -> None:
         )
 
 
-def can_stack(setup: WorkerSetup, request: FitRequest) -> bool:
-    """Return whether a client trains in a stack. Attackers and known models do not."""
+def stackable(setup: WorkerSetup, request: FitRequest) -> list[Callback] | None:
+    """Return what a client does in its steps, or ``None`` if it does not train in a stack.
+
+    Attackers do not, nor do clients whose trained model is known.
+    """
     if request.trained is not None:
-        return False
-    return (
-        bool(request.adapts) or stackable_callbacks(setup, context_of(setup, request)) is not None
-    )
+        return None
+    return [] if request.adapts else stackable_callbacks(setup, context_of(setup, request))
 
 
 def stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Callback] | None:
@@ -68,7 +69,8 @@ def stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Callb
 
     A callback that a stack can call has ``supports_stack = True``. Of the steps, it sees the
     gradients before the optimizer's, ``on_before_optimizer_step``, and neither batches nor the
-    forward pass. Measurements of the trained model are left out: they come after the fit.
+    forward pass. Second models and terms of features state their steps in functions of tensors.
+    Measurements of the trained model are left out: they come after the fit.
     """
     attacks = setup.attack.callbacks(client) if setup.attack else []
     callbacks = [*attacks, *setup.aggregator.callbacks(client)]
@@ -114,7 +116,7 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
     if setup.keep_optimizers:
         yield "trainer.keep_optimizers is set"
     if stackable_callbacks(setup, _some_client(setup)) is None:
-        yield f"{setup.aggregator.name} does more in a client's steps than see its gradients"
+        yield f"{setup.aggregator.name} does more in a client's steps than a stack can"
     try:
         optimizer_of(model)
     except (RuntimeError, AttributeError) as error:

@@ -21,9 +21,9 @@ class Vectorized(Delegate, Settings):
     the same batches as on other engines. Batched kernels round differently, so the weights differ
     from other engines' in the last digits, and a run goes on with the stacks that it began with.
 
-    It takes models with one of torch's elementwise optimizers, and algorithms that see no more of a
-    client's steps than gradients, such as FedProx and SCAFFOLD. It refuses others before the first
-    round. Attackers train one by one, and so do the clients of a worker that has died. A step's
+    It takes models with one of torch's elementwise optimizers, and algorithms that change gradients,
+    such as FedProx and SCAFFOLD, train a second model, such as Ditto, or add a term of the features,
+    such as MOON. It refuses others before the first round. Attackers train one by one, and so do the clients of a worker that has died. A step's
     ``batch_idx`` counts over the whole fit, and what a model logs is its mean over the last epoch.
 
     Args:

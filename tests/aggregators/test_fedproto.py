@@ -85,10 +85,10 @@ def test_a_prototype_stays_where_no_client_of_the_round_has_the_class() -> None:
 def test_a_class_without_a_prototype_pulls_nothing() -> None:
     settings = Prototypes("network.3.", 1.0, (3, 8))
     distance = _Distance(None, settings)  # type: ignore[arg-type]
-    distance.prototypes, distance.known = torch.zeros(3, 8), torch.tensor([0.0, 1.0, 0.0])
-    distance.batch = (torch.zeros(2, 5), torch.tensor([0, 1])), 0
+    held = {"prototypes": torch.zeros(3, 8), "known": torch.tensor([0.0, 1.0, 0.0])}
+    batch = torch.zeros(2, 5), torch.tensor([0, 1])
     features = torch.ones(2, 8, requires_grad=True)
-    distance.term(features).backward()
+    distance.term(features, [], batch, held).backward()
     assert features.grad is not None
     assert torch.equal(features.grad[0], torch.zeros(8))
     assert (features.grad[1] > 0).all()

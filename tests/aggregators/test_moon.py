@@ -1,6 +1,7 @@
 """MOON without its term is FedAvg, and its gradient is that of the loss with the term."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_the_first_fit_of_a_client_has_no_term() -> None:
 
 
 class _Squares(FeatureTerm):
-    def term(self, features: Tensor) -> Tensor:
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
         return 0.3 * features.square().sum(1).mean()
 
 
@@ -66,12 +67,11 @@ def test_a_term_of_the_features_acts_like_a_loss_with_it() -> None:
 
 def test_similar_features_cost_less() -> None:
     from flsuite.aggregators.moon import Contrast, _Contrast
-    from flsuite.messages import ClientContext
 
-    client = ClientContext(0, 1, 2, torch.ones(2), {"w": torch.zeros(1)}, {}, {"last": {}})
-    term = _Contrast(client, Contrast("head.", mu=2.0, temperature=0.5))
-    term.others = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])]
-    near, far = (float(term.term(torch.tensor([z]))) for z in ([1.0, 0.0], [0.0, 1.0]))
+    term = _Contrast({}, {}, Contrast("head.", mu=2.0, temperature=0.5))
+    others = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])]
+    features = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    near, far = (float(term.term(z, others, (), {})) for z in features)
     assert near == pytest.approx(2.0 * float(torch.log1p(torch.exp(torch.tensor(-2.0)))))
     assert far == pytest.approx(near + 2.0 * 2.0)
 

@@ -12,9 +12,23 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.utils._pytree import tree_flatten
 
 from flsuite import FederatedTrainer, FlsuiteError
-from flsuite.aggregators import IFCA, MOON, Aggregator, FedALA, FedAvg, FedDyn, FedProx
+from flsuite.aggregators import (
+    APFL,
+    IFCA,
+    MOON,
+    Aggregator,
+    Ditto,
+    FedALA,
+    FedAvg,
+    FedDyn,
+    FedProto,
+    FedProx,
+    FedRoD,
+    PFedMe,
+)
 from flsuite.attacks import LabelFlip
 from flsuite.client.lr_decay import CosineDecay
 from flsuite.client.stack import Stack
@@ -38,11 +52,7 @@ from tests.conftest import equal_states, mostly_long
 from tests.engines.test_processes import Images
 
 PLAIN = table_model()
-STACKED = [
-    cell
-    for cell in covering()
-    if cell["schedule"] != "Asynchronous" and cell["objective"] != "PulledModel"
-]
+STACKED = [cell for cell in covering() if cell["schedule"] != "Asynchronous"]
 
 
 class InDouble(Backbone):
@@ -104,13 +114,25 @@ def images(**kwargs: Any) -> Images:
 
 
 def distance(a: FederatedTrainer, b: FederatedTrainer) -> float:
-    """Return the largest relative distance of two tensors of the same name."""
-    x, y = a.federation.state, b.federation.state
-    assert x.keys() == y.keys()
-    return max(
-        float((x[k].double() - y[k].double()).norm() / x[k].double().norm().clamp(min=1e-9))
-        for k in x
-    )
+    """Return the largest distance of two tensors of the same name, relative unless near zero.
+
+    They are those of the global model, of each client's whole model, and of the server's memory.
+    """
+    assert a.federation and b.federation
+    pairs = [(a.federation.server.memory, b.federation.server.memory)]
+    for client in (None, *range(a.federation.data.clients)):
+        pairs.append((a.federation.client_state(client), b.federation.client_state(client)))
+    distances = [0.0]
+    for x, y in pairs:
+        (ours, kind), (theirs, other) = tree_flatten(x), tree_flatten(y)
+        assert kind == other
+        for one, two in zip(ours, theirs, strict=True):
+            if not isinstance(one, Tensor):
+                assert one == two
+                continue
+            one, two = one.double(), two.double()
+            distances.append(float((one - two).norm() / one.norm().clamp(min=0.01)))
+    return max(distances)
 
 
 @pytest.fixture
@@ -142,7 +164,9 @@ def test_each_combination_of_parts_trains_as_alone(cells: Sequence[Cell]) -> Non
         alone, stacked = trainer_of(cell), trainer_of(cell, engine=Vectorized(clients=4))
         for made in (alone, stacked):
             made.fit(*problem(cell))
-        assert distance(alone, stacked) < 1e-5, name(cell)
+        # A value between two of the 256 levels may be rounded to the other one.
+        bound = 1e-3 if "Quantize" in cell.values() else 1e-5
+        assert distance(alone, stacked) < bound, name(cell)
 
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -159,6 +183,29 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 def test_in_double_precision_nothing_differs(optimizer: Any, stacks: list[int]) -> None:
     """Clients have 3 to 40 images, so their steps and the sizes of their batches differ."""
     close(stacks, 1e-12, None, Classifier(InDouble(), optimizer), images())
+
+
+METHODS: dict[str, Aggregator] = {
+    "Ditto": Ditto(lam=0.5),
+    "APFL": APFL(alpha=0.3),
+    "APFL, a fixed mixture": APFL(alpha=0.3, adaptive=False),
+    "pFedMe": PFedMe(lam=2.0, steps=3, personal_lr=0.1),
+    "MOON": MOON(mu=1.0),
+    "FedProto": FedProto(lam=1.0),
+}
+FITS: dict[str, dict[str, Any]] = {
+    "SGD": {"model": Classifier(InDouble(), partial(SGD, lr=0.1, momentum=0.9))},
+    "Adam": {"model": Classifier(InDouble(), partial(Adam, lr=0.01)), "gradient_clip_val": 0.05},
+}
+
+
+@pytest.mark.parametrize("fit", FITS.values(), ids=FITS)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_second_models_and_terms_of_features_are_those_of_single_fits(
+    method: Aggregator, fit: dict[str, Any], stacks: list[int]
+) -> None:
+    settings = {"data": images(), "schedule": Synchronous(0.7), "rounds": 4, **fit}
+    close(stacks, 1e-12, method, **settings)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -326,12 +373,12 @@ def test_the_stack_is_a_setting_of_the_record(tmp_path: Path) -> None:
             fitted(other, rounds=2, run_dir=path)
 
 
-def test_the_number_of_workers_does_not_matter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("aggregator", [FedProx(), MOON(), APFL()], ids=lambda one: one.name)
+def test_the_number_of_workers_does_not_matter(tmp_path: Path, aggregator: Aggregator) -> None:
     def run(folder: str, workers: int, rounds: int) -> FederatedTrainer:
-        path = str(tmp_path / folder)
-        return fitted(
-            Vectorized(clients=2, workers=workers), FedProx(), run_dir=path, rounds=rounds
-        )
+        kwargs = {"run_dir": str(tmp_path / folder), "rounds": rounds}
+        engine = Vectorized(clients=2, workers=workers)
+        return fitted(engine, aggregator, schedule=Synchronous(0.8), **kwargs)
 
     one = run("one", 1, 3)
     run("two", 2, 2)
@@ -459,7 +506,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a scheduler": ({"model": Scheduled(PLAIN.backbone, PLAIN.optimizer)}, "without a scheduler"),
     "a Trainer": ({"model": Reading(PLAIN.backbone, PLAIN.optimizer)}, "needs a Trainer"),
     "LBFGS": ({"model": Classifier(PLAIN.backbone, LBFGS)}, "one of SGD, Adam"),
-    "MOON": ({"aggregator": MOON()}, "MOON does more"),
+    "hooks of the algorithm": ({"aggregator": FedRoD()}, "FedRoD does more"),
     "kept optimizers": ({"keep_optimizers": True}, "keep_optimizers"),
     "accumulation": ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
     "limits": ({"limit_train_batches": 0.5}, "limit_train_batches"),

@@ -1,0 +1,66 @@
+"""One client of a stack, and the Trainer and model that its callbacks see."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from flsuite.client.trainer import ClientTrainer
+from flsuite.data.loader import TrainLoader
+from flsuite.messages import ClientContext
+
+Kind = TypeVar("Kind", bound=Callback)
+
+
+@dataclass
+class Member:
+    """One client of a stack.
+
+    Attributes:
+        client: Its view of the round.
+        loader: Its batches.
+        epochs: Epochs of its fit.
+        callbacks: What its algorithm does in its steps. All clients of a stack have the same kinds.
+        module: A model whose parameters are this client's part of the stack, for the callbacks.
+        optimizer: The model's optimizer over them, for the callbacks. It takes no step.
+        trainer: The Trainer that its callbacks see.
+    """
+
+    client: ClientContext
+    loader: TrainLoader
+    epochs: int
+    callbacks: list[Callback]
+    module: LightningModule = field(init=False)
+    optimizer: Optimizer = field(init=False)
+    trainer: Any = field(init=False)
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps of the fit."""
+        return self.epochs * len(self.loader)
+
+
+class TrainerOfOne:
+    """The Trainer of the worker, with one client's optimizer and batches."""
+
+    def __init__(self, trainer: ClientTrainer, optimizer: Optimizer, loader: TrainLoader) -> None:
+        self._trainer = trainer
+        self.optimizers, self.train_dataloader = [optimizer], loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+def callbacks_of(members: Sequence[Member], kind: type[Kind]) -> list[Kind]:
+    """Return each client's callback of a kind, or none."""
+    return [c for member in members for c in member.callbacks if isinstance(c, kind)]
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors along a new first axis, without a copy if they are all the same tensor."""
+    is_same = all(part is parts[0] for part in parts)
+    return parts[0].expand(len(parts), *parts[0].shape) if is_same else torch.stack(list(parts))

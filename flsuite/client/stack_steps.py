@@ -1,0 +1,149 @@
+"""The training steps of a stack of clients."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from flsuite.aggregators.features import FeatureTerm
+from flsuite.aggregators.second_model import first_names, optimizer_for
+from flsuite.aggregators.second_steps import SecondSteps
+from flsuite.client.stack_member import Member, callbacks_of, stacked
+from flsuite.client.stacked_loss import Group, StackedLoss, clip
+from flsuite.client.stacked_second import StackedSecond
+from flsuite.client.trainer import ClientTrainer
+from flsuite.state import State, clone
+
+
+class StackSteps:
+    """The steps of one stack.
+
+    Args:
+        model: The structure. Its weights are not used.
+        used: Names of the trainable parameters that the loss depends on.
+        trainer: Gives the device, the precision and the clipping.
+        tensors: All tensors of the models, each ``(clients, ...)``. They change in place.
+        members: The clients.
+    """
+
+    def __init__(
+        self,
+        model: LightningModule,
+        used: Sequence[str],
+        trainer: ClientTrainer,
+        tensors: dict[str, Tensor],
+        members: Sequence[Member],
+    ) -> None:
+        self.trainer, self.tensors, self.members = trainer, tensors, members
+        first = members[0]
+        own = dict(first.module.named_parameters())
+        stepping = {id(p) for group in first.optimizer.param_groups for p in group["params"]}
+        able = [k for k, p in own.items() if p.requires_grad and id(p) in stepping]
+        self.parameters = {name: tensors[name] for name in able if name in used}
+        # Gradients of the others show whether every step uses the same parameters.
+        self.leaves = {name: tensors[name] for name in able}
+        self.others = {name: value for name, value in tensors.items() if name not in self.leaves}
+        self.gradients = {k: torch.zeros_like(v) for k, v in self.parameters.items()}
+        self.losses = torch.zeros(len(members), device=trainer.strategy.root_device)
+        self.logged: list[dict[str, float]] = [{} for _ in members]
+        self.entries = first_names(model, model.state_dict())
+
+        replaced = {id(own[name]): value for name, value in self.parameters.items()}
+        self.optimizer = optimizer_for(first.optimizer, replaced)
+        self._start_callbacks()
+        terms = callbacks_of(members, FeatureTerm)  # type: ignore[type-abstract]
+        self.loss = StackedLoss(model, trainer, terms[0] if terms else None)
+        self.held = tree_map(lambda *parts: stacked(parts), *[term.held for term in terms] or [{}])
+        has_second = callbacks_of(members, SecondSteps)  # type: ignore[type-abstract]
+        plain = StackedLoss(model, trainer)
+        self.second = StackedSecond(members, tensors, plain) if has_second else None
+
+    def run(self, batches: Iterable[list[Group]]) -> list[tuple[State, dict[str, float]]]:
+        """Take all steps, and return each client's state and metrics.
+
+        Clients without a batch left move on too, without an effect: their results have been read.
+
+        Args:
+            batches: The groups of each step.
+        """
+        ends: list[State] = [{} for _ in self.members]
+        for step, groups in enumerate(batches):
+            self._step(step, groups)
+            for place in chain.from_iterable(group.places for group in groups):
+                if step + 1 == self.members[place].steps:
+                    ends[place] = self._end(place)
+        return [(ends[i], self._metrics(i)) for i in range(len(ends))]
+
+    def _start_callbacks(self) -> None:
+        for place, member in enumerate(self.members):
+            for name, parameter in member.module.named_parameters() if member.callbacks else ():
+                if name in self.gradients:
+                    parameter.grad = self.gradients[name][place]
+            for callback in _own(member):
+                callback.on_fit_start(member.trainer, member.module)
+                callback.on_train_start(member.trainer, member.module)
+
+    def _step(self, step: int, groups: Sequence[Group]) -> None:
+        """Take one step of the clients that have a batch left."""
+        if self.second:
+            self.second.take_steps(groups, step)
+        for group in groups:
+            self._add_gradients(step, group)
+        if self.second:
+            self.second.change(self.gradients)
+        for place in chain.from_iterable(group.places for group in groups):
+            member = self.members[place]
+            for callback in _own(member):
+                callback.on_before_optimizer_step(member.trainer, member.module, member.optimizer)
+
+        clip(self.gradients, self.trainer)
+        for name, parameter in self.parameters.items():
+            parameter.grad = self.gradients[name]
+        self.optimizer.step()
+
+    def _add_gradients(self, step: int, group: Group) -> None:
+        """Compute the gradients of a group's clients."""
+        at = group.at
+        leaves = {name: value[at] for name, value in self.leaves.items()}
+        others = {name: value[at] for name, value in self.others.items()}
+        held = tree_map(lambda part: part[at], self.held)
+        done = self.loss.step(leaves, others, group.batch, step, held)
+        if done.gradients.keys() != self.parameters.keys():
+            raise RuntimeError("the loss depends on other parameters in some of the steps")
+
+        for name, gradient in done.gradients.items():
+            self.gradients[name][at] = gradient
+        for name, value in done.buffers.items():
+            self.others[name][at] = value
+        self.losses[at] += done.losses
+        self._log(step, group.places, done.logged)
+
+    def _log(self, step: int, places: Sequence[int], logged: Mapping[str, Tensor]) -> None:
+        """Add what the clients log to the means over their last epochs."""
+        for name, values in logged.items():
+            for place, value in zip(places, values.tolist(), strict=True):
+                member, means = self.members[place], self.logged[place]
+                batches = len(member.loader)
+                if step >= member.steps - batches:
+                    means[name] = means.get(name, 0.0) + value / batches
+
+    def _end(self, place: int) -> State:
+        """End a client's fit, and return its state, under all names of tied weights."""
+        member = self.members[place]
+        if self.second:
+            self.second.end(place)
+        for callback in _own(member):
+            callback.on_train_end(member.trainer, member.module)
+        return clone({name: self.tensors[first][place] for name, first in self.entries.items()})
+
+    def _metrics(self, place: int) -> dict[str, float]:
+        loss = float(self.losses[place]) / self.members[place].steps
+        return {"loss": loss, **self.logged[place]}
+
+
+def _own(member: Member) -> list[Callback]:
+    """Return the callbacks that act on one client. The steps of second models act on all."""
+    return [one for one in member.callbacks if not isinstance(one, SecondSteps)]

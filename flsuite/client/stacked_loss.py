@@ -1,0 +1,147 @@
+"""The losses of many clients' training steps as one program."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from flsuite.aggregators.features import FeatureTerm, as_rows, features_at, inputs_of
+from flsuite.aggregators.losses import step_loss
+from flsuite.client.trainer import ClientTrainer
+from flsuite.state import State
+
+
+@dataclass
+class Group:
+    """Clients of a stack whose batches of a step have the same size.
+
+    Attributes:
+        places: Their places in the stack.
+        at: The same as an index of the first axis.
+        batch: Their batches, ``(clients, batch, ...)``.
+    """
+
+    places: Sequence[int]
+    at: Any
+    batch: Any
+
+
+@dataclass
+class StackedStep:
+    """What one training step of a group of clients gives, with one row per client.
+
+    Attributes:
+        losses: ``(clients,)``, without the term of the features.
+        gradients: By name of the parameter. Those that the loss does not depend on are left out.
+        buffers: Buffers after the step.
+        logged: What the model logs.
+    """
+
+    losses: Tensor
+    gradients: State
+    buffers: State
+    logged: State
+
+
+class StackedLoss:
+    """Computes the losses of many clients' training steps, and their gradients.
+
+    Args:
+        model: The structure. Its weights are not used.
+        trainer: Gives the precision.
+        term: A term of the features in each loss.
+    """
+
+    def __init__(
+        self, model: LightningModule, trainer: ClientTrainer, term: FeatureTerm | None = None
+    ) -> None:
+        self.model, self.trainer, self.term = model, trainer, term
+        self.head = term.head if term else ""
+        self.buffers = [name for name, _ in model.named_buffers()]
+
+    def step(
+        self, parameters: State, others: State, batch: Any, index: int, held: Any
+    ) -> StackedStep:
+        """Return what a step of a group of clients gives. Nothing changes in place.
+
+        Args:
+            parameters: What the gradients are with respect to, each ``(clients, ...)``.
+            others: The other tensors of the models.
+            batch: ``(clients, batch, ...)``.
+            index: The number of the batch in the fit.
+            held: What the term reads of each client.
+        """
+        leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+        with _uncached_casts():
+            together = torch.vmap(partial(self._loss, index=index), randomness="different")
+            totals, losses, buffers, logged = together(leaves, others, batch, held)
+
+        # A client's loss depends on its own parameters alone, so these are its gradients.
+        gradients = torch.autograd.grad(totals.sum(), list(leaves.values()), allow_unused=True)
+        used = {k: g for k, g in zip(leaves, gradients, strict=True) if g is not None}
+        return StackedStep(losses.float(), used, buffers, logged)
+
+    def _loss(
+        self, parameters: State, others: State, batch: Any, held: Any, index: int
+    ) -> tuple[Tensor, Tensor, State, State]:
+        """Return one client's loss with and without the term, its buffers, and what it logs."""
+        buffers = {name: others[name].clone() for name in self.buffers}
+        tensors = {**others, **buffers, **parameters}
+        logged: State = {}
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            value = torch.as_tensor(value, device=self.trainer.strategy.root_device)
+            logged[name] = value.detach().float()
+
+        def features_of(weights: State) -> Tensor:
+            at = {**tensors, **weights}
+            return features_at(self.trainer, self.model, self.head, at, batch, index)
+
+        term, seen = self.term, list[Tensor]()
+        compared = term.compared(features_of, held) if term else []
+        # As in Lightning, the backward pass is outside.
+        with ExitStack() as entered:
+            if term:
+                seen = entered.enter_context(inputs_of(self.model, self.head))
+            entered.enter_context(self.trainer.precision_plugin.train_step_context())
+            loss = step_loss(self.model, tensors, batch, index, log)
+
+        added = [term.term(as_rows(z), compared, batch, held) for z in seen] if term else []
+        total = sum(added, loss)
+        ends = {name: value.detach() for name, value in buffers.items()}
+        return total, loss.detach(), ends, logged
+
+
+def clip(gradients: State, trainer: ClientTrainer) -> None:
+    """Clip each client's gradients by their own norm or value, in place, as the Trainer does.
+
+    Args:
+        gradients: Each ``(clients, ...)``.
+        trainer: Gives the limit.
+    """
+    if not (limit := trainer.gradient_clip_val):
+        return
+    if trainer.gradient_clip_algorithm == "value":
+        for gradient in gradients.values():
+            gradient.clamp_(-float(limit), float(limit))
+        return
+    norms = [gradient.flatten(1).norm(dim=1) for gradient in gradients.values()]
+    factors = (float(limit) / (torch.stack(norms).norm(dim=0) + 1e-6)).clamp(max=1.0)
+    for gradient in gradients.values():
+        gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)))
+
+
+@contextmanager
+def _uncached_casts() -> Iterator[None]:
+    """Turn off autocast's cache, because a cached cast would belong to one level of ``vmap``."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
