@@ -21,10 +21,11 @@ class Vectorized(Delegate, Settings):
     the same batches as on other engines. Batched kernels round differently, so the weights differ
     from other engines' in the last digits, and a run goes on with the stacks that it began with.
 
-    It takes models with one of torch's elementwise optimizers, and algorithms that change gradients,
-    such as FedProx and SCAFFOLD, train a second model, such as Ditto, or add a term of the features,
-    such as MOON. It refuses others before the first round. Attackers train one by one, and so do the clients of a worker that has died. A step's
-    ``batch_idx`` counts over the whole fit, and what a model logs is its mean over the last epoch.
+    It takes models with one of torch's elementwise optimizers, and algorithms that change gradients
+    (FedProx, SCAFFOLD), train a second model (Ditto) or add a term of the features (MOON). It
+    refuses others before the first round. Attackers train one by one, and so do the clients of a
+    worker that has died. A step's ``batch_idx`` counts over the whole fit, and what a model logs is
+    its mean over the last epoch.
 
     Args:
         clients: Clients per stack.

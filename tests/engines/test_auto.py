@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD
 
 import flsuite.engines.auto as auto
-from flsuite.aggregators import MOON, SCAFFOLD, Centralized, FedAvg
+from flsuite.aggregators import SCAFFOLD, Centralized, FedAvg, FedRoD
 from flsuite.engines import Auto, InProcess, Processes, Vectorized
 from flsuite.models import MLP, Classifier
 from flsuite.runs.preparation import worker_setup
@@ -65,7 +65,7 @@ def test_the_least_expected_time_is_taken(costs: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"aggregator": MOON()}, "MOON does more"),
+        ({"aggregator": FedRoD()}, "FedRoD does more"),
         ({"schedule": Asynchronous(concurrency=3), "aggregator": FedAvg()}, "there are no rounds"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
         ({"schedule": Synchronous(participation=1)}, "one client at a time"),
