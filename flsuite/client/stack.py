@@ -8,18 +8,20 @@ from itertools import chain
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from flsuite.aggregators.losses import step_loss
 from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.entries import Entries
 from flsuite.client.fits import StackedFit, context_of, start_of
 from flsuite.client.setup import WorkerSetup
 from flsuite.client.stack_batches import StackBatches
-from flsuite.client.stack_member import Member, TrainerOfOne, stacked
+from flsuite.client.stack_member import Member, TrainerOfOne, callbacks_of, stacked
 from flsuite.client.stack_steps import StackSteps
 from flsuite.client.stackable import optimizer_of, stackable, stackable_callbacks
+from flsuite.client.stacked_optimizer import past_of
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
@@ -73,11 +75,13 @@ class Stack:
             trainer: The Trainer, rewound for them.
             data: The samples, on its device.
         """
-        # Clients of a stack do the same in their steps. MOON's do less in their first fit.
-        alike: dict[tuple[type, ...], list[FitRequest]] = {}
+        # Clients of a stack do the same in their steps. MOON's do less in their first fit, and the
+        # step of an optimizer that goes on may depend on how many it has taken.
+        alike: dict[Any, list[FitRequest]] = {}
         for request in requests:
             if (callbacks := stackable(self.setup, request)) is not None:
-                alike.setdefault(tuple(map(type, callbacks)), []).append(request)
+                past = past_of(request.memory.get("optimizers"))
+                alike.setdefault((*map(type, callbacks), past), []).append(request)
         fits: dict[int, StackedFit] = {}
         for members in chain.from_iterable(map(self._in_stacks, alike.values())):
             if len(members) < 2:  # a stack of one would only be slower
@@ -122,12 +126,13 @@ class Stack:
         seconds = (time.perf_counter() - began) / len(members)
         after = setup.aggregator.callbacks(members[0].client)
         measures = not first.adapts and any(isinstance(c, AfterFit) for c in after)
-        return {
-            request.number: StackedFit(
-                member.client, TrainedFit(state, {}, member.steps, metrics, seconds), measures
-            )
-            for request, member, (state, metrics) in zip(requests, members, ends, strict=True)
-        }
+        fits = {}
+        for request, member, (state, metrics) in zip(requests, members, ends, strict=True):
+            keepers = callbacks_of([member], KeepOptimizers)
+            kept = {"optimizers": keepers[0].states} if keepers else {}
+            trained = TrainedFit(state, kept, member.steps, metrics, seconds)
+            fits[request.number] = StackedFit(member.client, trained, measures)
+        return fits
 
     def _used(self, trainer: ClientTrainer, start: State, batch: Any) -> list[str]:
         """Return the trainable parameters that the loss depends on. The others take no step."""
@@ -157,7 +162,11 @@ class Stack:
         setup, round = self.setup, request.broadcast.round
         client = context_of(setup, request)
         loader = TrainLoader(view, client.id, setup.seed, round, request.batches, request.repeat)
-        callbacks = [] if request.adapts else stackable_callbacks(setup, client) or []
+        callbacks: list[Callback] = []
+        if not request.adapts:
+            if setup.keep_optimizers:
+                callbacks.append(KeepOptimizers(request.memory.get("optimizers")))
+            callbacks += stackable_callbacks(setup, client) or []
         member = Member(client, loader, trainer.fit_loop.max_epochs or 1, callbacks)
         if member.callbacks or place == 0:  # the first one's optimizer is the stack's
             self._give_model(member, place, trainer, tensors)

@@ -11,8 +11,10 @@ from torch.utils._pytree import tree_map
 from flsuite.aggregators.features import FeatureTerm
 from flsuite.aggregators.second_model import first_names, optimizer_for
 from flsuite.aggregators.second_steps import SecondSteps
+from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.stack_member import Member, callbacks_of, stacked
 from flsuite.client.stacked_loss import Group, StackedLoss, clip
+from flsuite.client.stacked_optimizer import gather_states, hand_state
 from flsuite.client.stacked_second import StackedSecond
 from flsuite.client.trainer import ClientTrainer
 from flsuite.state import State, clone
@@ -54,6 +56,9 @@ class StackSteps:
         replaced = {id(own[name]): value for name, value in self.parameters.items()}
         self.optimizer = optimizer_for(first.optimizer, replaced)
         self._start_callbacks()
+        self.keeps = bool(callbacks_of(members, KeepOptimizers))
+        if self.keeps:
+            gather_states(self.optimizer, self.parameters, members)
         terms = callbacks_of(members, FeatureTerm)  # type: ignore[type-abstract]
         self.loss = StackedLoss(model, trainer, terms[0] if terms else None)
         self.held = tree_map(lambda *parts: stacked(parts), *[term.held for term in terms] or [{}])
@@ -135,6 +140,8 @@ class StackSteps:
         member = self.members[place]
         if self.second:
             self.second.end(place)
+        if self.keeps:
+            hand_state(self.optimizer, self.parameters, member, place)
         for callback in _own(member):
             callback.on_train_end(member.trainer, member.module)
         return clone({name: self.tensors[first][place] for name, first in self.entries.items()})

@@ -113,8 +113,6 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
     for argument, values in _ONE_BY_ONE.items():
         if (value := setup.trainer_kwargs.get(argument)) not in values:
             yield f"trainer.{argument} is {value!r}"
-    if setup.keep_optimizers:
-        yield "trainer.keep_optimizers is set"
     if stackable_callbacks(setup, _some_client(setup)) is None:
         yield f"{setup.aggregator.name} does more in a client's steps than a stack can"
     try:

@@ -199,6 +199,16 @@ FITS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_kept_optimizers_go_on(optimizer: Any, stacks: list[int]) -> None:
+    """All clients train with each other in round 1, and later with those of as many steps."""
+    settings = {"data": images(), "model": Classifier(InDouble(), optimizer), "rounds": 4}
+    schedules = Synchronous(), Synchronous(0.7)
+    for schedule in schedules:
+        stacks.clear()
+        close(stacks, 1e-12, FedAvg(), schedule=schedule, keep_optimizers=True, **settings)
+
+
 @pytest.mark.parametrize("fit", FITS.values(), ids=FITS)
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_second_models_and_terms_of_features_are_those_of_single_fits(
@@ -507,7 +517,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a Trainer": ({"model": Reading(PLAIN.backbone, PLAIN.optimizer)}, "needs a Trainer"),
     "LBFGS": ({"model": Classifier(PLAIN.backbone, LBFGS)}, "one of SGD, Adam"),
     "hooks of the algorithm": ({"aggregator": FedRoD()}, "FedRoD does more"),
-    "kept optimizers": ({"keep_optimizers": True}, "keep_optimizers"),
     "accumulation": ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
     "limits": ({"limit_train_batches": 0.5}, "limit_train_batches"),
     "callbacks": ({"callbacks": [Seeing()]}, "callback of a single fit"),

@@ -1,0 +1,65 @@
+"""What the optimizer of a stack of clients keeps from their last fits."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from flsuite.client.stack_member import Member, stacked
+
+_OF_THE_STEP = ("step", "mu_product")  # numbers that depend on the steps taken alone
+
+
+def past_of(states: Sequence[Mapping[str, Any]] | None) -> tuple[Any, ...]:
+    """Return what the kept states of clients must have in common to train in one stack.
+
+    Args:
+        states: The state dicts of a client's optimizers, from its last fit.
+    """
+    entries = (
+        (index, key, float(value) if key in _OF_THE_STEP else None)
+        for one in states or ()
+        for index, state in one["state"].items()
+        for key, value in state.items()
+    )
+    return tuple(entries)
+
+
+def gather_states(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], members: Sequence[Member]
+) -> None:
+    """Give the optimizer of a stack the states of the clients' own ones.
+
+    Args:
+        optimizer: The optimizer.
+        parameters: The parameters that it steps, each ``(clients, ...)``.
+        members: The clients.
+    """
+    own = [dict(member.module.named_parameters()) for member in members]
+    for name, parameter in parameters.items():
+        states = [
+            member.optimizer.state[one[name]] for member, one in zip(members, own, strict=True)
+        ]
+        optimizer.state[parameter] = {
+            key: stacked([state[key] for state in states]).contiguous()
+            if _is_stacked(key, value)
+            else value
+            for key, value in states[0].items()
+        }
+
+
+def hand_state(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], member: Member, place: int
+) -> None:
+    """Give a client's own optimizer its part of the stack's state, see :func:`gather_states`."""
+    own = dict(member.module.named_parameters())
+    for name, parameter in parameters.items():
+        member.optimizer.state[own[name]] = {
+            key: value[place] if _is_stacked(key, value) else value
+            for key, value in optimizer.state[parameter].items()
+        }
+
+
+def _is_stacked(key: str, value: Any) -> bool:
+    return isinstance(value, Tensor) and key not in _OF_THE_STEP
