@@ -10,7 +10,6 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -43,16 +42,12 @@ from flsuite.aggregators import (
     PFedMe,
     QFedAvg,
 )
-from flsuite.callbacks import FederationCallback
-from flsuite.callbacks.base import Affects
-from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, PublishedSplits
-from flsuite.engines import Engine, InProcess, Processes, Vectorized
+from flsuite.engines import Engine, InProcess, Processes
 from flsuite.metrics.fisher import fisher_diagonal, measuring
 from flsuite.models import (
     ACVAE,
     CNN,
-    Classifier,
-    ClientModel,
+    MLP,
     FusedSpaceFed,
     LeNet5,
     NFClassifier,
@@ -60,112 +55,16 @@ from flsuite.models import (
 )
 from flsuite.models.backbones import Backbone
 from flsuite.schedules import Asynchronous, Bernoulli, Schedule, Stragglers, Synchronous
-from flsuite.trainer import FederatedTrainer
+from tests.benchmarks import sides
 from tests.benchmarks.cifar import TwoConvs
 from tests.benchmarks.fisher import SAMPLES, PredictivePasses
 from tests.benchmarks.loop import FusedLoop, HandWrittenLoop, TwoProcessLoop
 from tests.benchmarks.robust import measure_rules
+from tests.benchmarks.sides import BATCH, Clock, RandomImages, federation, loop_for, ratio, report
 from tests.benchmarks.soak import soak
+from tests.benchmarks.stacks import stacks, vectorized
 
-BATCH = 64
 FISHER_SAMPLES = 1920
-
-
-class RandomImages(FederatedDataModule):
-    """Random bytes of the right shape; speed does not depend on what they show."""
-
-    def __init__(
-        self, samples: int, shape: tuple[int, int, int], classes: int = 10, **kwargs: Any
-    ) -> None:
-        super().__init__(partition=IID(), batch_size=BATCH, val_fraction=0.0, **kwargs)
-        self.samples, self.shape, self.classes = samples, shape, classes
-
-    def load(self) -> PublishedSplits:
-        channels, height, width = self.shape
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randint(
-            0, 256, (self.samples, height, width, channels), dtype=torch.uint8, generator=generator
-        )
-        y = torch.randint(0, self.classes, (self.samples,), generator=generator)
-        spec = DataSpec(self.shape, self.classes)
-        return PublishedSplits(spec, DataSplit(x, y), DataSplit(x[:64], y[:64]))
-
-
-class Clock(FederationCallback):
-    """Measures each whole round: training, aggregation, table and checkpoint.
-
-    Args:
-        between: Called before each round with its cohort, and measured apart.
-
-    Attributes:
-        seconds: Seconds of each round.
-        other: Seconds of each call of ``between``.
-    """
-
-    affects: ClassVar[Affects] = "nothing"
-
-    def __init__(self, between: Callable[[Sequence[int]], None] | None = None) -> None:
-        self.between = between
-        self.seconds: list[float] = []
-        self.other: list[float] = []
-        self._mark: float | None = None
-
-    def on_round_start(self, run: Any, round: int, cohort: Sequence[int]) -> None:
-        self._stop()
-        if self.between is not None:
-            started = time.perf_counter()
-            self.between(cohort)
-            self.other.append(time.perf_counter() - started)
-        self._mark = time.perf_counter()
-
-    def on_federation_end(self, run: Any) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._mark is not None:
-            self.seconds.append(time.perf_counter() - self._mark)
-
-
-def federation(
-    module: FederatedDataModule,
-    net: Backbone | ClientModel,
-    rounds: int,
-    engine: Engine,
-    clock: Clock,
-    user_callbacks: Sequence[Callback] = (),
-    lr: float = 0.05,
-    **kwargs: Any,
-) -> FederatedTrainer:
-    """Fit a federation that is scored only at its end, because the loop is not scored either."""
-    trainer = FederatedTrainer(
-        rounds=rounds,
-        engine=engine,
-        aggregator=kwargs.pop("aggregator", None) or FedAvg(),
-        callbacks=[clock, *user_callbacks],
-        evaluate_every=10**9,
-        run_dir=tempfile.mkdtemp(),
-        enable_progress_bar=False,
-        accelerator=kwargs.pop("accelerator", "cpu"),
-        seed=0,
-        **kwargs,
-    )
-    model = (
-        net
-        if isinstance(net, ClientModel)
-        else Classifier(net, lambda p: torch.optim.SGD(p, lr=lr))
-    )
-    trainer.fit(model, module)
-    return trainer
-
-
-def loop_for(module: RandomImages, backbone: Backbone) -> HandWrittenLoop:
-    module.setup()
-    data = module.federated
-    rows = [data.train_rows(c) for c in range(data.clients)]
-    network = backbone.build(data.spec.shape, 10)
-    return HandWrittenLoop(
-        network, data.train.x, data.train.y, rows, data.scaling.scale, data.scaling.shift, BATCH
-    )
 
 
 def beside_loop(
@@ -358,7 +257,7 @@ def by_registered(
             split.rows.offsets = split.rows.offsets[: clients + 1]
         clock = Clock()
         made = federation(
-            module, _mlp(32), rounds, InProcess(), clock, schedule=schedule(), **kwargs
+            module, MLP((32,)), rounds, InProcess(), clock, schedule=schedule(), **kwargs
         )
         seconds[clients] += clock.seconds[1:]
         megabytes[clients] = process.memory_info().rss / 1e6
@@ -579,72 +478,8 @@ def personal(rounds: int) -> None:
         print(f"    {name} takes {ratio(times, seconds['FedAvg']):.2f} x as long as FedAvg")
 
 
-def vectorized(rounds: int) -> None:
-    """Compare stacks of clients with the loop, one client at a time and two workers."""
-    works: dict[str, tuple[RandomImages, Backbone, int, int, int]] = {
-        "MLP 64-64-10, 50 clients x 28, batches of 16, 5 epochs": (
-            RandomImages(1400, (1, 8, 8), clients=50), _mlp(64), 16, 5, 50,
-        ),
-        "MLP 784-64-10, 1000 clients x 60, 100 a round, batches of 20": (
-            RandomImages(60_000, (1, 28, 28), clients=1000), _mlp(64), 20, 1, 100,
-        ),
-        "linear, 784-10, 1000 clients x 60, 100 a round, batches of 20": (
-            RandomImages(60_000, (1, 28, 28), clients=1000), _mlp(), 20, 1, 100,
-        ),
-        "LeNet-5, 20 clients x 600, batches of 64": (
-            RandomImages(12_000, (1, 28, 28), clients=20), LeNet5(), 64, 1, 20,
-        ),
-    }  # fmt: skip
-    for name, (module, backbone, batch, epochs, cohort) in works.items():
-        module.batch_size = batch
-        loop = loop_for(module, backbone)
-        loop.batch = batch
-        # As many steps as in so many epochs.
-        loop.clients = [rows.repeat(epochs) for rows in loop.clients]
-        sides: dict[str, Engine] = {
-            "alone": InProcess(),
-            "two_workers": Processes(2),
-            "stack": Vectorized(clients=cohort),
-            "stack_two": Vectorized(threads=2, clients=cohort),
-        }
-        seconds: dict[str, list[float]] = {side: [] for side in (*sides, "loop")}
-        for _ in range(3):
-            for side, engine in sides.items():
-                torch.set_num_threads(1)
-                clock = Clock(loop.round if side == "alone" else None)
-                federation(
-                    module, backbone, max(4, rounds // 3), engine, clock,
-                    schedule=Synchronous(cohort), max_epochs=epochs,
-                )  # fmt: skip
-                seconds[side] += clock.seconds[1:]
-                seconds["loop"] += clock.other[1:]
-        report(name, **seconds)
-        for side in (*sides, "loop"):
-            print(f"    {side} takes {ratio(seconds[side], seconds['loop']):.2f} x the loop")
-
-
-def _mlp(*hidden: int) -> Backbone:
-    from flsuite.models import MLP
-
-    return MLP(hidden=hidden)
-
-
 def has_amx() -> bool:
     return os.path.exists("/proc/cpuinfo") and "amx_bf16" in open("/proc/cpuinfo").read()
-
-
-def ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    return statistics.median(a) / statistics.median(b)
-
-
-def report(title: str, **sides: Sequence[float]) -> None:
-    print(title)
-    for side, seconds in sides.items():
-        low, middle, high = statistics.quantiles(seconds, n=4)
-        spread = f"[{low:.4f}, {high:.4f}]"
-        print(
-            f"    {side:<12} {middle:.4f} s per round  {spread}  {len(seconds)} rounds", flush=True
-        )
 
 
 CASES = {
@@ -661,6 +496,7 @@ CASES = {
     "robust": robust,
     "personal": personal,
     "vectorized": vectorized,
+    "stacks": stacks,
 }
 LONG = {"soak": soak}  # only by name
 
@@ -677,7 +513,9 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=15, help="rounds per side, more for the small cases"
     )
+    parser.add_argument("--device", default="cpu", help="where both sides train: cpu or cuda")
     options = parser.parse_args()
+    sides.device = options.device
     cases = {**CASES, **LONG}
     if unknown := set(options.cases) - set(cases):
         sys.exit(f"unknown case {', '.join(unknown)}; there are {', '.join(cases)}")
