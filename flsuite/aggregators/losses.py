@@ -24,6 +24,7 @@ def loss_at(
     batch: Any,
     index: int,
     in_full: bool = False,
+    ends: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Return the loss of a model's training step at other weights, a scalar with gradients.
 
@@ -38,6 +39,7 @@ def loss_at(
         batch: A batch on the model's device.
         index: Its number in the epoch.
         in_full: Whether to compute in the precision of the weights, without autocast.
+        ends: See :func:`step_loss`.
 
     Raises:
         FlsuiteError: If the training step does not return a loss.
@@ -53,7 +55,7 @@ def loss_at(
     named = buffers | own | {name: weights[name] for name in buffers if name in weights}
     precision = nullcontext() if in_full else trainer.precision_plugin.train_step_context()
     with _same_draws(module), precision:
-        return step_loss(module, named, batch, index)
+        return step_loss(module, named, batch, index, ends=ends)
 
 
 def step_loss(
@@ -62,22 +64,24 @@ def step_loss(
     batch: Any,
     index: int,
     log: Callable[..., None] | None = None,
+    ends: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Return the loss of a model's training step with other tensors. Its attributes stay.
 
     Args:
         module: The model.
-        tensors: Parameters and buffers by name. Buffers change in place, as in a training step.
+        tensors: Parameters and buffers by name. Buffers change as in a training step.
         batch: A batch on the device of the tensors.
         index: Its number in the epoch.
         log: Receives what the model logs. Default: it is dropped.
+        ends: Receives the buffers after the step, also those that the step has replaced.
 
     Raises:
         FlsuiteError: If the training step does not return a loss.
     """
     with _logging_to(module, log or (lambda *args, **kwargs: None)), _unchanged(module):
         step = {f"module.{name}": value for name, value in tensors.items()}
-        loss: Tensor = torch.func.functional_call(_Step(module, tensors), step, (batch, index))
+        loss: Tensor = torch.func.functional_call(_Step(module, ends), step, (batch, index))
     return loss
 
 
@@ -97,13 +101,17 @@ def loss_and_gradient(
 
     Args:
         parameters: What the gradient is with respect to.
-        buffers: Other entries of the state dict.
+        buffers: Other entries of the state dict. Buffers among them change as in a training step.
     """
+    others, ends = buffers or {}, dict[str, Tensor]()
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-        at = {**(buffers or {}), **leaves}
-        loss = loss_at(trainer, module, at, batch, index, in_full=in_full)
+        at = {**others, **leaves}
+        loss = loss_at(trainer, module, at, batch, index, in_full=in_full, ends=ends)
         gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    # Only now, because the backward pass reads the buffers of the step.
+    for name in ends.keys() & others.keys():
+        others[name].copy_(ends[name].detach())
     used = zip(leaves, gradients, strict=True)
     return loss.detach(), {name: value for name, value in used if value is not None}
 
@@ -152,20 +160,18 @@ def _same_draws(module: LightningModule) -> AbstractContextManager[None]:
 
 
 class _Step(nn.Module):
-    """A training step as a forward pass, with the given tensors in the place of the model's."""
+    """A training step as a forward pass."""
 
-    def __init__(self, module: LightningModule, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, module: LightningModule, ends: dict[str, Tensor] | None) -> None:
         super().__init__()
-        self.module, self.tensors = module, tensors
+        self.module, self.ends = module, ends
 
     def forward(self, batch: Any, index: int) -> Tensor:
         step: Any = self.module.training_step
         takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         output = step(batch, index) if takes_index else step(batch)
-        for name, value in self.module.named_buffers():
-            own = self.tensors.get(name)
-            if own is not None and own is not value:  # the step has replaced the buffer
-                own.copy_(value.detach())
+        if self.ends is not None:
+            self.ends.update(self.module.named_buffers())
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             kind = type(self.module).__name__

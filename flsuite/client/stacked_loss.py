@@ -109,12 +109,12 @@ class StackedLoss:
             if term:
                 seen = entered.enter_context(inputs_of(self.model, self.head))
             entered.enter_context(self.trainer.precision_plugin.train_step_context())
-            loss = step_loss(self.model, tensors, batch, index, log)
+            loss = step_loss(self.model, tensors, batch, index, log, ends := dict[str, Tensor]())
 
         added = [term.term(as_rows(z), compared, batch, held) for z in seen] if term else []
         total = sum(added, loss)
-        ends = {name: value.detach() for name, value in buffers.items()}
-        return total, loss.detach(), ends, logged
+        after = {name: ends[name].detach() for name in self.buffers}
+        return total, loss.detach(), after, logged
 
 
 def clip(gradients: State, trainer: ClientTrainer) -> None:
