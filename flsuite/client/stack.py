@@ -122,7 +122,10 @@ class Stack:
         with attached(self.model, _NoTrainer(type(self.model).__name__)):
             start = {name: value[0] for name, value in tensors.items()}
             used = self._used(trainer, start, batches.first())
-            ends = StackSteps(self.model, used, trainer, tensors, members).run(batches)
+            steps = StackSteps(self.model, used, trainer, tensors, members)
+            if len({member.client.samples for member in members}) > 1:
+                batches.fills = steps.is_mean_over_samples(batches)
+            ends = steps.run(batches)
         seconds = (time.perf_counter() - began) / len(members)
         after = setup.aggregator.callbacks(members[0].client)
         measures = not first.adapts and any(isinstance(c, AfterFit) for c in after)

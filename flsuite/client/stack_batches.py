@@ -6,7 +6,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from flsuite.client.stack_member import Member
 from flsuite.client.stacked_loss import Group
@@ -25,6 +25,9 @@ class StackBatches:
         members: The clients.
         view: The samples in this round.
         trainer: Moves batches to its device.
+
+    Attributes:
+        fills: Whether smaller batches are filled up, so that clients need fewer groups.
     """
 
     def __init__(
@@ -33,24 +36,43 @@ class StackBatches:
         self.members, self.view, self.trainer = members, view, trainer
         # The batches of a step are read at once, unless each has randomness of its own.
         self._reads_rows = view.augment is None and not isinstance(view.train, StoredSplit)
+        self.fills = False
 
     def __iter__(self) -> Iterator[list[Group]]:
         streams = [self._of(member.loader, member.epochs) for member in self.members]
         for batches in zip_longest(*streams):
-            of_size: dict[Any, list[int]] = {}
+            alike: dict[Any, list[int]] = {}
             for place, batch in enumerate(batches):
                 if batch is not None:
-                    parts = [batch] if self._reads_rows else tree_flatten(batch)[0]
-                    of_size.setdefault(tuple(part.shape for part in parts), []).append(place)
-            yield [
-                Group(places, self._index(places), self._read([batches[i] for i in places]))
-                for places in of_size.values()
-            ]
+                    alike.setdefault(self._shape_of(batch), []).append(place)
+            yield [self._group(places, batches) for places in alike.values()]
 
     def first(self) -> Any:
         """Return the first batch of the first client."""
         one = next(self._of(copy.copy(self.members[0].loader), 1))
         return tree_map(lambda part: part[0], self._read([one]))
+
+    def mixed(self) -> Any:
+        """Return a batch of all clients' samples, as large as their first batches."""
+        ones = [next(self._of(copy.copy(member.loader), 1)) for member in self.members]
+        longest, total = max(map(_size, ones)), sum(map(_size, ones))
+        spread = torch.arange(longest) * total // longest
+        mix = tree_map(lambda *parts: torch.cat(parts)[spread], *ones)
+        return tree_map(lambda part: part[0], self._read([mix]))
+
+    def _shape_of(self, batch: Any) -> Any:
+        """Return what batches of a group have in common."""
+        start = 1 if self.fills else 0
+        return tuple(part.shape[start:] for part in tree_leaves(batch))
+
+    def _group(self, places: list[int], batches: Sequence[Any]) -> Group:
+        own = [batches[place] for place in places]
+        sizes = [_size(batch) for batch in own]
+        if len({*sizes}) == 1:
+            return Group(places, self._index(places), self._read(own))
+        filled = [_filled(batch, size, max(sizes)) for batch, size in zip(own, sizes, strict=True)]
+        count = torch.tensor(sizes, device=self.trainer.strategy.root_device)
+        return Group(places, self._index(places), self._read(filled), count)
 
     def _of(self, loader: TrainLoader, epochs: int) -> Iterator[Any]:
         """Yield a client's batches, or only their rows where they are read at once."""
@@ -69,3 +91,14 @@ class StackBatches:
             return tree_map(lambda *parts: torch.stack(parts), *moved)
         (batch,) = self.view.batches_of(self.view.train, [torch.cat(list(batches))])
         return tree_map(lambda part: part.unflatten(0, (len(batches), -1)), batch)
+
+
+def _filled(batch: Any, size: int, longest: int) -> Any:
+    """Return a batch with its last sample repeated, to be as large as the longest one."""
+    index = torch.arange(longest).clamp(max=size - 1)
+    return tree_map(lambda part: part[index], batch)
+
+
+def _size(batch: Any) -> int:
+    """Return the number of samples of a batch, or of its rows."""
+    return len(tree_leaves(batch)[0])

@@ -1,17 +1,19 @@
 """The training steps of a stack of clients."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from flsuite.aggregators.features import FeatureTerm
 from flsuite.aggregators.second_model import first_names, optimizer_for
 from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.client.callbacks import KeepOptimizers
+from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, callbacks_of, stacked
 from flsuite.client.stacked_loss import Group, StackedLoss, clip
 from flsuite.client.stacked_optimizer import gather_states, hand_state
@@ -66,13 +68,13 @@ class StackSteps:
         plain = StackedLoss(model, trainer)
         self.second = StackedSecond(members, tensors, plain) if has_second else None
 
-    def run(self, batches: Iterable[list[Group]]) -> list[tuple[State, dict[str, float]]]:
+    def run(self, batches: StackBatches) -> list[tuple[State, dict[str, float]]]:
         """Take all steps, and return each client's state and metrics.
 
         Clients without a batch left move on too, without an effect: their results have been read.
 
         Args:
-            batches: The groups of each step.
+            batches: The batches.
         """
         ends: list[State] = [{} for _ in self.members]
         for step, groups in enumerate(batches):
@@ -81,6 +83,35 @@ class StackSteps:
                 if step + 1 == self.members[place].steps:
                     ends[place] = self._end(place)
         return [(ends[i], self._metrics(i)) for i in range(len(ends))]
+
+    def is_mean_over_samples(self, batches: StackBatches) -> bool:
+        """Return whether the loss of a batch is the mean of the losses of its samples.
+
+        It is measured, with the gradients, at the first client's weights, on samples of all
+        clients. It is not where a layer mixes samples, samples have weights, or a step draws random
+        numbers.
+        """
+        parameters, others, held = (
+            tree_map(lambda part: part[:1], tensors)
+            for tensors in (self.leaves, self.others, self.held)
+        )
+        try:
+            batch = tree_map(lambda part: part[None], batches.mixed())
+            size = torch.tensor([tree_leaves(batch)[0].shape[1]], device=self.losses.device)
+            with torch.random.fork_rng():
+                step = partial(self.loss.step, parameters, others, batch, 0, held)
+                whole, by_sample = step(), step(sizes=size)
+        except Exception:  # a step may fail on one sample, as with BatchNorm
+            return False
+        pairs = (
+            ({"loss": whole.losses}, {"loss": by_sample.losses}),
+            (whole.gradients, by_sample.gradients),
+            (whole.buffers, by_sample.buffers),
+        )
+        return all(
+            a.keys() == b.keys() and all(_is_close(a[name], b[name]) for name in a)
+            for a, b in pairs
+        )
 
     def _start_callbacks(self) -> None:
         for place, member in enumerate(self.members):
@@ -115,7 +146,7 @@ class StackSteps:
         leaves = {name: value[at] for name, value in self.leaves.items()}
         others = {name: value[at] for name, value in self.others.items()}
         held = tree_map(lambda part: part[at], self.held)
-        done = self.loss.step(leaves, others, group.batch, step, held)
+        done = self.loss.step(leaves, others, group.batch, step, held, group.sizes)
         if done.gradients.keys() != self.parameters.keys():
             raise RuntimeError("the loss depends on other parameters in some of the steps")
 
@@ -149,6 +180,12 @@ class StackSteps:
     def _metrics(self, place: int) -> dict[str, float]:
         loss = float(self.losses[place]) / self.members[place].steps
         return {"loss": loss, **self.logged[place]}
+
+
+def _is_close(ours: Tensor, theirs: Tensor) -> bool:
+    """Return whether two tensors are equal but for rounding."""
+    distance = float((ours.double() - theirs.double()).norm())
+    return distance <= 1e-5 * float(theirs.double().norm()) + 1e-8
 
 
 def _own(member: Member) -> list[Callback]:

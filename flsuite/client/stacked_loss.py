@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from flsuite.aggregators.features import FeatureTerm, as_rows, features_at, inputs_of
 from flsuite.aggregators.losses import step_loss
@@ -18,17 +19,20 @@ from flsuite.state import State
 
 @dataclass
 class Group:
-    """Clients of a stack whose batches of a step have the same size.
+    """Clients of a stack that take a step together.
 
     Attributes:
         places: Their places in the stack.
         at: The same as an index of the first axis.
         batch: Their batches, ``(clients, batch, ...)``.
+        sizes: How many samples of a batch count, ``(clients,)``. The others fill up smaller
+            batches. Default: all.
     """
 
     places: Sequence[int]
     at: Any
     batch: Any
+    sizes: Tensor | None = None
 
 
 @dataclass
@@ -65,7 +69,13 @@ class StackedLoss:
         self.buffers = [name for name, _ in model.named_buffers()]
 
     def step(
-        self, parameters: State, others: State, batch: Any, index: int, held: Any
+        self,
+        parameters: State,
+        others: State,
+        batch: Any,
+        index: int,
+        held: Any,
+        sizes: Tensor | None = None,
     ) -> StackedStep:
         """Return what a step of a group of clients gives. Nothing changes in place.
 
@@ -75,16 +85,36 @@ class StackedLoss:
             batch: ``(clients, batch, ...)``.
             index: The number of the batch in the fit.
             held: What the term reads of each client.
+            sizes: See :class:`Group`. Then a loss is the mean over samples, and buffers stay.
         """
         leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+        loss, parts = (self._loss, ()) if sizes is None else (self._mean_loss, (sizes,))
         with _uncached_casts():
-            together = torch.vmap(partial(self._loss, index=index), randomness="different")
-            totals, losses, buffers, logged = together(leaves, others, batch, held)
+            together = torch.vmap(partial(loss, index=index), randomness="different")
+            totals, losses, buffers, logged = together(leaves, others, batch, held, *parts)
 
         # A client's loss depends on its own parameters alone, so these are its gradients.
         gradients = torch.autograd.grad(totals.sum(), list(leaves.values()), allow_unused=True)
         used = {k: g for k, g in zip(leaves, gradients, strict=True) if g is not None}
         return StackedStep(losses.float(), used, buffers, logged)
+
+    def _mean_loss(
+        self, parameters: State, others: State, batch: Any, held: Any, size: Tensor, index: int
+    ) -> tuple[Tensor, Tensor, State, State]:
+        """Return what :meth:`_loss` returns, as means over the first samples of a batch."""
+
+        def of_one(sample: Any) -> tuple[Tensor, Tensor, State]:
+            alone = tree_map(lambda part: part[None], sample)
+            total, loss, _, logged = self._loss(parameters, others, alone, held, index)
+            return total, loss, logged
+
+        def mean(values: Tensor) -> Tensor:
+            counts = torch.arange(len(values), device=values.device) < size
+            return (counts * values).sum() / size
+
+        totals, losses, logged = torch.vmap(of_one, randomness="different")(batch)
+        buffers = {name: others[name] for name in self.buffers}
+        return mean(totals), mean(losses), buffers, {k: mean(v) for k, v in logged.items()}
 
     def _loss(
         self, parameters: State, others: State, batch: Any, held: Any, index: int

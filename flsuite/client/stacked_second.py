@@ -92,7 +92,7 @@ class StackedSecond:
             others = {**self._tensors, **self._others}
             others = {k: v[group.at] for k, v in others.items() if k not in weights}
             with torch.random.fork_rng():  # the model's own step draws the same
-                step = self._loss.step(weights, others, group.batch, index, {})
+                step = self._loss.step(weights, others, group.batch, index, {}, group.sizes)
             for name, gradient in step.gradients.items():
                 whole = gradients.setdefault(name, torch.zeros_like(at[name]))
                 whole[group.at] = gradient

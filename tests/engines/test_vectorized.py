@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, RMSprop
 from torch.utils._pytree import tree_flatten
@@ -32,9 +32,10 @@ from flsuite.aggregators import (
 from flsuite.attacks import LabelFlip
 from flsuite.client.lr_decay import CosineDecay
 from flsuite.client.stack import Stack
+from flsuite.client.stack_steps import StackSteps
 from flsuite.data import IID, CropFlip, FederatedDataModule, Natural, TaskSequence
 from flsuite.engines import InProcess, Vectorized
-from flsuite.models import Backbone, Classifier
+from flsuite.models import MLP, Backbone, Classifier
 from flsuite.schedules import Asynchronous, Synchronous
 from tests.aggregators.federations import (
     CURVATURES,
@@ -349,7 +350,16 @@ class Remembering(Aux):
         return loss if before is None else loss + 0 * before
 
 
-UNUSUAL = (AuxLater, AuxInLargeBatches, OnlyAux, Annealed, Skipping, Remembering)
+class Weighted(Aux):
+    """Weighs the classes, which a mean over single samples does not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.logits(batch[0])
+        weights = 1 + torch.arange(logits.shape[1], dtype=logits.dtype)
+        return nn.functional.cross_entropy(logits, batch[1], weights)
+
+
+UNUSUAL = (Weighted, AuxLater, AuxInLargeBatches, OnlyAux, Annealed, Skipping, Remembering)
 
 
 @pytest.mark.parametrize("kind", UNUSUAL)
@@ -373,6 +383,33 @@ def test_the_same_seed_gives_the_same_bits_and_a_resumed_run_too(tmp_path: Path)
     whole = run("whole", 4)
     run("parts", 2)
     assert_same_models(whole, run("parts", 4))
+
+
+FILLED: dict[str, tuple[LightningModule, bool]] = {
+    "a plain network": (Classifier(MLP((8,)), PLAIN.optimizer), True),
+    "BatchNorm": (PLAIN, False),
+    "class weights": (Weighted(MLP((8,)), PLAIN.optimizer), False),
+    "another loss of few samples": (AuxInLargeBatches(MLP((8,)), PLAIN.optimizer), False),
+    "a buffer that changes": (Annealed(MLP((8,)), PLAIN.optimizer), False),
+}
+
+
+@pytest.mark.parametrize(("model", "fills"), FILLED.values(), ids=FILLED)
+def test_smaller_batches_are_filled_up_where_a_loss_is_a_mean_over_samples(
+    model: LightningModule, fills: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[int] = []
+    take = StackSteps._step
+
+    def counted(self: StackSteps, step: int, own: Sequence[Any]) -> None:
+        groups.append(len(own))
+        take(self, step, own)
+
+    monkeypatch.setattr(StackSteps, "_step", counted)
+    alone, stacked = (fitted(engine, model=model) for engine in (InProcess(), Vectorized()))
+    assert groups
+    assert (max(groups) == 1) == fills
+    assert distance(alone, stacked) < 1e-5
 
 
 class Dropping(Backbone):
