@@ -22,7 +22,7 @@ from rich.table import Table
 from flsuite.analysis.runs import curve, read_metrics
 from flsuite.commands.arguments import CommandParser
 from flsuite.commands.fit import build
-from flsuite.commands.replay import first_round, last_round
+from flsuite.commands.record import first_round, last_round
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder

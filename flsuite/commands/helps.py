@@ -219,7 +219,8 @@ _VERIFY_HELP = """usage: flsuite verify RUN [--at ROUND] [--rounds N]
 
 Do some rounds of a run again, and compare weights, table and timeline with its record, bit for
 bit. RUN is the folder of a run, or a file of flsuite pack. The exit status is 0 if all are equal,
-else 1. What differs is printed, and which versions or kind of CPU are not those of the record.
+else 1. What differs is printed, and which versions, threads or kind of CPU are not those of the
+record. There, weights may differ by 0.001 of their norm and scores by 0.01, and the status is 0.
 
   --at ROUND  the kept round to begin at; default: one at random
   --rounds N  the number of rounds; default 3
@@ -228,7 +229,7 @@ else 1. What differs is printed, and which versions or kind of CPU are not those
 _PACK_HELP = """usage: flsuite pack RUN [--output FILE]
 
 Write what is needed to verify a run into one file: config, settings, tables, versions, kept
-checkpoints, and digests of all of them and of the data.
+checkpoints, and digests of all of them and of the data. A run that was interrupted is named.
 
   --output FILE  default: RUN.zip in the working folder
 """
