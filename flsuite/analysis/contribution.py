@@ -1,54 +1,74 @@
 """The table and the figure of what each client adds to a federation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-Values = Mapping[int, Sequence[float]]
-"""The contributions of clients, one per run or per order of joining."""
 
-
-def contribution_table(samples: Values, values: Mapping[str, Values]) -> pd.DataFrame:
+def contribution_table(values: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """Return a row per client, with the mean and spread of its contribution by each method.
 
     Args:
-        samples: Training samples of each client, one number per run.
-        values: Column name to contributions.
+        values: A row per contribution: ``run``, ``client``, ``samples``, ``name``, ``value``. A
+            client has one per run, or one per order of joining.
+        names: The methods.
     """
-    rows = []
-    for client, sizes in sorted(samples.items()):
-        row: dict[str, float] = {"client": client, "samples": sum(sizes) / len(sizes)}
-        for name, of_clients in values.items():
-            own = pd.Series(of_clients[client], dtype=float)
-            row |= {name: own.mean(), f"{name}_std": own.std(), f"{name}_values": len(own)}
-        rows.append(row)
-    return pd.DataFrame(rows)
+    table = values.groupby("client")[["samples"]].mean()
+    for name in names:
+        own = values[values["name"] == name].groupby("client")["value"]
+        table[name], table[f"{name}_std"], table[f"{name}_values"] = (
+            own.mean(),
+            own.std(),
+            own.size(),
+        )
+    return table.reset_index()
 
 
-def rank_correlation(table: pd.DataFrame, names: Sequence[str]) -> float:
-    """Return Spearman's rank correlation of two columns, NaN if one of them is constant."""
-    first, second = (table[name].rank() for name in names)
-    return float(first.corr(second)) if min(first.nunique(), second.nunique()) > 1 else float("nan")
+def by_run(values: pd.DataFrame) -> pd.DataFrame:
+    """Return the mean contribution of each client of each run, with a column per method."""
+    return values.pivot_table(index=["run", "client"], columns="name", values="value")
 
 
-def contribution_figure(table: pd.DataFrame, title: str, names: Sequence[str]) -> Figure:
+def rank_correlation(values: pd.DataFrame, names: Sequence[str]) -> pd.Series:
+    """Return Spearman's rank correlation of two methods over the clients of each run.
+
+    It is NaN where all clients are alike.
+
+    Args:
+        values: As for :func:`contribution_table`.
+        names: The two methods.
+    """
+
+    def of_a_run(rows: pd.DataFrame) -> float:
+        first, second = (rows[name].rank() for name in names)
+        is_constant = min(first.nunique(), second.nunique()) < 2
+        return float("nan") if is_constant else float(first.corr(second))
+
+    means = by_run(values)
+    return pd.Series({run: of_a_run(rows) for run, rows in means.groupby("run")}, dtype=float)
+
+
+def contribution_figure(
+    table: pd.DataFrame, values: pd.DataFrame, title: str, names: Sequence[str]
+) -> Figure:
     """Draw the contributions as bars with their spread, and two methods against each other.
 
     Args:
         table: ``contribution.csv``.
+        values: As for :func:`contribution_table`.
         title: What is drawn.
-        names: Its columns of contributions, one or two.
+        names: One method or two.
     """
-    wide = max(4.0, 0.4 * len(table) + 2)
-    figure = Figure(figsize=(wide * len(names) + 3.4 * (len(names) - 1), 3.2), layout="constrained")
-    widths = [wide] * len(names) + [3.4] * (len(names) - 1)
+    wide = max(3.4, 0.28 * len(table) + 1.2)
+    widths = [wide] * len(names) + [3.2] * (len(names) - 1)
+    figure = Figure(figsize=(sum(widths), 3.2), layout="constrained")
     panels = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     for axes, name in zip(panels, names, strict=False):
         _bars(axes, table, name)
     if len(names) == 2:
-        _against(panels[-1], table, names)
+        _against(panels[-1], values, names)
     figure.suptitle(title, fontsize=10)
     return figure
 
@@ -60,12 +80,12 @@ def _bars(axes: Axes, table: pd.DataFrame, name: str) -> None:
     axes.set(xlabel="client", ylabel=name)
 
 
-def _against(axes: Axes, table: pd.DataFrame, names: Sequence[str]) -> None:
-    axes.scatter(table[names[0]], table[names[1]], s=14)
-    for row in table.itertuples():
-        place = getattr(row, names[0]), getattr(row, names[1])
-        axes.annotate(str(row.client), place, xytext=(3, 3), textcoords="offset points", fontsize=8)
+def _against(axes: Axes, values: pd.DataFrame, names: Sequence[str]) -> None:
+    for run, rows in by_run(values).groupby("run"):
+        axes.scatter(rows[names[0]], rows[names[1]], s=14, label=str(run))
     axes.axhline(0, color="black", linewidth=0.5)
     axes.axvline(0, color="black", linewidth=0.5)
     axes.set(xlabel=names[0], ylabel=names[1])
-    axes.set_title(f"rank correlation {rank_correlation(table, names):.2f}", fontsize=9)
+    axes.set_title(f"rank correlation {rank_correlation(values, names).mean():.2f}", fontsize=9)
+    if values["run"].nunique() > 1:
+        axes.legend(fontsize=7)

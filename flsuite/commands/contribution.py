@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,26 +32,28 @@ def contribution(args: list[str]) -> None:
     """Score the federation without clients, and write and print each client's contribution."""
     request = _parse(args)
     folder, names = make_folder(Path(request.output)), _NAMES[request.by]
-    values: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in names}
-    samples: dict[int, list[int]] = defaultdict(list)
+    rows: list[dict[str, Any]] = []
     costs: list[dict[str, Any]] = []
     for run in request.runs:
         for name in reversed(names):  # the estimate comes first: it is cheap
             worlds = _worlds(name, require_run("contribution", Path(run)), folder, request)
-            chosen = _chosen(request.clients, worlds)
-            for client, value in _shares(worlds, chosen, request):
-                values[name][client].append(value)
+            for client, value in _shares(worlds, _chosen(request.clients, worlds), request):
+                own = {"client": client, "samples": worlds.samples[client]}
+                rows.append({"run": run, **own, "name": name, "value": value})
             cost = {"seconds": worlds.seconds, "count": worlds.made, "unit": worlds.unit}
-            costs.append({"run": run, "value": name, "split": worlds.split, **cost})
-        for client in chosen:
-            samples[client].append(worlds.samples[client])
+            costs.append({"run": run, "name": name, "split": worlds.split, **cost})
 
-    table, cost = contribution_table(samples, values), pd.DataFrame(costs)
-    what = f"contribution to {request.metric}, {request.method}"
-    table.to_csv(folder / "contribution.csv", index=False)
-    cost.to_csv(folder / "cost.csv", index=False)
-    contribution_figure(table, what, names).savefig(folder / "contribution.png", dpi=120)
-    _print(table, what, names, cost)
+    values, cost = pd.DataFrame(rows), pd.DataFrame(costs)
+    table, what = contribution_table(values, names), f"{request.metric}, {request.method}"
+    for content, name in (values, "values"), (table, "contribution"), (cost, "cost"):
+        content.to_csv(folder / f"{name}.csv", index=False)
+    picture = contribution_figure(table, values, f"contribution to {what}", names)
+    picture.savefig(folder / "contribution.png", dpi=100)
+    _print(table, f"contribution to {what}", names, cost)
+    if len(names) == 2:
+        found = rank_correlation(values, names)
+        each = ", ".join(f"{value:.2f}" for value in found) if len(found) > 1 else ""
+        print(f"rank correlation of the two: {found.mean():.2f}{each and f' (runs: {each})'}")
     print(f"{folder / 'contribution.csv'}\n{folder / 'contribution.png'}")
 
 
@@ -118,11 +119,9 @@ def _print(table: pd.DataFrame, title: str, names: Sequence[str], costs: pd.Data
         numbers = [text for name in names for text in _cells(row[name], row[f"{name}_std"])]
         shown.add_row(f"{row['client']:.0f}", f"{row['samples']:.0f}", *numbers)
     Console().print(shown)
-    for (name, split, unit), own in costs.groupby(["value", "split", "unit"], sort=False):
+    for (name, split, unit), own in costs.groupby(["name", "split", "unit"], sort=False):
         cost = f"{own['count'].sum()} {unit}, {own['seconds'].sum():.1f} s"
         print(f"{name}: {split} data, {cost}")
-    if len(names) == 2:
-        print(f"rank correlation of the two: {rank_correlation(table, names):.2f}")
 
 
 def _cells(value: float, std: float) -> tuple[str, str]:

@@ -28,8 +28,8 @@ class Worlds(ABC):
         clients: Number of clients.
         samples: Training samples by client.
         absent: Clients that the run itself is without. All worlds are without them too.
-        made: Number of worlds that were trained, or of aggregations that were done again.
-        seconds: The time that this took.
+        made: Number of forks, or of aggregations that were done again.
+        seconds: The time that they took.
         unit: What is made.
         split: The data of the scores.
     """
@@ -99,7 +99,7 @@ class Retrained(Worlds):
         folder: The folder of the forks. A finished fork is read, and an interrupted one goes on.
     """
 
-    unit, split = "runs trained", "test"
+    unit, split = "forks", "test"
 
     def __init__(self, run: Path, metric: str, at: int, folder: Path) -> None:
         super().__init__(run, metric, at)
@@ -116,11 +116,10 @@ class Retrained(Worlds):
             return self._at_the_fork(begins) if begins else self._untrained
         folder = self.folder / f"without-{'-'.join(map(str, sorted(absent)))}"
         if not self._is_done(folder):
-            started = time.perf_counter()
             trainer, model, data = self._built(absent | self.absent, folder)
             trainer.fit(model, data, ckpt_path="last")
-            self.made += 1
-            self.seconds += time.perf_counter() - started
+        self.made += 1
+        self.seconds += self._own_seconds(folder)
         return self._last(folder)
 
     def _is_done(self, folder: Path) -> bool:
@@ -131,6 +130,15 @@ class Retrained(Worlds):
 
     def _last(self, folder: Path) -> float:
         return float(curve(read_metrics(folder), self.metric, "test").iloc[-1])
+
+    def _own_seconds(self, folder: Path) -> float:
+        """Return what a fork's own rounds took, also those before a kill."""
+        times = read_metrics(folder).groupby("round")["wall_s"].max()
+        return (
+            float(times.max() - times[times.index <= self.at].max())
+            if self.at
+            else float(times.max())
+        )
 
     def _at_the_fork(self, round: int) -> float:
         scores = curve(read_metrics(self.run), self.metric, "test")

@@ -130,7 +130,7 @@ def test_both_are_compared_in_one_table(capsys: Any) -> None:
     cli("contribution", "run", "--output", "out", "--by", "both")
     out = capsys.readouterr().out
     assert "estimate: val data, 10 aggregations" in out and "rank correlation of the two" in out
-    assert "contribution: test data, 4 runs trained" in out
+    assert "contribution: test data, 4 forks" in out
     with Path("out/contribution.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     rebuilt = Rebuilt(Path("run"), "accuracy", 0)
@@ -145,10 +145,16 @@ def test_both_are_compared_in_one_table(capsys: Any) -> None:
     assert sum(values) == pytest.approx(whole - nobody), "the values share out the whole"
 
 
-def test_the_rank_correlation_is_that_of_ranks() -> None:
-    table = pd.DataFrame({"a": [1.0, 2.0, 30.0], "b": [0.1, 0.2, 0.3], "c": [3.0, 2.0, 1.0]})
-    assert rank_correlation(table, ["a", "b"]) == pytest.approx(1)
-    assert rank_correlation(table, ["a", "c"]) == pytest.approx(-1)
+def test_the_rank_correlation_is_that_of_ranks_within_a_run() -> None:
+    columns = {"a": [1.0, 2.0, 30.0], "b": [0.1, 0.2, 0.3], "c": [3.0, 2.0, 1.0]}
+    values = pd.DataFrame(
+        {"run": run, "client": client, "name": name, "value": value + 100 * run * (name == "b")}
+        for run in range(2)
+        for name, own in columns.items()
+        for client, value in enumerate(own)
+    )
+    assert rank_correlation(values, ["a", "b"]).tolist() == pytest.approx([1, 1])
+    assert rank_correlation(values, ["a", "c"]).tolist() == pytest.approx([-1, -1])
 
 
 def test_an_estimate_needs_what_a_run_keeps(capsys: Any) -> None:
