@@ -17,7 +17,7 @@ draws as they were. Five ways are compared with it:
 
 import argparse
 import logging
-import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,6 +127,9 @@ def built(
     study: Study, seed: int, name: str, *args: str
 ) -> tuple[FederatedTrainer, LightningModule, LightningDataModule]:
     """Return the trainer, model and data of a run of the config."""
+    for logger in ("flsuite", "lightning.fabric.utilities.seed"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
     cli = LightningCLI(
         model_class=LightningModule,
         datamodule_class=LightningDataModule,
@@ -143,8 +146,6 @@ def built(
             *("--trainer.enable_progress_bar", "false", *args),
         ],
     )
-    for name in ("flsuite", "lightning.fabric.utilities.seed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     assert isinstance(cli.trainer, FederatedTrainer)
     return cli.trainer, cli.model, cli.datamodule
 
@@ -252,7 +253,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=Study._field_defaults["rounds"])
     parser.add_argument("--rate", type=float, default=Study._field_defaults["rate"])
     request = parser.parse_args(argv)
-    sys.argv = sys.argv[:1]  # LightningCLI warns of arguments that it does not read
     study = Study(request.config, make_folder(request.output), request.rounds, request.rate)
     table = unlearning_table(study, request.seeds, request.clients)
     table.to_csv(study.output / "unlearning.csv", index=False)
