@@ -1,70 +1,59 @@
-"""``flsuite contribution``: what each client adds to the score of a federation, by runs without it.
-
-Leave-one-out, and truncated Monte-Carlo Shapley values: Ghorbani and Zou 2019, Data Shapley,
-arXiv:1904.02868, algorithm 1, with clients in the place of samples.
-"""
+"""``flsuite contribution``: what each client adds to the score of a federation."""
 
 import hashlib
 import json
-import logging
-import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from flsuite.analysis.runs import curve, read_metrics
+from flsuite.analysis.contribution import (
+    contribution_figure,
+    contribution_table,
+    rank_correlation,
+)
 from flsuite.commands.arguments import CommandParser
-from flsuite.commands.fit import build
-from flsuite.commands.replay import first_round, last_round
 from flsuite.commands.run_folder import require_run
+from flsuite.commands.shares import leave_one_out, shapley
+from flsuite.commands.worlds import Rebuilt, Retrained, Worlds
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
-from flsuite.random import numpy_generator
 from flsuite.runs.fork import parent_settings
 
 _METHODS = ("leave-one-out", "shapley")
+_NAMES = {"training": ["contribution"], "updates": ["estimate"]}
+_NAMES["both"] = [*_NAMES["training"], *_NAMES["updates"]]
 
 
 def contribution(args: list[str]) -> None:
-    """Run the federations without clients, and write and print each client's contribution."""
+    """Score the federation without clients, and write and print each client's contribution."""
     request = _parse(args)
-    folder = make_folder(Path(request.output))
-    rows: dict[int, list[float]] = defaultdict(list)
-    samples: dict[int, list[int]] = defaultdict(list)
-    for name in request.runs:
-        run = require_run("contribution", Path(name))
-        worlds = Worlds(run, folder / place_of(run, request.at), request.metric, request.at)
-        chosen = [c for c in _chosen(request.clients, worlds.clients) if c not in worlds.absent]
-        if request.method == "shapley":
-            parts = shapley(worlds, chosen, request.permutations, request.tolerance)
-        else:
-            parts = leave_one_out(worlds, chosen)
-        for client, value in parts:
-            rows[client].append(value)
-        for client in chosen:
-            samples[client].append(worlds.samples[client])
+    folder, names = make_folder(Path(request.output)), _NAMES[request.by]
+    rows: list[dict[str, Any]] = []
+    costs: list[dict[str, Any]] = []
+    for run in request.runs:
+        for name in reversed(names):  # the estimate comes first: it is cheap
+            worlds = _worlds(name, require_run("contribution", Path(run)), folder, request)
+            for client, value in _shares(worlds, _chosen(request.clients, worlds), request):
+                own = {"client": client, "samples": worlds.samples[client]}
+                rows.append({"run": run, **own, "name": name, "value": value})
+            cost = {"seconds": worlds.seconds, "count": worlds.made, "unit": worlds.unit}
+            costs.append({"run": run, "name": name, "split": worlds.split, **cost})
 
-    table = pd.DataFrame(
-        {
-            "client": client,
-            "samples": sum(samples[client]) / len(samples[client]),
-            "contribution": float(pd.Series(values).mean()),
-            "std": float(pd.Series(values).std()) if len(values) > 1 else float("nan"),
-            "values": len(values),
-        }
-        for client, values in sorted(rows.items())
-    )
-    table.to_csv(folder / "contribution.csv", index=False)
-    what = f"contribution to test {request.metric}, {request.method}"
-    contribution_figure(table, what).savefig(folder / "contribution.png")
-    _print(table, what)
+    values, cost = pd.DataFrame(rows), pd.DataFrame(costs)
+    table, what = contribution_table(values, names), f"{request.metric}, {request.method}"
+    for content, name in (values, "values"), (table, "contribution"), (cost, "cost"):
+        content.to_csv(folder / f"{name}.csv", index=False)
+    picture = contribution_figure(table, values, f"contribution to {what}", names)
+    picture.savefig(folder / "contribution.png", dpi=100)
+    _print(table, f"contribution to {what}", names, cost)
+    if len(names) == 2:
+        found = rank_correlation(values, names)
+        each = ", ".join(f"{value:.2f}" for value in found) if len(found) > 1 else ""
+        print(f"rank correlation of the two: {found.mean():.2f}{each and f' (runs: {each})'}")
     print(f"{folder / 'contribution.csv'}\n{folder / 'contribution.png'}")
 
 
@@ -74,168 +63,33 @@ def place_of(run: Path, at: int) -> str:
     return f"{run.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-@dataclass
-class Worlds:
-    """The scores of a run and of its forks without some clients, each trained once.
-
-    Attributes:
-        run: The run with all clients.
-        folder: The folder of the forks. A finished fork is read, and an interrupted one goes on.
-        metric: The score on test data, in the last round.
-        at: The round that the forks begin after.
-        trained: Number of forks that were trained.
-        absent: Clients that the run itself is without. Its forks are without them too.
-    """
-
-    run: Path
-    folder: Path
-    metric: str
-    at: int
-    trained: int = 0
-    clients: int = field(init=False)
-    samples: dict[int, int] = field(init=False)
-    absent: frozenset[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.at >= (last := last_round(self.run)):
-            raise FlsuiteError(
-                f"contribution: {self.run} has {last} rounds, and forks need one of their own; "
-                f"give --at below {last}"
-            )
-        self.absent = frozenset(parent_settings(self.run).get("without") or ())
-        self._scores: dict[frozenset[int], float] = {}
-        trainer, model, data = self._built(sorted(self.absent), self.run)
-        federation = trainer.prepare(model, data).federation
-        self.clients = federation.data.clients
-        self.samples = {c: federation.data.samples(c) for c in range(self.clients)}
-        scores = trainer.run.evaluator.scores(federation, "test", range(0))["global"]
-        if self.metric not in scores:
-            raise FlsuiteError(
-                f"contribution: {self.run} has no score {self.metric}; there are "
-                f"{', '.join(sorted(scores))}"
-            )
-        self._untrained = float(scores[self.metric])
-
-    def score(self, absent: frozenset[int]) -> float:
-        """Return the score of the run without these clients."""
-        if absent not in self._scores:
-            self._scores[absent] = self._score(absent)
-        return self._scores[absent]
-
-    def _score(self, absent: frozenset[int]) -> float:
-        if not absent:
-            return self._last(self.run)
-        if len(absent | self.absent) == self.clients:  # nobody trains after the fork
-            begins = max(self.at, first_round(self.run))
-            return self._at_the_fork(begins) if begins else self._untrained
-        folder = self.folder / f"without-{'-'.join(map(str, sorted(absent)))}"
-        if not self._is_done(folder):
-            trainer, model, data = self._built(sorted(absent | self.absent), folder)
-            trainer.fit(model, data, ckpt_path="last")
-            self.trained += 1
-        return self._last(folder)
-
-    def _built(self, absent: list[int], folder: Path) -> Any:
-        begin = [
-            *("--trainer.fork.run", str(self.run)),
-            *("--trainer.fork.round", str(self.at)),
-        ]
-        built = build(
-            [
-                *("--config", str(self.run / "config.yaml"), "--run_dir", str(folder)),
-                *(["--trainer.without", str(absent), *(begin if self.at else [])]),
-                *("--trainer.logger", "false", "--trainer.enable_progress_bar", "false"),
-            ]
-        )
-        logging.getLogger("flsuite").setLevel(logging.WARNING)
-        return built
-
-    def _is_done(self, folder: Path) -> bool:
-        if not (folder / "checkpoints" / "model.ckpt").is_file():
-            return False
-        last, whole = (int(read_metrics(run)["round"].max()) for run in (folder, self.run))
-        return last == whole
-
-    def _last(self, folder: Path) -> float:
-        return float(curve(read_metrics(folder), self.metric, "test").iloc[-1])
-
-    def _at_the_fork(self, round: int) -> float:
-        scores = curve(read_metrics(self.run), self.metric, "test")
-        if round not in scores.index:
-            raise FlsuiteError(
-                f"contribution: {self.run} was not scored in round {round}; choose another --at"
-            )
-        return float(scores[round])
+def _worlds(name: str, run: Path, folder: Path, request: Any) -> Worlds:
+    if name == "estimate":
+        return Rebuilt(run, request.metric, request.at)
+    return Retrained(run, request.metric, request.at, folder / place_of(run, request.at))
 
 
-def leave_one_out(worlds: Worlds, clients: Sequence[int]) -> Iterator[tuple[int, float]]:
-    """Yield each client, and the score of the run minus that of the run without it."""
-    whole = worlds.score(frozenset())
-    for place, client in enumerate(clients, start=1):
-        value = whole - worlds.score(frozenset({client}))
-        print(f"{place}/{len(clients)}  without client {client}: {-value:+.4f}", file=sys.stderr)
-        yield client, value
+def _shares(worlds: Worlds, chosen: Sequence[int], request: Any) -> Iterator[tuple[int, float]]:
+    if request.method == "shapley":
+        return shapley(worlds, chosen, request.permutations, request.tolerance)
+    return leave_one_out(worlds, chosen)
 
 
-def shapley(
-    worlds: Worlds, clients: Sequence[int], permutations: int, tolerance: float
-) -> Iterator[tuple[int, float]]:
-    """Yield the marginal contributions of clients that join in random orders.
-
-    All other clients are always there. Orders share the runs of equal sets.
-
-    Args:
-        worlds: The runs.
-        clients: Who joins.
-        permutations: Number of orders.
-        tolerance: Distance to the score of the whole run, from which on those who join later are
-            taken to add nothing.
-    """
-    seed = int(parent_settings(worlds.run)["seed"])
-    whole, nobody = worlds.score(frozenset()), frozenset(clients)
-    for number in range(permutations):
-        order = numpy_generator(seed, "contribution", number).permutation(list(clients)).tolist()
-        absent, before = nobody, worlds.score(nobody)
-        for client in order:
-            absent = absent - {client}
-            is_near = abs(whole - before) <= tolerance
-            after = before if is_near else worlds.score(absent)
-            yield client, after - before
-            before = after
-        print(
-            f"{number + 1}/{permutations}  orders, {worlds.trained} runs trained", file=sys.stderr
-        )
-
-
-def contribution_figure(table: pd.DataFrame, title: str) -> Figure:
-    """Draw the contributions as bars, with their spread over runs or orders.
-
-    Args:
-        table: ``contribution.csv``.
-        title: What is drawn.
-    """
-    figure = Figure(figsize=(max(4.0, 0.4 * len(table) + 2), 3.2), layout="constrained")
-    axes = figure.add_subplot()
-    spread = table["std"] if table["std"].notna().all() else None
-    axes.bar(table["client"].astype(str), table["contribution"], yerr=spread, color="tab:blue")
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(xlabel="client", ylabel="contribution")
-    axes.set_title(title, fontsize=10)
-    return figure
-
-
-def _chosen(text: str, clients: int) -> list[int]:
+def _chosen(text: str, worlds: Worlds) -> list[int]:
+    """Return the requested clients that are part of the run."""
     if text == "all":
-        return list(range(clients))
+        return [client for client in range(worlds.clients) if client not in worlds.absent]
     try:
         chosen = sorted({int(part) for part in text.split(",")})
     except ValueError:
         raise FlsuiteError(
             f"contribution: --clients must be all, or numbers such as 0,3,7, got {text}"
         ) from None
-    if not 0 <= chosen[0] <= chosen[-1] < clients:
-        raise FlsuiteError(f"contribution: --clients must be from 0 to {clients - 1}, got {text}")
-    return chosen
+    if not 0 <= chosen[0] <= chosen[-1] < worlds.clients:
+        raise FlsuiteError(
+            f"contribution: --clients must be from 0 to {worlds.clients - 1}, got {text}"
+        )
+    return [client for client in chosen if client not in worlds.absent]
 
 
 def _parse(args: list[str]) -> Any:
@@ -243,6 +97,7 @@ def _parse(args: list[str]) -> Any:
     parser.add_argument("runs", nargs="+")
     parser.add_argument("--clients", default="all")
     parser.add_argument("--at", type=int, default=0)
+    parser.add_argument("--by", choices=tuple(_NAMES), default="training")
     parser.add_argument("--method", choices=_METHODS, default=_METHODS[0])
     parser.add_argument("--permutations", type=int, default=10)
     parser.add_argument("--tolerance", type=float, default=0.0)
@@ -256,12 +111,18 @@ def _parse(args: list[str]) -> Any:
     return request
 
 
-def _print(table: pd.DataFrame, title: str) -> None:
+def _print(table: pd.DataFrame, title: str, names: Sequence[str], costs: pd.DataFrame) -> None:
     shown = Table(title=title, title_justify="left")
-    for column in ("client", "samples", "contribution", "spread", "values"):
+    for column in ("client", "samples", *(c for name in names for c in (name, "spread"))):
         shown.add_column(column, justify="right")
-    for row in table.sort_values("contribution", ascending=False).itertuples():
-        spread = "" if pd.isna(row.std) else f"{row.std:.4f}"
-        numbers = f"{row.samples:.0f}", f"{row.contribution:+.4f}", spread, f"{row.values}"
-        shown.add_row(str(row.client), *numbers)
+    for _, row in table.sort_values(names[0], ascending=False).iterrows():
+        numbers = [text for name in names for text in _cells(row[name], row[f"{name}_std"])]
+        shown.add_row(f"{row['client']:.0f}", f"{row['samples']:.0f}", *numbers)
     Console().print(shown)
+    for (name, split, unit), own in costs.groupby(["name", "split", "unit"], sort=False):
+        cost = f"{own['count'].sum()} {unit}, {own['seconds'].sum():.1f} s"
+        print(f"{name}: {split} data, {cost}")
+
+
+def _cells(value: float, std: float) -> tuple[str, str]:
+    return f"{value:+.4f}", "" if pd.isna(std) else f"{std:.4f}"

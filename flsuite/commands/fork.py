@@ -25,41 +25,60 @@ def fork(args: list[str]) -> None:
     if own.at < 0:
         raise FlsuiteError(f"fork: --at must be a round, 0 or above, got {own.at}")
 
+    from flsuite.commands.fit import build
     from flsuite.commands.replay import engine_of
 
-    with RunFolder(parent).locked():  # a running parent would remove the replay's files
-        _require_round(parent, own.at)
     gone = sorted({*own.without, *(parent_settings(parent).get("without") or ())})
     without = ["--trainer.without", str(gone)] if gone else []
-    engine = engine_of(parent)
     moment = ["--trainer.fork.run", str(parent), "--trainer.fork.round", str(own.at)]
-    _fit(["--config", str(parent / "config.yaml"), *moment, *engine, *without, *rest])
+    config = ["--config", str(parent / "config.yaml"), *moment]
+    request = [*config, *engine_of(parent), *without, *rest]
+    with RunFolder(parent).locked():  # a running parent would remove the replay's files
+        if _must_replay(parent, own.at):
+            build(request)  # a wrong key is refused before the replay
+            _keep(parent, own.at)
+    _fit(request)
 
 
-def _require_round(parent: Path, at: int) -> None:
-    """Make a checkpoint of a round by a replay, if the parent has kept none."""
-    from flsuite.commands.replay import adopt, arguments, first_round, last_round
+def _must_replay(parent: Path, at: int) -> bool:
+    """Return whether the parent has no checkpoint of a round.
+
+    Raises:
+        FlsuiteError: If no replay can make one.
+    """
+    from flsuite.commands.record import first_round, last_round
     from flsuite.runs.fork import kept_rounds
 
-    kept, first = kept_rounds(parent), first_round(parent)
-    if at in kept or at == 0:
-        return
-    if at < first or (at == first and first):
+    first = first_round(parent)
+    if at in kept_rounds(parent) or at == 0:
+        return False
+    if at <= first:
         raise FlsuiteError(
             f"fork: {parent} is a fork that begins at round {first}; fork its parent, which is "
             "named in its settings.yaml"
         )
     if at > (last := last_round(parent)):
         raise FlsuiteError(f"fork: {parent} has {last} rounds; give --at up to {last}")
+    return True
+
+
+def _keep(parent: Path, at: int) -> None:
+    """Make a checkpoint of a round by a replay."""
+    from flsuite.commands.record import first_round
+    from flsuite.commands.replay import adopt, replay
+    from flsuite.runs.fork import kept_rounds
+
+    kept, first = kept_rounds(parent), first_round(parent)
     start = max((round for round in kept if first <= round < at), default=first)
     print(f"round {at} was not kept: replaying it from round {start}", file=sys.stderr)
-    replay = parent / ".replay"
-    shutil.rmtree(replay, ignore_errors=True)
+    again = parent / ".replay"
+    shutil.rmtree(again, ignore_errors=True)
     try:
-        _fit(arguments(parent, start if start in kept else None, at, replay))
-        adopt(replay, parent)
+        if status := replay(parent, start if start in kept else None, at, again):
+            sys.exit(status)
+        adopt(again, parent)
     finally:
-        shutil.rmtree(replay, ignore_errors=True)
+        shutil.rmtree(again, ignore_errors=True)
 
 
 def _fit(args: list[str]) -> None:

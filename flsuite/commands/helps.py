@@ -198,18 +198,22 @@ replayed from the nearest kept one before it, and then kept.
 """
 
 _CONTRIBUTION_HELP = """usage: flsuite contribution RUN [RUN ...] [--clients all|LIST] [--at ROUND]
-                            [--method leave-one-out|shapley] [--permutations N]
-                            [--tolerance X] [--metric NAME] [--output FOLDER]
+                            [--by training|updates|both] [--method leave-one-out|shapley]
+                            [--permutations N] [--tolerance X] [--metric NAME] [--output FOLDER]
 
-Measure what each client adds to the test score of the last round, by forks of RUN without it. All
-others train when and as they would with it. Writes contribution.csv and contribution.png, and each
-fork's folder; the same command continues after a kill. Several RUNs, such as seeds of one
-experiment, give a mean and a spread.
+Measure what each client adds to the score of a run. By training: the test score of the last round,
+from forks of RUN without the client; all others train when and as they would with it. By updates:
+an estimate without training, the validation score of each kept round that is aggregated again
+without the client, summed over the rounds; RUN needs trainer.keep_updates true and
+trainer.keep_rounds 1. Writes contribution.csv, cost.csv, contribution.png, and each fork's folder;
+the same command continues after a kill. Several RUNs, such as seeds of one experiment, give a mean
+and a spread.
 
   --clients LIST     clients, such as 0,3,7; default: all
-  --at ROUND         the round that the forks begin after; default 0, the start
+  --at ROUND         the round after which the clients are gone; default 0, the start
+  --by WHAT          training (default), updates, or both with their rank correlation
   --method METHOD    leave-one-out (default), or shapley: clients join in random orders
-  --permutations N   orders of shapley per RUN; default 10. Equal sets are trained once
+  --permutations N   orders of shapley per RUN; default 10. Equal sets are scored once
   --tolerance X      shapley: who joins within X of RUN's score adds nothing; default 0
   --metric NAME      the score; default accuracy
   --output FOLDER    where to write; default: contribution
@@ -219,7 +223,8 @@ _VERIFY_HELP = """usage: flsuite verify RUN [--at ROUND] [--rounds N]
 
 Do some rounds of a run again, and compare weights, table and timeline with its record, bit for
 bit. RUN is the folder of a run, or a file of flsuite pack. The exit status is 0 if all are equal,
-else 1. What differs is printed, and which versions or kind of CPU are not those of the record.
+else 1. What differs is printed, and which versions, threads or kind of CPU are not those of the
+record. There, weights may differ by 0.001 of their norm and scores by 0.01, and the status is 0.
 
   --at ROUND  the kept round to begin at; default: one at random
   --rounds N  the number of rounds; default 3
@@ -228,7 +233,7 @@ else 1. What differs is printed, and which versions or kind of CPU are not those
 _PACK_HELP = """usage: flsuite pack RUN [--output FILE]
 
 Write what is needed to verify a run into one file: config, settings, tables, versions, kept
-checkpoints, and digests of all of them and of the data.
+checkpoints, and digests of all of them and of the data. A run that was interrupted is named.
 
   --output FILE  default: RUN.zip in the working folder
 """

@@ -1,5 +1,6 @@
 """``flsuite pack``: a run in one file, for others to verify."""
 
+import sys
 from pathlib import Path
 
 from flsuite.commands.arguments import CommandParser
@@ -15,7 +16,11 @@ def pack(args: list[str]) -> None:
     run = require_run("pack", Path(request.run))
     file = Path(request.output or f"{run.resolve().name}.zip")
 
+    from flsuite.commands.record import is_finished, last_round
     from flsuite.runs import packing
 
     size = packing.pack(run, file)
+    if not is_finished(run):
+        how = f"flsuite resume {run} goes on, and flsuite pack {run} packs it again"
+        print(f"{run} was interrupted after round {last_round(run)}: {how}", file=sys.stderr)
     print(f"{file}: {size / 1e6:.1f} MB; verify it with flsuite verify {file}")

@@ -1,13 +1,21 @@
 """``flsuite verify``: some rounds of a run done again, and compared with its record."""
 
 import random
+import re
 import sys
 import tempfile
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flsuite.commands.arguments import CommandParser
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FederationError, FlsuiteError
+
+if TYPE_CHECKING:
+    from flsuite.commands.comparison import Comparison, Fault
+
+_MOST = 5  # differences of a file that are shown
 
 
 def verify(args: list[str]) -> None:
@@ -33,37 +41,19 @@ def verify(args: list[str]) -> None:
 
 
 def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
-    from flsuite.commands.main import run_command
-    from flsuite.commands.replay import (
-        arguments,
-        compare,
-        environment_differs,
-        first_round,
-        is_asynchronous,
-        is_virtual,
-        last_round,
-    )
+    from flsuite.commands.comparison import compare
+    from flsuite.commands.record import environment_differs, last_round
+    from flsuite.commands.replay import replay
     from flsuite.runs.fork import kept_rounds
 
-    if not is_virtual(run) and is_asynchronous(run):
-        raise FlsuiteError(
-            f"verify: measured times have decided the order of {run}, and no replay has them "
-            "again; set schedule.speeds to Stragglers in runs that others check"
-        )
-    for name in ("metrics.csv", "timeline.csv"):
-        if not (run / name).is_file():
-            raise FederationError(f"{run} does not verify: {name} is missing")
-    last, first, kept = last_round(run), first_round(run), kept_rounds(run)
-    starts = sorted(round for round in {first, *kept} if first <= round < last)
-    if not starts:
-        raise FlsuiteError(f"verify: {run} has no round of its own to do again")
+    _require_replayable(run)
+    last, starts = last_round(run), _starts(run)
     if at is not None and at not in starts:
         raise FlsuiteError(f"verify: --at must be one of {starts}, the kept rounds, got {at}")
     start = random.choice(starts) if at is None else at
     stop = min(start + rounds, last)
     print(f"replaying rounds {start + 1} to {stop} of {last}", file=sys.stderr)
-    begin = start if start in kept else None
-    if run_command("fit", arguments(run, begin, stop, again)):
+    if replay(run, start if start in kept_rounds(run) else None, stop, again):
         raise FederationError(f"{run} does not verify: it cannot be done again, as said above")
 
     found, other = compare(run, again, start, stop), environment_differs(run)
@@ -73,15 +63,63 @@ def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
     if not found.faults:
         print(f"verified: {what} are equal, bit for bit")
         return
-    for fault in found.faults:
-        print(fault)
-    raise FederationError(f"{run} does not verify: {_judged(found.largest, bool(other))}")
+    _print(found.faults)
+    verdict = _judged(found, bool(other))
+    if not other or any(fault.excess > 1 for fault in found.faults):
+        raise FederationError(f"{run} does not verify: {verdict}")
+    print(f"verified within the tolerance: {what}; {verdict}")
 
 
-def _judged(largest: float, is_other: bool) -> str:
+def _require_replayable(run: Path) -> None:
+    """Refuse a run that no replay can repeat.
+
+    Raises:
+        FlsuiteError: If measured times have decided its order.
+        FederationError: If a table is missing.
+    """
+    from flsuite.commands.record import is_asynchronous, is_virtual
+
+    if not is_virtual(run) and is_asynchronous(run):
+        raise FlsuiteError(
+            f"verify: measured times have decided the order of {run}, and no replay has them "
+            "again; set schedule.speeds to Stragglers in runs that others check"
+        )
+    for name in ("metrics.csv", "timeline.csv"):
+        if not (run / name).is_file():
+            raise FederationError(f"{run} does not verify: {name} is missing")
+
+
+def _starts(run: Path) -> list[int]:
+    """Return the rounds that a replay can begin after.
+
+    Raises:
+        FlsuiteError: If there is none.
+    """
+    from flsuite.commands.record import first_round, last_round
+    from flsuite.runs.fork import kept_rounds
+
+    first, last = first_round(run), last_round(run)
+    starts = sorted(round for round in {first, *kept_rounds(run)} if first <= round < last)
+    if not starts:
+        raise FlsuiteError(f"verify: {run} has no round of its own to do again")
+    return starts
+
+
+def _print(faults: "list[Fault]") -> None:
+    """Print the first differences of each file."""
+    for _, group in groupby(faults, key=lambda fault: re.split("[,:]", fault.line)[0]):
+        lines = [fault.line for fault in group]
+        print("\n".join(lines[:_MOST]))
+        if len(lines) > _MOST:
+            print(f"... and {len(lines) - _MOST} more")
+
+
+def _judged(found: "Comparison", is_other: bool) -> str:
+    from flsuite.commands.comparison import NUMBERS, WEIGHTS
+
     if not is_other:
-        return "versions and CPU are those of the record, and the lines above differ"
+        return "versions, threads and CPU are those of the record, and the lines above differ"
     return (
-        f"weights differ by up to {largest:.2g} of their norm; versions or CPU differ too, and "
-        "rounding alone may explain differences up to 0.001"
+        f"weights differ by up to {found.largest:.2g} of their norm; where versions, threads or "
+        f"CPU are others, {WEIGHTS:g} is allowed, {NUMBERS:g} for a score, and nothing else differs"
     )

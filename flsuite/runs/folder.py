@@ -265,11 +265,12 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def versions() -> str:
-    """Return the versions of Python and of packages, and the kind of CPU, one per line."""
+    """Return the versions of Python and packages, the kind of CPU, and torch's threads, by line."""
     lines = [
         f"python {platform.python_version()}",
         f"platform {platform.platform()}",
         f"cpu {torch.backends.cpu.get_cpu_capability()}",
+        f"threads {torch.get_num_threads()}",
     ]
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -95,6 +95,17 @@ def checkpoints_of(run: Path) -> list[Path]:
     ]
 
 
+def kept_on_disk(run: Path) -> tuple[int, int]:
+    """Return the number of rounds that a run keeps for forks, and their bytes on disk.
+
+    Checkpoints and clients' memories that several rounds share are counted once.
+    """
+    checkpoints = [path for path in checkpoints_of(run) if path.stem.startswith("round-")]
+    files = [*checkpoints, *run.glob("clients/*.pt"), *run.glob("in_flight/*.pt")]
+    sizes = {(stat.st_dev, stat.st_ino): stat.st_size for stat in (path.stat() for path in files)}
+    return len(checkpoints), sum(sizes.values())
+
+
 def round_of(path: Path) -> int:
     """Return the round of a checkpoint."""
     if path.stem.startswith("round-"):

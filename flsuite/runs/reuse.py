@@ -64,6 +64,11 @@ class UpdateStore:
         named = plain(content, f"the update of client {update.client}")
         replace_file(lambda temporary: save_tensors(named, temporary), path)
 
+    def clients(self, round: int) -> list[int]:
+        """Return the clients whose results of a round are stored, in order."""
+        paths = self._path(round, 0).parent.glob("client-*.pt")
+        return sorted(int(path.stem.removeprefix("client-")) for path in paths)
+
     def read(self, round: int, client: int) -> TrainedFit | None:
         """Return the result of a client's training, or ``None`` if it was not stored.
 

@@ -193,6 +193,8 @@ class Run:
 
         named = table.close_round(federation.clock, self.summary.wall_seconds)
         self.summary.record(federation.log, named)
+        if self.finished:
+            self.summary.ends.append(self.round)
         self.callbacks.notify("on_round_recorded", self, self.round, named)
 
     def save(self) -> None:

@@ -12,6 +12,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from flsuite.metrics import lower_is_better, main_scores, score_of
+from flsuite.runs.fork import kept_on_disk
 from flsuite.server.arrivals import RoundLog
 
 log = logging.getLogger("flsuite")
@@ -45,6 +46,7 @@ class RunSummary:
         bytes_down: Bytes received by clients.
         privacy: Epsilons of the last round and their deltas, if there is a guarantee. They apply to
             the whole run, whichever round is picked.
+        ends: Rounds that the run has ended with. A run that was extended has several.
     """
 
     def __init__(self, monitor: str) -> None:
@@ -54,6 +56,7 @@ class RunSummary:
         self.bytes_up = 0
         self.bytes_down = 0
         self.privacy: dict[str, float] = {}
+        self.ends: list[int] = []
         self._best_value: float | None = None
         self._best_task: int | None = None
         self._began = time.monotonic()
@@ -137,6 +140,9 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
     traffic = f"{decimal(summary.bytes_up)} / {decimal(summary.bytes_down)}"
     table.add_row("bytes sent, up / down", traffic)
     table.add_row("seconds", f"{summary.wall_seconds:.1f}")
+
+    if folder is not None and (kept := kept_on_disk(folder))[0]:
+        table.add_row("kept rounds, bytes on disk", f"{kept[0]} / {decimal(kept[1])}")
 
     console = Console()
     console.print(table)

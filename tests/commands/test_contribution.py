@@ -1,16 +1,23 @@
 """``flsuite contribution``: games with known values, and a federation."""
 
 import csv
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
-from flsuite.commands import contribution as command
-from flsuite.commands.contribution import Worlds, leave_one_out, place_of, shapley
-from tests.commands.command import QUICKSTART, cli, refused
+from flsuite.analysis.contribution import rank_correlation
+from flsuite.commands import shares
+from flsuite.commands.contribution import place_of
+from flsuite.commands.shares import leave_one_out, shapley
+from flsuite.commands.worlds import Rebuilt, Retrained
+from flsuite.runs.checkpoint import load_checkpoint
+from tests.commands.command import QUICKSTART, cli, files, refused
+from tests.conftest import equal_states
 
 SHORT = [
     *("--trainer.rounds", "2", "--trainer.max_epochs", "1", "--data.clients", "4"),
@@ -27,14 +34,14 @@ def game(score: Callable[[frozenset[int]], float], players: int) -> Any:
         asked.append(absent)
         return score(everyone - absent)
 
-    return SimpleNamespace(score=of_absent, run=Path(), trained=0, asked=asked)
+    return SimpleNamespace(score=of_absent, run=Path(), made=0, unit="runs", asked=asked)
 
 
 @pytest.fixture(autouse=True)
 def _seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = command.parent_settings
+    before = shares.parent_settings
     monkeypatch.setattr(
-        command, "parent_settings", lambda run: before(run) if run.name else {"seed": 3}
+        shares, "parent_settings", lambda run: before(run) if run.name else {"seed": 3}
     )
 
 
@@ -72,7 +79,7 @@ def test_a_federation_without_each_client(capsys: Any) -> None:
     alone = ["--run_dir", "alone", "--trainer.without", "[2]"]
     cli("fit", "--config", "run/config.yaml", *alone)
     whole, without = (
-        Worlds(Path("run"), Path(), "accuracy", 0)._last(Path(n)) for n in ("run", "alone")
+        Retrained(Path("run"), "accuracy", 0, Path())._last(Path(n)) for n in ("run", "alone")
     )
     assert rows[2] == pytest.approx(whole - without, abs=1e-12)
 
@@ -82,13 +89,93 @@ def test_a_federation_without_each_client(capsys: Any) -> None:
     assert before.items() <= after.items() and len(after) == len(before) + 1, "one more pair"
 
 
+KEEPS = ["--trainer.keep_updates", "true", "--trainer.keep_rounds", "1"]
+
+
+def scores(run: str, split: str, metric: str = "accuracy") -> list[float]:
+    with (Path(run) / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    key = ("global", split, metric)
+    return [float(r["value"]) for r in rows if (r["scope"], r["split"], r["metric"]) == key]
+
+
+@pytest.mark.parametrize("aggregator", ["FedAvg", "FedAdam", "CoordinateMedian"])
+def test_a_round_with_all_clients_is_rebuilt_as_it_was(aggregator: str) -> None:
+    half = ["--trainer.schedule.participation", "0.5", "--trainer.aggregator", aggregator]
+    cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, *KEEPS, *half)
+    before = files(Path("run"))
+    rebuilt = Rebuilt(Path("run"), "loss", 0)
+    assert rebuilt.score(frozenset()) == pytest.approx(sum(scores("run", "val", "loss")), abs=1e-6)
+    for kept in rebuilt.rounds:
+        assert len(kept.clients) == 2
+        saved = load_checkpoint(Path(f"run/checkpoints/round-{kept.number:06d}.ckpt"))
+        assert equal_states(kept.without(()), saved["federation"]["state"])
+        assert equal_states(kept.without(kept.clients), kept.before["state"])
+    assert files(Path("run")) == before
+
+
+def test_after_one_round_the_estimate_is_exact() -> None:
+    """Nobody has trained on a model that the absent client had a part in."""
+    one = [*SHORT, "--trainer.rounds", "1", *KEEPS]
+    cli("fit", "--config", QUICKSTART, "--run_dir", "run", *one)
+    cli("fit", "--config", QUICKSTART, "--run_dir", "alone", *one, "--trainer.without", "[2]")
+    (kept,) = Rebuilt(Path("run"), "accuracy", 0).rounds
+    saved = load_checkpoint(Path("alone/checkpoints/round-000001.ckpt"))
+    assert equal_states(kept.without({2}), saved["federation"]["state"])
+    assert kept.score({2}, "accuracy") == pytest.approx(*scores("alone", "val"), abs=1e-8)
+
+
+def test_both_are_compared_in_one_table(capsys: Any) -> None:
+    cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, *KEEPS)
+    cli("contribution", "run", "--output", "out", "--by", "both")
+    out = capsys.readouterr().out
+    assert "estimate: val data, 10 aggregations" in out and "rank correlation of the two" in out
+    assert "contribution: test data, 4 forks" in out
+    with Path("out/contribution.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    rebuilt = Rebuilt(Path("run"), "accuracy", 0)
+    whole = rebuilt.score(frozenset())
+    for client, row in enumerate(rows):
+        own = whole - rebuilt.score(frozenset({client}))
+        assert float(row["estimate"]) == pytest.approx(own, abs=1e-12)
+    cli("contribution", "run", "--output", "shapley", "--by", "updates", "--method", "shapley")
+    with Path("shapley/contribution.csv").open(newline="") as file:
+        values = [float(row["estimate"]) for row in csv.DictReader(file)]
+    nobody = rebuilt.score(frozenset(range(4)))
+    assert sum(values) == pytest.approx(whole - nobody), "the values share out the whole"
+
+
+def test_the_rank_correlation_is_that_of_ranks_within_a_run() -> None:
+    columns = {"a": [1.0, 2.0, 30.0], "b": [0.1, 0.2, 0.3], "c": [3.0, 2.0, 1.0]}
+    values = pd.DataFrame(
+        {"run": run, "client": client, "name": name, "value": value + 100 * run * (name == "b")}
+        for run in range(2)
+        for name, own in columns.items()
+        for client, value in enumerate(own)
+    )
+    assert rank_correlation(values, ["a", "b"]).tolist() == pytest.approx([1, 1])
+    assert rank_correlation(values, ["a", "c"]).tolist() == pytest.approx([-1, -1])
+
+
+def test_an_estimate_needs_what_a_run_keeps(capsys: Any) -> None:
+    Path("contribution").mkdir()
+    for name, kept in ("nothing", []), ("updates", KEEPS[:2]):
+        cli("fit", "--config", QUICKSTART, "--run_dir", name, *SHORT, *kept)
+    shutil.rmtree("updates/updates/round-0001")  # the state before round 1 needs no checkpoint
+    Path("updates/checkpoints/best.ckpt").unlink()
+    line = refused(capsys, "contribution", "nothing", "--by", "updates")
+    assert "has not kept its clients' models; fit it with --trainer.keep_updates true" in line
+    line = refused(capsys, "contribution", "updates", "--by", "updates")
+    assert "fit it with --trainer.keep_rounds 1" in line
+
+
 def test_forks_of_another_run_or_moment_are_not_taken_for_ones_own() -> None:
     cli("fit", "--config", QUICKSTART, "--run_dir", "a/run", *SHORT)
     cli("fit", "--config", QUICKSTART, "--run_dir", "b/run", *SHORT, "--seed_everything", "7")
     places = {place_of(Path(run), at) for run in ("a/run", "b/run") for at in (0, 1)}
     assert len(places) == 4
     cli("fork", "a/run", "--at", "1", "--without", "2", "--run_dir", "fork")
-    worlds = Worlds(Path("fork"), Path("worlds"), "accuracy", 0)
+    worlds = Retrained(Path("fork"), "accuracy", 0, Path("worlds"))
     assert worlds.absent == {2}
     # Nobody trains after the fork: the score is the parent's in that round.
     assert worlds.score(frozenset({0, 1, 3})) == worlds._at_the_fork(1)

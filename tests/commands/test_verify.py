@@ -4,15 +4,19 @@ import csv
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import yaml
 
+from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.main import main
 from flsuite.files import save_tensors
+from flsuite.runs.fork import kept_on_disk
+from flsuite.runs.run import Run
 from tests.commands.command import cli, refused
+from tests.conftest import THREADS
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 SHORT = [
@@ -25,6 +29,7 @@ SHORT = [
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("replay") / "run"
+    torch.set_num_threads(THREADS)  # as in each test, but earlier
     cli("fit", "--config", CONFIG, "--run_dir", str(folder), *SHORT)
     return folder
 
@@ -44,7 +49,8 @@ def verified(*args: str) -> bool:
 @pytest.mark.parametrize("at", ["0", "2"])
 def test_an_honest_record_is_verified(run: Path, at: str, capsys: Any) -> None:
     assert verified(str(run), "--at", at, "--rounds", "2")
-    assert "are equal, bit for bit" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "are equal, bit for bit" in out and "environment" not in out
 
 
 def test_a_packed_run_is_verified_where_its_folder_is_gone(run: Path, capsys: Any) -> None:
@@ -166,14 +172,48 @@ def test_a_run_that_was_extended_is_verified(run: Path) -> None:
     assert verified("fork")
 
 
-def test_a_run_that_was_killed_is_verified_as_far_as_it_came(run: Path) -> None:
-    """Its last round has no scores of an end, and ``model.ckpt`` is missing."""
+class AtTheEnd(FederationCallback):
+    """Logs a score in the last round alone."""
+
+    affects: ClassVar[Affects] = "nothing"
+
+    def on_round_end(self, run: Run, round: int) -> None:
+        if run.finished:
+            run.log_metric("beauty", float(round), split="test")
+
+
+def test_the_scores_of_an_earlier_end_are_verified_too(tmp_path: Path, capsys: Any) -> None:
+    """A callback may add them under any name."""
+    own = ["--trainer.callbacks+", f"{__name__}.AtTheEnd"]
+    cli("fit", "--config", CONFIG, "--run_dir", "run", *SHORT, *own)
+    cli("resume", "run", "--trainer.rounds", "6")
+    assert [row["round"] for row in rows_of(Path("run")) if row["metric"] == "beauty"] == ["4", "6"]
+    assert verified("run", "--at", "2", "--rounds", "4")
+    assert verified("run", "--at", "2", "--rounds", "1") and verified("run", "--at", "4")
+    edit_row("value", lambda v: "5", {"round": "4", "metric": "beauty"})(Path("run"))
+    assert not verified("run", "--at", "2", "--rounds", "4")
+
+
+def interrupt(run: Path) -> None:
+    """Leave a run as a kill does: no scores of an end, and no ``model.ckpt``."""
     (run / "checkpoints" / "model.ckpt").unlink()
     change_lines("settings.yaml", "rounds: 4", "rounds: 400")(run)
+    edit_checkpoint("last.ckpt", lambda content: content["summary"].update(ends=[]))(run)
     path = run / "metrics.csv"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if ",accuracy/" not in line))
+
+
+def test_a_run_that_was_killed_is_verified_as_far_as_it_came(run: Path, capsys: Any) -> None:
+    cli("pack", str(run), "--output", "whole.zip")
+    assert "interrupted" not in capsys.readouterr().err
+    interrupt(run)
     assert verified(str(run), "--at", "2")
+    capsys.readouterr()
+    cli("pack", str(run), "--output", "killed.zip")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{run} was interrupted after round 4: flsuite resume" in line
+    assert verified("killed.zip", "--at", "2")
 
 
 def test_a_fork_is_without_whom_its_parent_is_without(run: Path) -> None:
@@ -207,6 +247,19 @@ def test_another_environment_is_named(run: Path, capsys: Any) -> None:
     assert "another environment: cpu another" in capsys.readouterr().out
 
 
+def test_small_differences_pass_on_another_cpu_alone(run: Path, capsys: Any) -> None:
+    edit_checkpoint("round-000004.ckpt", nudge_weight)(run)
+    edit_row("value", lambda v: f"{float(v) + 1e-4:.9g}", TEST)(run)
+    assert not verified(str(run), "--at", "2")
+    assert "threads and CPU are those of the record" in capsys.readouterr().err
+    change_lines("versions.txt", "threads ", "threads 9")(run)
+    assert verified(str(run), "--at", "2")
+    out = capsys.readouterr().out
+    assert "another environment: threads 9" in out and "0.001 is allowed, 0.01 for a score" in out
+    edit_row("value", lambda v: f"{float(v) + 0.1:.9g}", TEST)(run)
+    assert not verified(str(run), "--at", "2")
+
+
 def rows_of(run: Path) -> Iterator[dict[str, str]]:
     with (run / "metrics.csv").open(newline="") as file:
         yield from csv.DictReader(file)
@@ -225,6 +278,25 @@ def test_a_round_that_was_not_kept_is_replayed_and_kept(run: Path, capsys: Any) 
     cli("fork", str(run), "--at", "3", "--run_dir", "same")
     assert [*rows_of(Path("same"))][-1]["value"] == [*rows_of(run)][-1]["value"]
     assert verified("fork") and verified(str(run), "--at", "3")
+
+
+def test_a_wrong_key_is_refused_before_a_replay(run: Path, capsys: Any) -> None:
+    """Keys are those of the parent's settings: of a fork, those that it was forked with."""
+    assert "unknown key" in refused(capsys, "fork", str(run), "--at", "3", "--trainer.beauty", "1")
+    cli("fork", str(run), "--at", "2", "--run_dir", "one", "--trainer.aggregator", "FedAdam")
+    args = ["fork", "one", "--at", "3", "--run_dir", "two"]
+    assert "unknown key" in refused(capsys, *args, "--trainer.aggregator.mu", "1")
+    cli(*args, "--trainer.aggregator.lr", "0.05")
+    settings = yaml.safe_load(Path("two/settings.yaml").read_text())
+    assert settings["aggregator"]["class_path"].endswith("FedAdam")
+    assert "0.05" in str(settings["aggregator"])
+
+
+def test_the_end_of_a_run_tells_what_its_kept_rounds_take(capsys: Any) -> None:
+    cli("fit", "--config", CONFIG, "--run_dir", "run", *SHORT[:-6], *SHORT[-4:])
+    assert "kept rounds, bytes on disk" in capsys.readouterr().out
+    kept = [Path("run/checkpoints") / f"round-00000{round}.ckpt" for round in (2, 4)]
+    assert kept_on_disk(Path("run")) == (2, sum(path.stat().st_size for path in kept))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""The table and the figure of what each client adds to a federation."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+
+def contribution_table(values: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """Return a row per client, with the mean and spread of its contribution by each method.
+
+    Args:
+        values: A row per contribution: ``run``, ``client``, ``samples``, ``name``, ``value``. A
+            client has one per run, or one per order of joining.
+        names: The methods.
+    """
+    table = values.groupby("client")[["samples"]].mean()
+    for name in names:
+        own = values[values["name"] == name].groupby("client")["value"]
+        table[name], table[f"{name}_std"], table[f"{name}_values"] = (
+            own.mean(),
+            own.std(),
+            own.size(),
+        )
+    return table.reset_index()
+
+
+def by_run(values: pd.DataFrame) -> pd.DataFrame:
+    """Return the mean contribution of each client of each run, with a column per method."""
+    return values.pivot_table(index=["run", "client"], columns="name", values="value")
+
+
+def rank_correlation(values: pd.DataFrame, names: Sequence[str]) -> pd.Series:
+    """Return Spearman's rank correlation of two methods over the clients of each run.
+
+    It is NaN where all clients are alike.
+
+    Args:
+        values: As for :func:`contribution_table`.
+        names: The two methods.
+    """
+
+    def of_a_run(rows: pd.DataFrame) -> float:
+        first, second = (rows[name].rank() for name in names)
+        is_constant = min(first.nunique(), second.nunique()) < 2
+        return float("nan") if is_constant else float(first.corr(second))
+
+    means = by_run(values)
+    return pd.Series({run: of_a_run(rows) for run, rows in means.groupby("run")}, dtype=float)
+
+
+def contribution_figure(
+    table: pd.DataFrame, values: pd.DataFrame, title: str, names: Sequence[str]
+) -> Figure:
+    """Draw the contributions as bars with their spread, and two methods against each other.
+
+    Args:
+        table: ``contribution.csv``.
+        values: As for :func:`contribution_table`.
+        title: What is drawn.
+        names: One method or two.
+    """
+    wide = max(3.4, 0.28 * len(table) + 1.2)
+    widths = [wide] * len(names) + [3.2] * (len(names) - 1)
+    figure = Figure(figsize=(sum(widths), 3.2), layout="constrained")
+    panels = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    for axes, name in zip(panels, names, strict=False):
+        _bars(axes, table, name)
+    if len(names) == 2:
+        _against(panels[-1], values, names)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _bars(axes: Axes, table: pd.DataFrame, name: str) -> None:
+    spread = table[f"{name}_std"] if table[f"{name}_std"].notna().all() else None
+    axes.bar(table["client"].astype(str), table[name], yerr=spread, color="tab:blue")
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(xlabel="client", ylabel=name)
+
+
+def _against(axes: Axes, values: pd.DataFrame, names: Sequence[str]) -> None:
+    for run, rows in by_run(values).groupby("run"):
+        axes.scatter(rows[names[0]], rows[names[1]], s=14, label=str(run))
+    axes.axhline(0, color="black", linewidth=0.5)
+    axes.axvline(0, color="black", linewidth=0.5)
+    axes.set(xlabel=names[0], ylabel=names[1])
+    axes.set_title(f"rank correlation {rank_correlation(values, names).mean():.2f}", fontsize=9)
+    if values["run"].nunique() > 1:
+        axes.legend(fontsize=7)

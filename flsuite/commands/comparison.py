@@ -1,0 +1,220 @@
+"""A replay compared with the record of its run."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flsuite.arguments import renamed
+from flsuite.commands.record import Row, ends, is_finished, is_virtual, round_of_row, rows_of
+from flsuite.files import load_tensors
+from flsuite.runs.checkpoint import load_checkpoint
+from flsuite.runs.fork import checkpoints_of, kept_rounds, parent_settings, round_of
+from flsuite.runs.settings import differences
+
+_TIMES = {"virtual_s", "started_s", "ended_s", "merged_s"}
+_OPEN = ("fork", "forked_from", "stopping", "rounds", "max_virtual_seconds", "max_client_updates")
+
+
+WEIGHTS, NUMBERS = 1e-3, 1e-2
+"""Tolerances where versions, threads or CPU are others: of a tensor's distance, relative to its
+norm, and of a score, absolute or relative."""
+
+
+class Fault(NamedTuple):
+    """A difference between a record and its replay.
+
+    Attributes:
+        line: What differs.
+        excess: Its size as a multiple of the tolerance. Default: no tolerance covers it.
+    """
+
+    line: str
+    excess: float = math.inf
+
+
+@dataclass
+class Comparison:
+    """What a replay has found.
+
+    Attributes:
+        faults: What differs.
+        largest: The largest distance of weights, relative to their norm.
+        weights: Number of kept states that were compared.
+        rows: Number of rows of the tables that were compared.
+    """
+
+    faults: list[Fault] = field(default_factory=list)
+    largest: float = 0.0
+    weights: int = 0
+    rows: int = 0
+
+
+def compare(run: Path, again: Path, start: int, stop: int) -> Comparison:
+    """Compare the rounds after ``start`` up to ``stop`` with their replay.
+
+    Args:
+        run: The record.
+        again: The folder of the replay, see :func:`~flsuite.commands.replay.arguments`.
+        start: The round that the replay began at.
+        stop: Its last round.
+    """
+    found, rounds = Comparison(), range(start + 1, stop + 1)
+    found.faults += map(Fault, _other_settings(run, again))
+    measured = {"wall_s"} | (set() if is_virtual(run) else _TIMES)
+    for name in ("metrics.csv", "timeline.csv"):
+        _compare_rows(run, again, name, rounds, measured, found)
+    for name in ("partition.csv", "tasks.csv", "attackers.json"):
+        if _content(run / name) != _content(again / name):
+            found.faults.append(Fault(f"{name} is not what the settings give"))
+    if is_finished(run) and (line := _of_the_model(run)) is not None:
+        found.faults.append(Fault(line))
+    ours = kept_rounds(again)
+    for path in checkpoints_of(run):
+        round = round_of(path)
+        if start <= round <= stop and round in ours:
+            _compare_states(path, ours[round], round, found)
+    return found
+
+
+def _other_settings(run: Path, again: Path) -> Iterator[str]:
+    written = parent_settings(run)
+    for what, other in (
+        ("its config.yaml", parent_settings(again)),
+        *((path.name, load_checkpoint(path)["settings"]) for path in checkpoints_of(run)),
+    ):
+        ours, theirs = (
+            {k: v for k, v in settings.items() if k not in _OPEN}
+            for settings in (written, renamed(other))
+        )
+        for name, mine, its in differences(ours, theirs):
+            yield f"settings.yaml: {name} is {mine!r}, in {what} {its!r}"
+
+
+def _compare_rows(
+    run: Path, again: Path, name: str, rounds: range, measured: set[str], found: Comparison
+) -> None:
+    """Compare the rows of some rounds, but for measured columns and numbers."""
+    key = ("scope", "split", "metric") if name == "metrics.csv" else ("fit",)
+    theirs, ours = (_by_key(path / name, key, rounds, found) for path in (run, again))
+    for place, row in theirs.items():
+        where = f"{name}, round {place[0]}, {' '.join(place[1:])}"
+        if place not in ours:
+            found.faults.append(Fault(f"{where}: the replay has no such row"))
+        elif (fault := _difference(row, ours[place], measured)) is not None:
+            found.faults.append(fault._replace(line=f"{where}: {fault.line}"))
+    # A replay ends with its last round, whose scores are then those of an end.
+    may_be_more = name == "metrics.csv" and rounds[-1] not in ends(run)
+    closed = rounds[:-1] if may_be_more else rounds
+    found.faults += [
+        Fault(f"{name}, round {' '.join(place)}: missing in the record")
+        for place in ours
+        if place not in theirs and int(place[0]) in closed
+    ]
+    found.rows += len(theirs)
+
+
+def _difference(row: Row, other: Row, measured: set[str]) -> Fault | None:
+    if row.keys() != other.keys():
+        return Fault(f"columns are {', '.join(row)}, in the replay {', '.join(other)}")
+    different = [c for c in row if c not in measured and row[c] != other[c]]
+    if not different:
+        return None
+    column = different[0]
+    line = f"{column} is {row[column]}, in the replay {other[column]}"
+    return (
+        Fault(line, _excess(row["value"], other["value"]))
+        if different == ["value"]
+        else Fault(line)
+    )
+
+
+def _excess(ours: str, theirs: str) -> float:
+    """Return the distance of two numbers as a multiple of their tolerance."""
+    try:
+        a, b = float(ours), float(theirs)
+    except ValueError:
+        return math.inf
+    excess = abs(a - b) / max(abs(b), 1.0) / NUMBERS
+    return excess if math.isfinite(excess) else math.inf
+
+
+def _by_key(
+    path: Path, key: Sequence[str], rounds: range, found: Comparison
+) -> dict[tuple[str, ...], Row]:
+    """Return the rows of some rounds by their key. A key that occurs twice is a fault."""
+    named: dict[tuple[str, ...], Row] = {}
+    for row in rows_of(path):
+        if row["round"] and round_of_row(path, row) not in rounds:
+            continue
+        if not row["round"] or "seconds" in row.get("metric", ""):
+            continue
+        place = (row["round"], *(row.get(name) or "" for name in key))
+        if place in named:
+            found.faults.append(Fault(f"{path.name}, round {' '.join(place)}: occurs twice"))
+        named[place] = row
+    return named
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def _of_the_model(run: Path) -> str | None:
+    """Return what is wrong with ``model.ckpt``, the global model after the last round."""
+    path, last = run / "checkpoints" / "model.ckpt", run / "checkpoints" / "last.ckpt"
+    if not path.is_file() or not last.is_file():
+        return None
+    exported = torch.load(path, weights_only=True, map_location="cpu")["state_dict"]
+    federation = load_checkpoint(last)["federation"]
+    for name, value in {**federation["initial"], **federation["state"]}.items():
+        if name in exported and not torch.equal(exported[name], value):
+            return f"model.ckpt: {name} is not that of last.ckpt"
+    return None
+
+
+def _compare_states(theirs: Path, ours: Path, round: int, found: Comparison) -> None:
+    """Compare all tensors and numbers of two checkpoints, and their clients' memories."""
+    a, b = (_state_of(path) for path in (theirs, ours))
+    where = f"{theirs.name}, round {round}"
+    found.weights += 1
+    found.faults += [Fault(f"{where}: {name} is missing") for name in sorted(a.keys() ^ b.keys())]
+    for name in sorted(a.keys() & b.keys()):
+        if a[name].shape != b[name].shape:
+            found.faults.append(Fault(f"{where}: {name} has another shape"))
+        elif not torch.equal(a[name], b[name]):
+            distance = float((a[name].double() - b[name].double()).norm())
+            relative = distance / max(float(b[name].double().norm()), 1e-12)
+            relative = relative if math.isfinite(relative) else math.inf
+            found.largest = max(found.largest, relative)
+            line = f"{where}: {name} differs by {relative:.2g} of its norm"
+            found.faults.append(Fault(line, relative / WEIGHTS))
+
+
+def _state_of(path: Path) -> dict[str, Tensor]:
+    content = load_checkpoint(path)["federation"]
+    plain = {name: content[name] for name in ("state", "initial", "aggregator", "clock")}
+    if is_virtual(path.parent.parent):
+        plain["schedule"] = content["schedule"]
+    clients: dict[int, int] = content["clients"]
+    folder = path.parent.parent / "clients"
+    for round in sorted({*clients.values()}):
+        memories = load_tensors(folder / f"round-{round:06d}.pt", "restore the folder clients")
+        plain |= {f"client {c}": memories[c] for c, at in clients.items() if at == round}
+    return {name: value for name, value in _leaves(plain) if "seconds" not in name}
+
+
+def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors and numbers of plain data, with their places."""
+    if isinstance(tree, (Mapping, list, tuple)):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, value in items:
+            yield from _leaves(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, (int, float)):
+        yield name, torch.tensor(float(tree), dtype=torch.float64)

@@ -1,0 +1,88 @@
+"""What the folder of a run says about it."""
+
+import csv
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from flsuite.errors import FlsuiteError
+from flsuite.runs.checkpoint import load_checkpoint
+from flsuite.runs.folder import versions
+from flsuite.runs.fork import parent_settings
+
+Row = Mapping[str, str]
+
+
+def first_round(run: Path) -> int:
+    """Return the round that a run began at: 0, or that of its fork."""
+    return int((parent_settings(run).get("fork") or {"round": 0})["round"])
+
+
+def last_round(run: Path) -> int:
+    """Return the last round in a run's table.
+
+    Raises:
+        FlsuiteError: If it has none.
+    """
+    path = run / "metrics.csv"
+    rounds = [round_of_row(path, row) for row in rows_of(path)]
+    if not rounds:
+        raise FlsuiteError(f"{run} has no finished round; there is nothing to verify")
+    return max(rounds)
+
+
+def ends(run: Path) -> list[int]:
+    """Return the rounds that a run has ended with. One that was extended has several."""
+    last = run / "checkpoints" / "last.ckpt"
+    return list(load_checkpoint(last)["summary"].get("ends", ())) if last.is_file() else []
+
+
+def is_finished(run: Path) -> bool:
+    """Return whether a run has come to its end, rather than being killed on the way there."""
+    last, rounds = last_round(run), parent_settings(run).get("rounds")
+    return (rounds is not None and last >= rounds) or last in ends(run)
+
+
+def is_virtual(run: Path) -> bool:
+    """Return whether the times of a run are those of its virtual clock."""
+    schedule = parent_settings(run)["schedule"]
+    while "schedule" in schedule.get("init_args", {}):  # Faults wraps another one
+        schedule = schedule["init_args"]["schedule"]
+    speeds = schedule.get("init_args", {}).get("speeds")
+    if speeds is None:
+        return is_asynchronous(run)  # whose default is a virtual clock
+    return not str(speeds.get("class_path", "")).endswith("Measured")
+
+
+def is_asynchronous(run: Path) -> bool:
+    """Return whether a run has no rounds."""
+    return "Asynchronous" in str(parent_settings(run)["schedule"])
+
+
+def environment_differs(run: Path) -> list[str]:
+    """Return the versions, threads and kind of CPU that differ from those of the record."""
+    path = run / "versions.txt"
+    then = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    now = versions().splitlines()
+    before = {line.split(" ", 1)[0]: line for line in then}
+    return [
+        f"{before.get(name, f'{name} unknown')} there, {line.split(' ', 1)[1]} here"
+        for line in now
+        if (name := line.split(" ", 1)[0]) != "platform" and before.get(name) != line
+    ]
+
+
+def rows_of(path: Path) -> Iterator[Row]:
+    if path.is_file():
+        with path.open(encoding="utf-8", newline="") as file:
+            yield from csv.DictReader(file)
+
+
+def round_of_row(path: Path, row: Row) -> int:
+    """Return the round of a row.
+
+    Raises:
+        FlsuiteError: If it is not a number of at least 1.
+    """
+    if not str(row["round"]).isdecimal() or int(row["round"]) < 1:
+        raise FlsuiteError(f"{path} has a row of round {row['round']!r}; restore the file")
+    return int(row["round"])

@@ -1,0 +1,181 @@
+"""The score of a run without some of its clients: trained again, or rebuilt from kept models."""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from flsuite.analysis.runs import curve, read_metrics
+from flsuite.commands.fit import build
+from flsuite.commands.record import first_round, last_round
+from flsuite.errors import FlsuiteError
+from flsuite.messages import Split
+from flsuite.runs.fork import parent_settings
+from flsuite.runs.rounds import read_rounds
+
+
+class Worlds(ABC):
+    """The scores of a run without some clients.
+
+    Args:
+        run: The run with all clients.
+        metric: The score.
+        at: The round after which the clients are gone.
+
+    Attributes:
+        clients: Number of clients.
+        samples: Training samples by client.
+        absent: Clients that the run itself is without. All worlds are without them too.
+        made: Number of forks, or of aggregations that were done again.
+        seconds: The time that they took.
+        unit: What is made.
+        split: The data of the scores.
+    """
+
+    unit: ClassVar[str]
+    split: ClassVar[Split]
+
+    def __init__(self, run: Path, metric: str, at: int) -> None:
+        self.run, self.metric, self.at = run, metric, at
+        self.made, self.seconds = 0, 0.0
+        self.absent = frozenset(parent_settings(run).get("without") or ())
+        self._scores: dict[frozenset[int], float] = {}
+        if at >= (last := last_round(run)):
+            raise FlsuiteError(
+                f"contribution: {run} has {last} rounds, and forks need one of their own; "
+                f"give --at below {last}"
+            )
+        self._trainer, model, data = self._built(self.absent, run)
+        self._prepared = self._trainer.prepare(model, data)
+        federation = self._prepared.federation
+        self.clients = federation.data.clients
+        self.samples = {c: federation.data.samples(c) for c in range(self.clients)}
+
+    def score(self, absent: frozenset[int]) -> float:
+        """Return the score of the run without these clients."""
+        if absent not in self._scores:
+            self._scores[absent] = self._score(absent)
+        return self._scores[absent]
+
+    @abstractmethod
+    def _score(self, absent: frozenset[int]) -> float:
+        """Compute the score of a set that was not asked for before."""
+
+    def _built(self, absent: frozenset[int], folder: Path) -> Any:
+        begin = [
+            *("--trainer.fork.run", str(self.run)),
+            *("--trainer.fork.round", str(self.at)),
+        ]
+        built = build(
+            [
+                *("--config", str(self.run / "config.yaml"), "--run_dir", str(folder)),
+                *("--trainer.without", str(sorted(absent)), *(begin if self.at else [])),
+                *("--trainer.logger", "false", "--trainer.enable_progress_bar", "false"),
+                # A world is scored, and nobody begins in the middle of it.
+                *("--trainer.keep_updates", "false", "--trainer.keep_rounds", "null"),
+            ]
+        )
+        logging.getLogger("flsuite").setLevel(logging.WARNING)
+        return built
+
+    def _require(self, scores: dict[str, float]) -> float:
+        if self.metric not in scores:
+            raise FlsuiteError(
+                f"contribution: {self.run} has no score {self.metric}; there are "
+                f"{', '.join(sorted(scores))}"
+            )
+        return float(scores[self.metric])
+
+
+class Retrained(Worlds):
+    """The scores on test data in the last round of forks that train without the clients.
+
+    Args:
+        run: The run with all clients.
+        metric: The score.
+        at: The round that the forks begin after.
+        folder: The folder of the forks. A finished fork is read, and an interrupted one goes on.
+    """
+
+    unit, split = "forks", "test"
+
+    def __init__(self, run: Path, metric: str, at: int, folder: Path) -> None:
+        super().__init__(run, metric, at)
+        self.folder = folder
+        prepared = self._prepared
+        scores = prepared.evaluator.scores(prepared.federation, "test", range(0))["global"]
+        self._untrained = self._require(scores)
+
+    def _score(self, absent: frozenset[int]) -> float:
+        if not absent:
+            return self._last(self.run)
+        if len(absent | self.absent) == self.clients:  # nobody trains after the fork
+            begins = max(self.at, first_round(self.run))
+            return self._at_the_fork(begins) if begins else self._untrained
+        folder = self.folder / f"without-{'-'.join(map(str, sorted(absent)))}"
+        if not self._is_done(folder):
+            trainer, model, data = self._built(absent | self.absent, folder)
+            trainer.fit(model, data, ckpt_path="last")
+        self.made += 1
+        self.seconds += self._own_seconds(folder)
+        return self._last(folder)
+
+    def _is_done(self, folder: Path) -> bool:
+        if not (folder / "checkpoints" / "model.ckpt").is_file():
+            return False
+        last, whole = (int(read_metrics(run)["round"].max()) for run in (folder, self.run))
+        return last == whole
+
+    def _last(self, folder: Path) -> float:
+        return float(curve(read_metrics(folder), self.metric, "test").iloc[-1])
+
+    def _own_seconds(self, folder: Path) -> float:
+        """Return what a fork's own rounds took, also those before a kill."""
+        times = read_metrics(folder).groupby("round")["wall_s"].max()
+        return (
+            float(times.max() - times[times.index <= self.at].max())
+            if self.at
+            else float(times.max())
+        )
+
+    def _at_the_fork(self, round: int) -> float:
+        scores = curve(read_metrics(self.run), self.metric, "test")
+        if round not in scores.index:
+            raise FlsuiteError(
+                f"contribution: {self.run} was not scored in round {round}; choose another --at"
+            )
+        return float(scores[round])
+
+
+class Rebuilt(Worlds):
+    """The scores on validation data, summed over the kept rounds, of each round aggregated again.
+
+    A round's models are those that were trained with all clients, so a client's effect on the
+    others' training is left out. Shapley values of the sum are the sums of the rounds' values.
+    """
+
+    unit, split = "aggregations", "val"
+
+    def _score(self, absent: frozenset[int]) -> float:
+        return sum(self._in_round(place, absent) for place in range(len(self.rounds)))
+
+    @cached_property
+    def rounds(self) -> Any:
+        """Return the kept rounds."""
+        started = time.perf_counter()
+        rounds = read_rounds(self._trainer, self._prepared, self.run, self.at)
+        self._values: dict[tuple[int, frozenset[int]], float] = {}
+        self.seconds += time.perf_counter() - started
+        return rounds
+
+    def _in_round(self, place: int, absent: frozenset[int]) -> float:
+        kept = self.rounds[place]
+        key = place, absent & kept.clients
+        if key not in self._values:
+            started = time.perf_counter()
+            self._values[key] = kept.score(absent, self.metric)
+            self.made += 1
+            self.seconds += time.perf_counter() - started
+        return self._values[key]

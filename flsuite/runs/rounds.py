@@ -1,0 +1,142 @@
+"""Rounds of a run aggregated again without some clients, from the models that it has kept.
+
+One-round reconstruction: Song, Tong and Wei 2019, Profit Allocation for Federated Learning, IEEE
+Big Data; Liu, Chen, Yu, Liu and Cui 2022, GTG-Shapley, ACM TIST 13(4), arXiv:2109.02053. The models
+of a round are those that were trained with all clients. Only their aggregation is done again, so it
+costs no training.
+"""
+
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flsuite.client.runner import ClientRunner
+from flsuite.engines.base import threads_set
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientResult, ClientUpdate, Split
+from flsuite.runs.checkpoint import load_checkpoint
+from flsuite.runs.fork import kept_rounds
+from flsuite.runs.preparation import worker_setup
+from flsuite.runs.reuse import UPDATES, UpdateStore
+from flsuite.runs.run import Run
+from flsuite.schedules import Fit
+from flsuite.server.evaluation import GLOBAL
+from flsuite.state import State
+
+
+@dataclass(frozen=True)
+class KeptRound:
+    """A round whose models are kept, and the federation before it.
+
+    Attributes:
+        number: The round, counted from 1.
+        run: The run, prepared and not started.
+        before: The state of the federation before the round.
+        updates: The models of the round's clients, in the order of their aggregation.
+    """
+
+    number: int
+    run: Run
+    before: dict[str, Any]
+    updates: tuple[ClientUpdate, ...]
+
+    @property
+    def clients(self) -> set[int]:
+        """Return who has trained in the round."""
+        return {update.client for update in self.updates}
+
+    def without(self, absent: Collection[int]) -> State:
+        """Return the global state after the round, aggregated without these clients.
+
+        It is the state before the round if nobody is left.
+        """
+        federation = self._restored()
+        present = [replace(update) for update in self.updates if update.client not in absent]
+        return federation.aggregate(iter(present)) if present else federation.state
+
+    def score(self, absent: Collection[int], metric: str, split: Split = "val") -> float:
+        """Return a score of the state :meth:`without` these clients."""
+        federation, state = self._restored(), self.without(absent)
+        federation.state = state
+        federation.clock.round = self.number
+        with threads_set(1):  # the threads of small models wait for each other on a busy machine
+            scores = self.run.evaluator.scores(federation, split, range(0)).get(GLOBAL, {})
+        if metric not in scores:
+            raise FlsuiteError(
+                f"the global model has no {split} score {metric}; there are "
+                f"{', '.join(sorted(scores)) or 'none: set data.val_fraction above 0'}"
+            )
+        return float(scores[metric])
+
+    def _restored(self) -> Any:
+        federation = self.run.federation
+        # An aggregator changes its memory in place.
+        federation.load_state_dict(copy.deepcopy(self.before))
+        return federation
+
+
+def read_rounds(trainer: Any, run: Run, folder: Path, after: int = 0) -> list[KeptRound]:
+    """Return the rounds of a run whose models and whose state before are kept.
+
+    They are held in memory, with a model per client and round.
+
+    Args:
+        trainer: The trainer that has prepared the run.
+        run: A run with the settings of the finished one, prepared and not started.
+        folder: The folder of the finished one.
+        after: Earlier rounds are left out.
+
+    Raises:
+        FlsuiteError: If there are none, or they cannot be aggregated again.
+    """
+    _refuse(trainer, run, folder)
+    federation, store, kept = run.federation, UpdateStore(folder / UPDATES), kept_rounds(folder)
+    starts = {} if 0 in kept else {0: copy.deepcopy(federation.state_dict())}
+    runner, rounds = ClientRunner(worker_setup(trainer, run)), []
+    for start in sorted({0, *kept}):
+        if start < after or not store.clients(start + 1):
+            continue
+        before = starts.get(start) or load_checkpoint(kept[start])["federation"]
+        federation.load_state_dict(copy.deepcopy(before))
+        updates = _updates(run, runner, store, start + 1)
+        rounds.append(KeptRound(start + 1, run, before, updates))
+    if not rounds:
+        raise FlsuiteError(
+            f"{folder} has kept no state before the rounds whose models it has kept; fit it with "
+            "--trainer.keep_rounds 1"
+        )
+    return rounds
+
+
+def _updates(
+    run: Run, runner: ClientRunner, store: UpdateStore, round: int
+) -> tuple[ClientUpdate, ...]:
+    """Return the updates of a round, made again from the kept models."""
+    clients = store.clients(round)
+    fits = [Fit(n, client, round - 1, 0, 0.0) for n, client in enumerate(clients)]
+    requests = run.federation.requests(fits)
+    trained = [replace(r, trained=store.read(round, r.client)) for r in requests]
+    outcomes = run.federation.accept(runner.run(request) for request in trained)
+    return tuple(o.update for o in outcomes if isinstance(o, ClientResult))
+
+
+def _refuse(trainer: Any, run: Run, folder: Path) -> None:
+    """Refuse a run whose rounds cannot be aggregated again.
+
+    Raises:
+        FlsuiteError: If it is so.
+    """
+    remedy = "train without the client instead"
+    if not (folder / UPDATES).is_dir():
+        raise FlsuiteError(
+            f"{folder} has not kept its clients' models; fit it with --trainer.keep_updates true "
+            f"--trainer.keep_rounds 1, or {remedy}"
+        )
+    if trainer.schedule.declarations.is_asynchronous:
+        raise FlsuiteError(f"{folder} has no rounds, since its schedule is asynchronous; {remedy}")
+    if run.federation.entries.personal:
+        raise FlsuiteError(
+            f"the clients of {folder} have models of their own, which nobody aggregates; {remedy}"
+        )

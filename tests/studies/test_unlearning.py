@@ -1,0 +1,96 @@
+"""Ways to remove a client from a model, and what they are measured by."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+from flsuite.files import load_tensors
+from flsuite.runs.rounds import read_rounds
+from flsuite.studies.unlearning import (
+    WAYS,
+    Study,
+    added,
+    built,
+    distance,
+    fitted,
+    main,
+    membership,
+    subtracted,
+    unlearning_table,
+)
+
+CONFIG = Path(__file__).parents[2] / "configs" / "counterfactual" / "unlearning.yaml"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """Return the shipped config with four clients and fewer steps."""
+    content = yaml.safe_load(CONFIG.read_text())
+    content["data"]["init_args"] |= {"clients": 4, "train_samples": 120}
+    content["trainer"] |= {"rounds": 1, "max_epochs": 1}
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path / "short.yaml"
+
+
+def test_after_one_round_to_rebuild_is_exact(config: Path, tmp_path: Path) -> None:
+    """The other clients have not seen a model that the removed one had a part in."""
+    table = unlearning_table(Study(config, tmp_path / "runs", rounds=1), [1], [2])
+    apart = table.set_index("way")["distance"]
+    assert apart["exact"] == 0 and apart["keep"] == 1
+    assert apart["rebuild"] < 1e-6 < apart["subtract"]
+    scores = table.set_index("way")[["accuracy", "membership"]]
+    assert scores.loc["rebuild"].tolist() == pytest.approx(scores.loc["exact"].tolist(), abs=1e-6)
+
+
+def test_what_is_subtracted_is_the_weighted_change_of_one_client(
+    config: Path, tmp_path: Path
+) -> None:
+    study = Study(config, tmp_path / "runs")
+    whole, _ = fitted(study, 1, "whole")
+    trainer, model, data = built(study, 1, "whole")
+    run = trainer.prepare(model, data)
+    (kept,) = read_rounds(trainer, run, tmp_path / "runs" / "1-whole")
+    without = added(whole, iter([subtracted(kept, 2)]))
+
+    models = tmp_path / "runs" / "1-whole" / "updates" / "round-0001"
+    states = [load_tensors(models / f"client-0000{c}.pt", "")["state"] for c in range(4)]
+    samples = [run.federation.data.samples(client) for client in range(4)]
+    for name, start in kept.before["state"].items():
+        others = (samples[c] * (states[c][name] - start) for c in (0, 1, 3))
+        expected = start + sum(others) / sum(samples)
+        assert torch.allclose(without[name], expected, atol=1e-6)
+
+
+def test_membership_is_the_area_under_the_curve_within_a_class() -> None:
+    low, high = torch.tensor([0.1, 0.2]), torch.tensor([1.0, 2.0, 3.0])
+    one, other = torch.zeros(2), torch.zeros(3)
+    assert membership(low, one, high, other) == 1.0
+    assert membership(high[:2], one, low, one) == 0.0
+    assert membership(low, one, low, one) == 0.5
+    # Class 1 is easy for all. Only the pairs of class 0 count, since the client has no other.
+    unseen, classes = torch.tensor([0.1, 0.2, 0.001]), torch.tensor([0.0, 0.0, 1.0])
+    assert membership(low, one, unseen, classes) == 0.5
+
+
+def test_a_distance_is_euclidean() -> None:
+    first, second = (
+        {"a": torch.tensor([x, 0.0]), "b": torch.tensor(y)} for x, y in ((3, 4), (0, 0))
+    )
+    assert distance(first, second) == 5.0
+
+
+def test_the_command_writes_a_row_per_way(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    request = ["--config", str(config), "--output", str(out), "--seeds", "1", "--clients", "0"]
+    main([*request, "--rounds", "1"])
+    table = pd.read_csv(out / "unlearning.csv")
+    assert table["way"].tolist() == [*WAYS] and (out / "unlearning.png").is_file()
+    assert "fine-tune" in capsys.readouterr().out
+    own = {way: pd.read_csv(out / f"1-{way}-0" / "metrics.csv") for way in ("exact", "continue")}
+    assert own["continue"]["round"].max() == 2 and own["exact"]["round"].max() == 1
+    assert not own["exact"]["scope"].eq("0").any(), "the removed client trains nowhere"
