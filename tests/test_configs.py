@@ -64,7 +64,7 @@ FEW_STEPS = ["--trainer.aggregator.steps", "2"]
 # K-FAC of 12 million parameters takes minutes on a CPU. Smaller residual networks are tested.
 WITHOUT_FISHER = ["--trainer.aggregator", "FedAvg"]
 FAST = {
-    **dict.fromkeys(("cifar10", "cinic10", "svhn"), FEW_STEPS),
+    **dict.fromkeys(("cifar10", "cifar10-classes", "cinic10", "svhn"), FEW_STEPS),
     **dict.fromkeys(("cifar100", "gtsrb"), WITHOUT_FISHER),
     "dp_fashion_mnist": ["--data.clients", "20"],  # the stand-in has fewer samples than clients
 }

@@ -1,0 +1,115 @@
+"""A start from another task: pre-trained on some classes of CIFAR-10, federated on the others.
+
+Name the data and the callback in a config: ``flsuite.studies.transfer.CIFAR10Classes``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from flsuite.arguments import NonNegativeInt, Settings, check_init
+from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.data.datasets.vision import CIFAR10
+from flsuite.data.spec import DataSplit, PublishedSplits
+from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientFailure, Outcome
+from flsuite.runs.run import Run
+from flsuite.state import State
+
+
+class CIFAR10Classes(CIFAR10):
+    """Some classes of CIFAR-10.
+
+    Args:
+        classes: The classes to keep, from 0 to 9.
+        renumber: Whether labels count from 0, in the order of ``classes``. Otherwise they stay, and
+            a model has ten outputs: one that was pre-trained in this way has another output layer
+            than one with renumbered labels, which therefore starts at random.
+        kwargs: See :class:`~flsuite.data.FederatedDataModule`.
+    """
+
+    def __init__(
+        self,
+        classes: Sequence[NonNegativeInt] = (5, 6, 7, 8, 9),
+        renumber: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.classes = tuple(classes)
+        self.renumber = renumber
+        check_init(self, CIFAR10Classes)
+
+    def load(self) -> PublishedSplits:
+        published = super().load()
+        names = published.spec.names
+        if not self.classes or len({*self.classes} & {*range(len(names))}) < len(self.classes):
+            raise FlsuiteError(
+                f"data.classes must be different numbers from 0 to {len(names) - 1}, at least one, "
+                f"got {list(self.classes)}"
+            )
+
+        train, test = (
+            of_classes(split, self.classes, self.renumber)
+            for split in (published.train, published.test)
+        )
+        spec = published.spec
+        if self.renumber:
+            kept = tuple(names[c] for c in self.classes)
+            spec = replace(spec, num_classes=len(kept), class_names=kept)
+        return PublishedSplits(spec, train, test)
+
+
+def of_classes(split: DataSplit, classes: Sequence[int], renumber: bool) -> DataSplit:
+    """Return the samples of some classes, with labels from 0 if they are renumbered."""
+    kept = split.take(torch.isin(split.y, torch.tensor(classes)).nonzero().flatten())
+    if not renumber:
+        return kept
+    numbers = torch.full((int(split.y.max()) + 1,), -1)
+    numbers[torch.tensor(classes)] = torch.arange(len(classes))
+    return replace(kept, y=numbers[kept.y])
+
+
+@dataclass(eq=False)
+class LocalDistances(FederationCallback, Settings):
+    """Logs how far the clients' trained models are from their start, and from each other.
+
+    Logged under ``train/`` in each round, over all shared numbers, relative to the length of the
+    start: ``distance/start``, the mean over clients, and ``distance/pair``, the mean over pairs.
+    """
+
+    affects: ClassVar[Affects] = "nothing"
+
+    _models: list[Tensor] = field(default_factory=list, init=False, repr=False)
+    _start: Tensor = field(default_factory=lambda: torch.zeros(0), init=False, repr=False)
+
+    def on_client_end(self, run: Run, outcome: Outcome) -> None:
+        if isinstance(outcome, ClientFailure):
+            return
+        self._models.append(_flat(outcome.update.state))
+        self._start = _flat(outcome.update.base)
+
+    def on_round_end(self, run: Run, round: int) -> None:
+        for name, value in distances(self._models, self._start).items():
+            run.log_metric(f"distance/{name}", value)
+        self._models = []
+
+
+def distances(models: Sequence[Tensor], start: Tensor) -> dict[str, float]:
+    """Return the mean distances ``start`` and ``pair``, relative to the length of the start.
+
+    Args:
+        models: One vector per client, at least two.
+        start: The vector that all of them started from.
+    """
+    pairs = [float((a - b).norm()) for a, b in combinations(models, 2)]
+    ways = [float((model - start).norm()) for model in models]
+    length = float(start.norm())
+    return {"start": sum(ways) / len(ways) / length, "pair": sum(pairs) / len(pairs) / length}
+
+
+def _flat(state: State) -> Tensor:
+    return torch.cat([v.flatten().float() for v in state.values() if v.is_floating_point()])
