@@ -19,6 +19,7 @@ PICTURES = {
     "asynchronous": 5,
     "clients_and_heterogeneity": 5,
     "compare_methods": 2,
+    "counterfactual": 3,
     "fedavg_by_hand": 1,
     "fusedspacefed": 5,
     "inversion": 1,

@@ -32,7 +32,10 @@ from tests.docs.pages import (
 README = (ROOT / "README.md").read_text()
 GUIDE = ROOT / "configs" / "guide"
 OWN = GUIDE / "your-own.md"
-RESULTS = ["asynchronous", "cmga", "fusedspacefed", "nf_fisher", "one_shot", "personal", "trust"]
+RESULTS = [
+    *("asynchronous", "cmga", "counterfactual", "fusedspacefed", "nf_fisher", "one_shot"),
+    *("personal", "trust"),
+]
 RESULT_PAGES = [*RESULTS, "benchmarks"]
 WITH_CONFIG = ("fit", "validate", "test", "predict", "partition", "schedule")
 

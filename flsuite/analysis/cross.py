@@ -144,6 +144,9 @@ def cross_figure(table: pd.DataFrame, metric: str, score: str = "last") -> Figur
     return figure
 
 
+_OF_A_FORK = ("fork", "fork.parent")  # they follow from the other settings and the round
+
+
 def _title(metric: object, score: str, panel: str = "") -> str:
     return ", ".join(filter(None, [f"test {metric}", _SCORES[score], panel]))
 
@@ -154,9 +157,12 @@ def _panels(groups: Sequence[Group], rows: str, columns: str) -> Iterator[tuple[
     keys = [
         key
         for key in variation.keys
-        if key not in (rows, columns) and any(variation.differs(key, g.settings) for g in groups)
+        if key not in (rows, columns, *_OF_A_FORK)
+        and any(variation.differs(key, g.settings) for g in groups)
     ]
+    # A run that no fork begins in has no such round, and is the baseline of its forks.
     open_keys = {key for key in keys if _is_related(key, rows) or _is_related(key, columns)}
+    open_keys |= {"fork.round"}
     places = [
         tuple(group.settings.get(key, _OPEN if key in open_keys else None) for key in keys)
         for group in groups

@@ -33,9 +33,9 @@ def fork(args: list[str]) -> None:
     moment = ["--trainer.fork.run", str(parent), "--trainer.fork.round", str(own.at)]
     config = ["--config", str(parent / "config.yaml"), *moment]
     request = [*config, *engine_of(parent), *without, *rest]
-    with RunFolder(parent).locked():  # a running parent would remove the replay's files
-        if _must_replay(parent, own.at):
-            build(request)  # a wrong key is refused before the replay
+    if _must_replay(parent, own.at):
+        build(request)  # a wrong key is refused before the replay
+        with RunFolder(parent).locked():  # a running parent would remove the replay's files
             _keep(parent, own.at)
     _fit(request)
 

@@ -172,3 +172,17 @@ def test_the_command_wants_both_settings(runs: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(runs), "--rows", "aggregator"])
     assert "--rows and --columns go together" in capsys.readouterr().err
+
+
+def test_forks_are_in_one_table_with_the_runs_that_they_begin_in(tmp_path: Path) -> None:
+    """The hash of the parent follows from the rule, so it makes no table of its own."""
+    for number, rule in enumerate(("Krum", "FedAvg")):
+        for name, of_attack, fork in (
+            ("parent", None, None),
+            ("fork", attack("SignFlip", 0.2), {"round": 1, "parent": f"hash{number}"}),
+        ):
+            content = {**settings(rule, 1), "attack": of_attack, "fork": fork}
+            write(tmp_path / f"{rule}-{name}", content, 0.5 + 0.1 * number)
+    table = cross_table(group_runs(find_runs([tmp_path])), "aggregator", "attack", ["accuracy"])
+    (matrix,) = cross_matrices(table, "accuracy", "last").values()
+    assert matrix.shape == (2, 2) and matrix.notna().all().all()

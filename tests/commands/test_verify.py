@@ -13,6 +13,7 @@ import yaml
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.main import main
 from flsuite.files import save_tensors
+from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import kept_on_disk
 from flsuite.runs.run import Run
 from tests.commands.command import cli, refused
@@ -278,6 +279,14 @@ def test_a_round_that_was_not_kept_is_replayed_and_kept(run: Path, capsys: Any) 
     cli("fork", str(run), "--at", "3", "--run_dir", "same")
     assert [*rows_of(Path("same"))][-1]["value"] == [*rows_of(run)][-1]["value"]
     assert verified("fork") and verified(str(run), "--at", "3")
+
+
+def test_a_run_is_forked_while_another_process_holds_it(run: Path, capsys: Any) -> None:
+    """Several forks of a kept round begin at a time. Only a replay writes to the parent."""
+    with RunFolder(run).locked():
+        assert cli("fork", str(run), "--at", "2", "--run_dir", "fork") == 0
+        line = refused(capsys, "fork", str(run), "--at", "3", "--run_dir", "other")
+    assert "another process is writing" in line
 
 
 def test_a_wrong_key_is_refused_before_a_replay(run: Path, capsys: Any) -> None:
