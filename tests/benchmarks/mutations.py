@@ -132,10 +132,8 @@ MUTATIONS = [
     Mutation(
         "old memories are removed before the new checkpoint is in place",
         "runs/checkpoint.py",
-        "            publish_checkpoint(path, is_best, needed)\n"
-        "            clients.remove_unused(*used)\n",
-        "            clients.remove_unused(*used)\n"
-        "            publish_checkpoint(path, is_best, needed)\n",
+        "        def publish() -> None:\n",
+        "        def publish() -> None:\n            clients.remove_unused(*used)\n",
         "runs/test_crash_points.py",
     ),
     Mutation(
@@ -147,23 +145,23 @@ MUTATIONS = [
     ),
     Mutation(
         "a fit changes its client's stored memory",
-        "client/runner.py",
+        "client/fits.py",
         'memory=copy.deepcopy(request.memory.get("objective", {})),',
         'memory=request.memory.get("objective", {}),',
         "client/test_runner.py server/test_federation.py aggregators/test_scaffold.py",
     ),
     Mutation(
         "buffers of earlier clients are not reset",
-        "client/runner.py",
-        "load_(resident, {name: initial[name] for name in self.entries.reset})",
-        "pass",
+        "client/fits.py",
+        "**private, **reset}",
+        "**private}",
         "models/test_classifier.py client/test_runner.py runs/test_resume.py",
     ),
     Mutation(
         "private entries of another client stay",
-        "client/runner.py",
-        "load_(resident, {k: initial[k] for k in initial.keys() - shared.keys() - private.keys()})",
-        "pass",
+        "client/fits.py",
+        "return {**setup.initial, **request",
+        "return {**request",
         "client/test_runner.py models/test_fusedspacefed.py",
     ),
     Mutation(
@@ -316,23 +314,25 @@ MUTATIONS = [
     Mutation(
         "Ditto pulls to the model that was just trained",
         "aggregators/ditto.py",
-        "self.w = {name: w[name].to(v.device) for name, v in self.personal.parameters.items()}",
-        "self.w = {k: v for k, v in pl_module.named_parameters() if k in self.personal.parameters}",
+        "received = {name: held[name] for name in v}",
+        "received = w",
         "aggregators/test_twins.py",
     ),
     Mutation(
         "APFL's local gradient lacks the factor alpha",
         "aggregators/apfl.py",
-        "{name: self.alpha * value for name, value in gradient.items()}",
+        "{name: alpha.to(value.dtype) * value for name, value in gradient.items()}",
         "gradient",
         "aggregators/test_twins.py",
     ),
     Mutation(
         "pFedMe starts anew for every batch",
         "aggregators/pfedme.py",
-        "        w = self._own(pl_module)\n        for _",
-        "        w = self._own(pl_module)\n"
-        "        [v.data.copy_(w[k]) for k, v in self.theta.parameters.items()]\n        for _",
+        "    def direction(self, gradient: State, v: State, w: State, held",
+        "    def take_steps(self, second: Second, w: State, *rest: Any) -> None:\n"
+        "        [v.data.copy_(w[k]) for k, v in second.parameters.items()]\n"
+        "        super().take_steps(second, w, *rest)\n\n"
+        "    def direction(self, gradient: State, v: State, w: State, held",
         "aggregators/test_twins.py",
     ),
     Mutation(
@@ -344,7 +344,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a stack is clipped by the norm of all its clients",
-        "client/stack.py",
+        "client/stacked_loss.py",
         "factors = (float(limit) / (torch.stack(norms).norm(dim=0) + 1e-6)).clamp(max=1.0)",
         "factors = (float(limit) / (torch.stack(norms).norm().expand(len(norms[0])) + 1e-6))"
         ".clamp(max=1.0)",
@@ -352,7 +352,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the statistics of a stack stay",
-        "client/stack.py",
+        "client/stack_steps.py",
         "self.others[name][at] = value",
         "pass",
         "engines/test_vectorized.py",
@@ -366,8 +366,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a client of a stack trains on after its last step",
-        "client/stack.py",
-        "if step + 1 == self.members[i].steps:",
+        "client/stack_steps.py",
+        "if step + 1 == self.members[place].steps:",
         "if step + 1 == max(member.steps for member in self.members):",
         "engines/test_vectorized.py",
     ),
@@ -380,8 +380,43 @@ MUTATIONS = [
     ),
     Mutation(
         "the end of a stacked fit is not the algorithm's",
-        "client/stack.py",
+        "client/stack_steps.py",
         "callback.on_train_end(member.trainer, member.module)",
+        "pass",
+        "engines/test_vectorized.py",
+    ),
+    Mutation(
+        "a sample that fills up a batch counts",
+        "client/stacked_loss.py",
+        "< size\n",
+        "<= size\n",
+        "engines/test_vectorized.py",
+    ),
+    Mutation(
+        "batches are filled up whatever the loss",
+        "client/stack_steps.py",
+        "a.keys() == b.keys() and all(_is_close(a[name], b[name]) for name in a)",
+        "a.keys() == b.keys()",
+        "engines/test_vectorized.py",
+    ),
+    Mutation(
+        "a stack's second models read what the first client holds",
+        "client/stacked_second.py",
+        "self._steps.held = tree_map(lambda *parts: stacked(parts), *helds)",
+        "self._steps.held = tree_map(lambda *parts: stacked(parts[:1] * len(parts)), *helds)",
+        "engines/test_vectorized.py",
+    ),
+    Mutation(
+        "the optimizer of a stack does not go on",
+        "client/stack_steps.py",
+        "            gather_states(self.optimizer, self.parameters, members)",
+        "            pass",
+        "engines/test_vectorized.py",
+    ),
+    Mutation(
+        "a second model loses a buffer that a step replaces",
+        "aggregators/losses.py",
+        "others[name].copy_(ends[name].detach())",
         "pass",
         "engines/test_vectorized.py",
     ),
