@@ -140,7 +140,8 @@ def cross_figure(table: pd.DataFrame, metric: str, score: str = "last") -> Figur
     for unused in panels[len(matrices) :]:
         unused.set_axis_off()
     figure.supxlabel(table.attrs.get("columns", ""), fontsize=10)
-    figure.colorbar(image, ax=panels, label=_title(metric, score), fraction=0.03)
+    bar = figure.colorbar(image, ax=panels, fraction=0.03)
+    bar.set_label(_title(metric, score), fontsize=7)  # a single panel is low
     return figure
 
 
