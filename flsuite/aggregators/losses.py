@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from flsuite.errors import FlsuiteError
-from flsuite.models.modes import evaluating, plain_attributes
+from flsuite.models.modes import evaluating, plain_attributes, restore_attributes
 from flsuite.state import State
 
 
@@ -83,6 +83,21 @@ def step_loss(
         step = {f"module.{name}": value for name, value in tensors.items()}
         loss: Tensor = torch.func.functional_call(_Step(module, ends), step, (batch, index))
     return loss
+
+
+def changes_attributes(module: LightningModule, tensors: Mapping[str, Tensor], batch: Any) -> bool:
+    """Return whether a training step changes plain attributes of the model, such as a counter.
+
+    They are restored, and the tensors do not change. The arguments are those of :func:`step_loss`.
+    """
+    step = {f"module.{name}": value.detach().clone() for name, value in tensors.items()}
+    with _logging_to(module, lambda *args, **kwargs: None), _unchanged(module):
+        before = plain_attributes(module)
+        torch.func.functional_call(_Step(module, None), step, (batch, 0))
+        try:
+            return plain_attributes(module) != before
+        except RuntimeError:  # lists of tensors, which do not compare
+            return True
 
 
 def loss_and_gradient(
@@ -199,8 +214,7 @@ def _unchanged(module: LightningModule) -> Iterator[None]:
     finally:
         for parent, name, metric in parents:
             setattr(parent, name, metric)
-        for name, value in kept.items():
-            setattr(module, name, value)
+        restore_attributes(module, kept)
 
 
 @contextmanager

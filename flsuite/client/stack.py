@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from flsuite.aggregators.losses import step_loss
+from flsuite.aggregators.losses import changes_attributes, step_loss
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.entries import Entries
@@ -145,6 +145,9 @@ class Stack:
         wanted = [leaves[name].requires_grad_() for name in names]
         with torch.random.fork_rng(), trainer.precision_plugin.train_step_context():
             loss = step_loss(self.model, leaves, batch, 0)
+            if changes_attributes(self.model, start, batch):
+                kind = type(self.model).__name__
+                raise RuntimeError(f"a step changes attributes of {kind}, which clients share")
         gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
         return [k for k, g in zip(names, gradients, strict=True) if g is not None]
 

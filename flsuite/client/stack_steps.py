@@ -19,6 +19,7 @@ from flsuite.client.stacked_loss import Group, StackedLoss, clip
 from flsuite.client.stacked_optimizer import gather_states, hand_state
 from flsuite.client.stacked_second import StackedSecond
 from flsuite.client.trainer import ClientTrainer
+from flsuite.models.declarations import is_mean_over_samples
 from flsuite.state import State, clone
 
 
@@ -52,7 +53,7 @@ class StackSteps:
         self.others = {name: value for name, value in tensors.items() if name not in self.leaves}
         self.gradients = {k: torch.zeros_like(v) for k, v in self.parameters.items()}
         self.losses = torch.zeros(len(members), device=trainer.strategy.root_device)
-        self.logged: list[dict[str, float]] = [{} for _ in members]
+        self.logged: list[dict[str, tuple[float, int]]] = [{} for _ in members]
         self.entries = first_names(model, model.state_dict())
 
         replaced = {id(own[name]): value for name, value in self.parameters.items()}
@@ -87,10 +88,11 @@ class StackSteps:
     def is_mean_over_samples(self, batches: StackBatches) -> bool:
         """Return whether the loss of a batch is the mean of the losses of its samples.
 
-        It is measured, with the gradients, at the first client's weights, on samples of all
-        clients. It is not where a layer mixes samples, samples have weights, or a step draws random
-        numbers.
+        The model declares it of its step. That its layers do not mix samples or draw random numbers
+        is measured, with the gradients, at the first client's weights, on samples of all clients.
         """
+        if not is_mean_over_samples(self.loss.model):
+            return False
         parameters, others, held = (
             tree_map(lambda part: part[:1], tensors)
             for tensors in (self.leaves, self.others, self.held)
@@ -107,6 +109,7 @@ class StackSteps:
             ({"loss": whole.losses}, {"loss": by_sample.losses}),
             (whole.gradients, by_sample.gradients),
             (whole.buffers, by_sample.buffers),
+            (whole.logged, by_sample.logged),
         )
         return all(
             a.keys() == b.keys() and all(_is_close(a[name], b[name]) for name in a)
@@ -155,16 +158,17 @@ class StackSteps:
         for name, value in done.buffers.items():
             self.others[name][at] = value
         self.losses[at] += done.losses
-        self._log(step, group.places, done.logged)
+        self._log(step, group, done.logged)
 
-    def _log(self, step: int, places: Sequence[int], logged: Mapping[str, Tensor]) -> None:
-        """Add what the clients log to the means over their last epochs."""
+    def _log(self, step: int, group: Group, logged: Mapping[str, Tensor]) -> None:
+        """Add what the clients log to the sums over their last epochs, by sizes of batches."""
         for name, values in logged.items():
-            for place, value in zip(places, values.tolist(), strict=True):
-                member, means = self.members[place], self.logged[place]
-                batches = len(member.loader)
-                if step >= member.steps - batches:
-                    means[name] = means.get(name, 0.0) + value / batches
+            samples = group.samples()
+            for place, value, size in zip(group.places, values.tolist(), samples, strict=True):
+                member, sums = self.members[place], self.logged[place]
+                if step >= member.steps - len(member.loader):
+                    total, seen = sums.get(name, (0.0, 0))
+                    sums[name] = total + value * size, seen + size
 
     def _end(self, place: int) -> State:
         """End a client's fit, and return its state, under all names of tied weights."""
@@ -179,7 +183,8 @@ class StackSteps:
 
     def _metrics(self, place: int) -> dict[str, float]:
         loss = float(self.losses[place]) / self.members[place].steps
-        return {"loss": loss, **self.logged[place]}
+        logged = {name: total / seen for name, (total, seen) in self.logged[place].items()}
+        return {"loss": loss, **logged}
 
 
 def _is_close(ours: Tensor, theirs: Tensor) -> bool:

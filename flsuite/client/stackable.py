@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
+from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from flsuite.aggregators.rules.after_fit import AfterFit
@@ -110,6 +111,9 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
         yield f"{name} has {own[0]}"
     if any(p.is_sparse or p.is_complex() for p in model.parameters()):
         yield f"{name} has sparse or complex parameters"
+    for path, part in model.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and _has_options(part):
+            yield f"{name}.{path} has padding_idx, max_norm or scale_grad_by_freq"
     for argument, values in _ONE_BY_ONE.items():
         if (value := setup.trainer_kwargs.get(argument)) not in values:
             yield f"trainer.{argument} is {value!r}"
@@ -119,6 +123,11 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
         optimizer_of(model)
     except (RuntimeError, AttributeError) as error:
         yield f"{name}.configure_optimizers needs a Trainer ({one_line(error)})"
+
+
+def _has_options(part: nn.Embedding | nn.EmbeddingBag) -> bool:
+    """Return whether an embedding has options that a batched program ignores."""
+    return part.padding_idx is not None or bool(part.max_norm) or part.scale_grad_by_freq
 
 
 def _some_client(setup: WorkerSetup) -> ClientContext:

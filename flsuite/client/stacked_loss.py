@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from flsuite.aggregators.features import FeatureTerm, as_rows, features_at, inputs_of
 from flsuite.aggregators.losses import step_loss
@@ -33,6 +33,11 @@ class Group:
     at: Any
     batch: Any
     sizes: Tensor | None = None
+
+    def samples(self) -> list[int]:
+        """Return how many samples of each batch count."""
+        size = tree_leaves(self.batch)[0].shape[1]
+        return [size] * len(self.places) if self.sizes is None else self.sizes.tolist()
 
 
 @dataclass

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from flsuite.data.spec import DataSpec
 from flsuite.models.backbones import Backbone, LeNet5
 from flsuite.models.base import ClientModel, require_classes
+from flsuite.models.declarations import mean_over_samples
 from flsuite.models.pretrained import file_digest, load_weights, read_weights
 
 
@@ -103,6 +104,7 @@ class Classifier(ClientModel):
         """Return the logits ``(n, outputs)``."""
         return self(x)
 
+    @mean_over_samples
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         return mean_classification_loss(self(x), y)

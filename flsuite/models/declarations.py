@@ -5,7 +5,7 @@ declarations, and a plain module may have any of them under the same names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -15,6 +15,8 @@ from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
 from flsuite.models.base import ClientModel
 from flsuite.state import matches
+
+Step = TypeVar("Step", bound=Callable[..., Any])
 
 _OVERRIDES = ("training_step", "configure_optimizers")
 _STEPS = ("validation_step", "test_step")
@@ -138,6 +140,21 @@ def to_channels_last(model: LightningModule) -> None:
     # Tables have no convolutions to convert.
     if isinstance(model, ClientModel) and model.spec and len(model.spec.shape) == 3:
         model.to(memory_format=torch.channels_last)
+
+
+def mean_over_samples(step: Step) -> Step:
+    """Declare that the loss of a training step is the mean of one loss per sample.
+
+    Each of these depends on its sample alone. The declaration belongs to the function: a model that
+    overrides the step makes it again, or not.
+    """
+    vars(step)["is_mean_over_samples"] = True
+    return step
+
+
+def is_mean_over_samples(model: LightningModule) -> bool:
+    """Return whether the model's training step is declared by :func:`mean_over_samples`."""
+    return getattr(model.training_step, "is_mean_over_samples", False)
 
 
 def has_step(model: LightningModule, name: str) -> bool:

@@ -359,7 +359,35 @@ class Weighted(Aux):
         return nn.functional.cross_entropy(logits, batch[1], weights)
 
 
-UNUSUAL = (Weighted, AuxLater, AuxInLargeBatches, OnlyAux, Annealed, Skipping, Remembering)
+class Counting(Aux):
+    """Counts its steps in an attribute, which starts as one of the class."""
+
+    steps_taken = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps_taken += 1
+        return self.loss(batch, True) / self.steps_taken
+
+
+class WeightedRare(Aux):
+    """Weighs a class that many batches lack."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weights = torch.tensor([1.0, 1.0, 20.0])
+        return nn.functional.cross_entropy(self.logits(batch[0]), batch[1], weights)
+
+
+UNUSUAL = (
+    Counting,
+    WeightedRare,
+    Weighted,
+    AuxLater,
+    AuxInLargeBatches,
+    OnlyAux,
+    Annealed,
+    Skipping,
+    Remembering,
+)
 
 
 @pytest.mark.parametrize("kind", UNUSUAL)
@@ -484,7 +512,6 @@ def test_what_the_model_logs_is_a_mean_of_the_last_epoch(stacks: list[int]) -> N
         return Logging(plain.backbone, plain.optimizer)
 
     data = table_data()
-    data.batch_size = 1000  # one batch, so that the weights of batches do not matter
     alone = fitted(InProcess(), model=model(), data=data)
     stacked = fitted(Vectorized(), model=model(), data=data)
     own = [
@@ -543,6 +570,12 @@ class Complex(Classifier):
         self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
 
 
+class Embedding(Classifier):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.tokens = nn.Embedding(4, 2, padding_idx=0)
+
+
 class Warm(Classifier):
     extra_epochs = 1
 
@@ -559,6 +592,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "complex numbers": ({"model": Complex(PLAIN.backbone, PLAIN.optimizer)}, "complex parameters"),
     "a warm-up": ({"model": Warm(PLAIN.backbone, PLAIN.optimizer)}, "has a warm-up"),
     "a scheduler": ({"model": Scheduled(PLAIN.backbone, PLAIN.optimizer)}, "without a scheduler"),
+    "padding": ({"model": Embedding(PLAIN.backbone, PLAIN.optimizer)}, "tokens has padding_idx"),
     "a Trainer": ({"model": Reading(PLAIN.backbone, PLAIN.optimizer)}, "needs a Trainer"),
     "LBFGS": ({"model": Classifier(PLAIN.backbone, LBFGS)}, "one of SGD, Adam"),
     "hooks of the algorithm": ({"aggregator": FedRoD()}, "FedRoD does more"),
