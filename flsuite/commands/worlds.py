@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from flsuite.analysis.runs import curve, read_metrics
 from flsuite.commands.fit import build
 from flsuite.commands.record import first_round, last_round
+from flsuite.commands.replay import engine_of
 from flsuite.errors import FlsuiteError
 from flsuite.messages import Split
 from flsuite.runs.fork import parent_settings
@@ -71,6 +72,7 @@ class Worlds(ABC):
         built = build(
             [
                 *("--config", str(self.run / "config.yaml"), "--run_dir", str(folder)),
+                *engine_of(self.run),  # an engine chosen by timing may round otherwise
                 *("--trainer.without", str(sorted(absent)), *(begin if self.at else [])),
                 *("--trainer.logger", "false", "--trainer.enable_progress_bar", "false"),
                 # A world is scored, and nobody begins in the middle of it.

@@ -15,7 +15,9 @@ from flsuite.commands import shares
 from flsuite.commands.contribution import place_of
 from flsuite.commands.shares import leave_one_out, shapley
 from flsuite.commands.worlds import Rebuilt, Retrained
+from flsuite.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
+from flsuite.runs.fork import parent_settings
 from tests.commands.command import QUICKSTART, cli, files, refused
 from tests.conftest import equal_states
 
@@ -182,6 +184,33 @@ def test_forks_of_another_run_or_moment_are_not_taken_for_ones_own() -> None:
     worlds.score(frozenset({0}))
     text = Path("worlds/without-0/settings.yaml").read_text()
     assert "without:\n- 0\n- 2\n" in text
+
+
+def test_forks_use_the_engine_that_auto_chose() -> None:
+    cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, "--trainer.engine", "Auto")
+    trainer, _, _ = Retrained(Path("run"), "accuracy", 0, Path())._built(frozenset({1}), Path("a"))
+    chosen = parent_settings(Path("run")).get("engine", {}).get("class_path", "InProcess")
+    assert type(trainer.engine).__name__ == chosen.rpartition(".")[2]
+
+
+def test_runs_that_cannot_be_compared_are_refused_before_training(capsys: Any) -> None:
+    cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT)
+    cli("fit", "--config", QUICKSTART, "--run_dir", "three", *SHORT, "--data.clients", "3")
+    cli("fit", "--config", QUICKSTART, "--run_dir", "lacks", *SHORT, "--trainer.without", "[3]")
+    line = refused(capsys, "contribution", "run", "three")
+    assert "have other numbers of clients (run: 4, three: 3)" in line
+    for clients in "3", "0,3":
+        line = refused(capsys, "contribution", "lacks", "--clients", clients)
+        assert "lacks is without client 3 already" in line
+    settings = Path("run/settings.yaml")
+    settings.write_text(settings.read_text().replace("rounds: 2", "rounds: 9"))
+    checkpoint = Path("run/checkpoints/last.ckpt")
+    content = load_checkpoint(checkpoint)
+    content["summary"]["ends"] = []
+    checkpoint.unlink()
+    save_tensors(content, checkpoint)
+    line = refused(capsys, "contribution", "run")
+    assert "run was interrupted after round 2: flsuite resume run first" in line
 
 
 @pytest.mark.parametrize(
