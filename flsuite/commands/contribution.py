@@ -23,6 +23,7 @@ from flsuite.commands.worlds import Rebuilt, Retrained, Worlds
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
 from flsuite.runs.fork import parent_settings
+from flsuite.score_names import lower_is_better
 
 _METHODS = ("leave-one-out", "shapley")
 _NAMES = {"training": ["contribution"], "updates": ["estimate"]}
@@ -34,29 +35,31 @@ def contribution(args: list[str]) -> None:
     request = _parse(args)
     checked = _checked(request)
     folder, names = make_folder(Path(request.output)), _NAMES[request.by]
+    less = bool(lower_is_better(request.metric))
+    sign = -1 if less else 1  # a positive value is a useful client
     rows: list[dict[str, Any]] = []
     costs: list[dict[str, Any]] = []
     while checked:
         run, clients, of_run = checked.pop(0)  # a run's models are large
         for name in reversed(names):  # the estimate comes first: it is cheap
             worlds = of_run.pop(name)
-            for client, value in _shares(worlds, clients, request):
+            for client, change in _shares(worlds, clients, request):
+                value = sign * change + 0.0  # no -0.0
                 own = {"client": client, "samples": worlds.samples[client]}
                 rows.append({"run": run, **own, "name": name, "value": value})
             cost = {"seconds": worlds.seconds, "count": worlds.made, "unit": worlds.unit}
             costs.append({"run": run, "name": name, "split": worlds.split, **cost})
 
     values, cost = pd.DataFrame(rows), pd.DataFrame(costs)
-    table, what = contribution_table(values, names), f"{request.metric}, {request.method}"
+    table = contribution_table(values, names)
+    what = f"{'a lower ' * less}{request.metric}, {request.method}"
     for content, name in (values, "values"), (table, "contribution"), (cost, "cost"):
         content.to_csv(folder / f"{name}.csv", index=False)
     picture = contribution_figure(table, values, f"contribution to {what}", names)
     picture.savefig(folder / "contribution.png", dpi=100)
     _print(table, f"contribution to {what}", names, cost)
     if len(names) == 2:
-        found = rank_correlation(values, names)
-        each = ", ".join(f"{value:.2f}" for value in found) if len(found) > 1 else ""
-        print(f"rank correlation of the two: {found.mean():.2f}{each and f' (runs: {each})'}")
+        _print_ranks(rank_correlation(values, names))
     print(f"{folder / 'contribution.csv'}\n{folder / 'contribution.png'}")
 
 
@@ -158,6 +161,14 @@ def _print(table: pd.DataFrame, title: str, names: Sequence[str], costs: pd.Data
     for (name, split, unit), own in costs.groupby(["name", "split", "unit"], sort=False):
         cost = f"{own['count'].sum()} {unit}, {own['seconds'].sum():.1f} s"
         print(f"{name}: {split} data, {cost}")
+
+
+def _print_ranks(found: pd.Series) -> None:
+    """Print the rank correlations of the runs, if there is one."""
+    if found.isna().all():
+        return
+    each = ", ".join(f"{value:.2f}" for value in found) if len(found) > 1 else ""
+    print(f"rank correlation of the two: {found.mean():.2f}{each and f' (runs: {each})'}")
 
 
 def _cells(value: float, std: float) -> tuple[str, str]:

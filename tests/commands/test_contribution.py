@@ -157,6 +157,31 @@ def test_the_rank_correlation_is_that_of_ranks_within_a_run() -> None:
     )
     assert rank_correlation(values, ["a", "b"]).tolist() == pytest.approx([1, 1])
     assert rank_correlation(values, ["a", "c"]).tolist() == pytest.approx([-1, -1])
+    two = values[values["client"] < 2]
+    assert rank_correlation(two, ["a", "c"]).isna().all(), "two clients have no ranks to speak of"
+
+
+def test_of_a_loss_a_useful_client_is_positive_and_first(capsys: Any) -> None:
+    cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, *KEEPS)
+    request = ["--by", "updates", "--metric", "loss", "--output", "out"]
+    cli("contribution", "run", *request)
+    out = capsys.readouterr().out
+    with Path("out/contribution.csv").open(newline="") as file:
+        values = {int(row["client"]): float(row["estimate"]) for row in csv.DictReader(file)}
+    worlds = Rebuilt(Path("run"), "loss", 0)
+    whole = worlds.score(frozenset())
+    for client, value in values.items():
+        assert value == pytest.approx(worlds.score(frozenset({client})) - whole)
+    assert "contribution to a lower loss" in out
+    order = sorted(values, key=lambda client: -values[client])
+    shown = [int(line.split()[1]) for line in out.splitlines() if line.startswith("│")]
+    assert shown == order
+
+
+def test_the_ranks_of_two_clients_are_not_printed(capsys: Any) -> None:
+    cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, *KEEPS)
+    cli("contribution", "run", "--by", "both", "--clients", "0,1", "--output", "out")
+    assert "rank correlation" not in capsys.readouterr().out
 
 
 def test_an_estimate_needs_what_a_run_keeps(capsys: Any) -> None:
@@ -167,8 +192,9 @@ def test_an_estimate_needs_what_a_run_keeps(capsys: Any) -> None:
     Path("updates/checkpoints/best.ckpt").unlink()
     line = refused(capsys, "contribution", "nothing", "--by", "updates")
     assert "has not kept its clients' models; fit it with --trainer.keep_updates true" in line
+    assert line.endswith("use --by training")
     line = refused(capsys, "contribution", "updates", "--by", "updates")
-    assert "fit it with --trainer.keep_rounds 1" in line
+    assert "fit it with --trainer.keep_rounds 1, or use --by training" in line
 
 
 def test_forks_of_another_run_or_moment_are_not_taken_for_ones_own() -> None:
