@@ -6,6 +6,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+_FEWEST = 3  # clients with a rank correlation: two are ranked alike, or the other way round
+
 
 def contribution_table(values: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """Return a row per client, with the mean and spread of its contribution by each method.
@@ -34,7 +36,7 @@ def by_run(values: pd.DataFrame) -> pd.DataFrame:
 def rank_correlation(values: pd.DataFrame, names: Sequence[str]) -> pd.Series:
     """Return Spearman's rank correlation of two methods over the clients of each run.
 
-    It is NaN where all clients are alike.
+    It is NaN where all clients are alike, or there are fewer than three.
 
     Args:
         values: As for :func:`contribution_table`.
@@ -43,8 +45,8 @@ def rank_correlation(values: pd.DataFrame, names: Sequence[str]) -> pd.Series:
 
     def of_a_run(rows: pd.DataFrame) -> float:
         first, second = (rows[name].rank() for name in names)
-        is_constant = min(first.nunique(), second.nunique()) < 2
-        return float("nan") if is_constant else float(first.corr(second))
+        is_open = min(first.nunique(), second.nunique()) < 2 or len(rows) < _FEWEST
+        return float("nan") if is_open else float(first.corr(second))
 
     means = by_run(values)
     return pd.Series({run: of_a_run(rows) for run, rows in means.groupby("run")}, dtype=float)
@@ -86,6 +88,8 @@ def _against(axes: Axes, values: pd.DataFrame, names: Sequence[str]) -> None:
     axes.axhline(0, color="black", linewidth=0.5)
     axes.axvline(0, color="black", linewidth=0.5)
     axes.set(xlabel=names[0], ylabel=names[1])
-    axes.set_title(f"rank correlation {rank_correlation(values, names).mean():.2f}", fontsize=9)
+    found = rank_correlation(values, names)
+    if found.notna().any():
+        axes.set_title(f"rank correlation {found.mean():.2f}", fontsize=9)
     if values["run"].nunique() > 1:
         axes.legend(fontsize=7)

@@ -16,12 +16,14 @@ from flsuite.analysis.contribution import (
     rank_correlation,
 )
 from flsuite.commands.arguments import CommandParser
+from flsuite.commands.record import is_finished, last_round
 from flsuite.commands.run_folder import require_run
 from flsuite.commands.shares import leave_one_out, shapley
 from flsuite.commands.worlds import Rebuilt, Retrained, Worlds
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
 from flsuite.runs.fork import parent_settings
+from flsuite.score_names import lower_is_better
 
 _METHODS = ("leave-one-out", "shapley")
 _NAMES = {"training": ["contribution"], "updates": ["estimate"]}
@@ -31,30 +33,60 @@ _NAMES["both"] = [*_NAMES["training"], *_NAMES["updates"]]
 def contribution(args: list[str]) -> None:
     """Score the federation without clients, and write and print each client's contribution."""
     request = _parse(args)
+    checked = _checked(request)
     folder, names = make_folder(Path(request.output)), _NAMES[request.by]
+    less = bool(lower_is_better(request.metric))
+    sign = -1 if less else 1  # a positive value is a useful client
     rows: list[dict[str, Any]] = []
     costs: list[dict[str, Any]] = []
-    for run in request.runs:
+    while checked:
+        run, clients, of_run = checked.pop(0)  # a run's models are large
         for name in reversed(names):  # the estimate comes first: it is cheap
-            worlds = _worlds(name, require_run("contribution", Path(run)), folder, request)
-            for client, value in _shares(worlds, _chosen(request.clients, worlds), request):
+            worlds = of_run.pop(name)
+            for client, change in _shares(worlds, clients, request):
+                value = sign * change + 0.0  # no -0.0
                 own = {"client": client, "samples": worlds.samples[client]}
                 rows.append({"run": run, **own, "name": name, "value": value})
             cost = {"seconds": worlds.seconds, "count": worlds.made, "unit": worlds.unit}
             costs.append({"run": run, "name": name, "split": worlds.split, **cost})
 
     values, cost = pd.DataFrame(rows), pd.DataFrame(costs)
-    table, what = contribution_table(values, names), f"{request.metric}, {request.method}"
+    table = contribution_table(values, names)
+    what = f"{'a lower ' * less}{request.metric}, {request.method}"
     for content, name in (values, "values"), (table, "contribution"), (cost, "cost"):
         content.to_csv(folder / f"{name}.csv", index=False)
     picture = contribution_figure(table, values, f"contribution to {what}", names)
     picture.savefig(folder / "contribution.png", dpi=100)
     _print(table, f"contribution to {what}", names, cost)
     if len(names) == 2:
-        found = rank_correlation(values, names)
-        each = ", ".join(f"{value:.2f}" for value in found) if len(found) > 1 else ""
-        print(f"rank correlation of the two: {found.mean():.2f}{each and f' (runs: {each})'}")
+        _print_ranks(rank_correlation(values, names))
     print(f"{folder / 'contribution.csv'}\n{folder / 'contribution.png'}")
+
+
+def _checked(request: Any) -> list[tuple[str, list[int], dict[str, Worlds]]]:
+    """Return each run, its clients and what scores it, before anything is trained.
+
+    Raises:
+        FlsuiteError: If the runs do not fit together, or are not what the request needs.
+    """
+    checked, sizes = [], {}
+    for run in request.runs:
+        path = require_run("contribution", Path(run))
+        if not is_finished(path):
+            raise FlsuiteError(
+                f"contribution: {run} was interrupted after round {last_round(path)}: "
+                f"flsuite resume {run} first"
+            )
+        of_run = {name: _worlds(name, path, request) for name in _NAMES[request.by]}
+        first = of_run[_NAMES[request.by][0]]
+        checked.append((run, _chosen(request.clients, first), of_run))
+        sizes[run] = first.clients
+    if len({*sizes.values()}) > 1:
+        have = ", ".join(f"{run}: {clients}" for run, clients in sizes.items())
+        raise FlsuiteError(
+            f"contribution: the runs have other numbers of clients ({have}); ask for one at a time"
+        )
+    return checked
 
 
 def place_of(run: Path, at: int) -> str:
@@ -63,10 +95,12 @@ def place_of(run: Path, at: int) -> str:
     return f"{run.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def _worlds(name: str, run: Path, folder: Path, request: Any) -> Worlds:
+def _worlds(name: str, run: Path, request: Any) -> Worlds:
     if name == "estimate":
         return Rebuilt(run, request.metric, request.at)
-    return Retrained(run, request.metric, request.at, folder / place_of(run, request.at))
+    return Retrained(
+        run, request.metric, request.at, Path(request.output) / place_of(run, request.at)
+    )
 
 
 def _shares(worlds: Worlds, chosen: Sequence[int], request: Any) -> Iterator[tuple[int, float]]:
@@ -89,7 +123,12 @@ def _chosen(text: str, worlds: Worlds) -> list[int]:
         raise FlsuiteError(
             f"contribution: --clients must be from 0 to {worlds.clients - 1}, got {text}"
         )
-    return [client for client in chosen if client not in worlds.absent]
+    if gone := sorted(worlds.absent.intersection(chosen)):
+        who = f"client{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
+        raise FlsuiteError(
+            f"contribution: {worlds.run} is without {who} already; leave them out of --clients"
+        )
+    return chosen
 
 
 def _parse(args: list[str]) -> Any:
@@ -122,6 +161,14 @@ def _print(table: pd.DataFrame, title: str, names: Sequence[str], costs: pd.Data
     for (name, split, unit), own in costs.groupby(["name", "split", "unit"], sort=False):
         cost = f"{own['count'].sum()} {unit}, {own['seconds'].sum():.1f} s"
         print(f"{name}: {split} data, {cost}")
+
+
+def _print_ranks(found: pd.Series) -> None:
+    """Print the rank correlations of the runs, if there is one."""
+    if found.isna().all():
+        return
+    each = ", ".join(f"{value:.2f}" for value in found) if len(found) > 1 else ""
+    print(f"rank correlation of the two: {found.mean():.2f}{each and f' (runs: {each})'}")
 
 
 def _cells(value: float, std: float) -> tuple[str, str]:

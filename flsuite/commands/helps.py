@@ -215,7 +215,7 @@ and a spread.
   --method METHOD    leave-one-out (default), or shapley: clients join in random orders
   --permutations N   orders of shapley per RUN; default 10. Equal sets are scored once
   --tolerance X      shapley: who joins within X of RUN's score adds nothing; default 0
-  --metric NAME      the score; default accuracy
+  --metric NAME      the score; default accuracy. Positive values are useful clients, also of a loss
   --output FOLDER    where to write; default: contribution
 """
 

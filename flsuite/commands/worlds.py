@@ -10,10 +10,13 @@ from typing import Any, ClassVar
 from flsuite.analysis.runs import curve, read_metrics
 from flsuite.commands.fit import build
 from flsuite.commands.record import first_round, last_round
+from flsuite.commands.replay import engine_of
 from flsuite.errors import FlsuiteError
 from flsuite.messages import Split
 from flsuite.runs.fork import parent_settings
-from flsuite.runs.rounds import read_rounds
+from flsuite.runs.rounds import read_rounds, refuse_unkept
+
+_TRAINING = "use --by training"
 
 
 class Worlds(ABC):
@@ -71,6 +74,7 @@ class Worlds(ABC):
         built = build(
             [
                 *("--config", str(self.run / "config.yaml"), "--run_dir", str(folder)),
+                *engine_of(self.run),  # an engine chosen by timing may round otherwise
                 *("--trainer.without", str(sorted(absent)), *(begin if self.at else [])),
                 *("--trainer.logger", "false", "--trainer.enable_progress_bar", "false"),
                 # A world is scored, and nobody begins in the middle of it.
@@ -158,6 +162,10 @@ class Rebuilt(Worlds):
 
     unit, split = "aggregations", "val"
 
+    def __init__(self, run: Path, metric: str, at: int) -> None:
+        super().__init__(run, metric, at)
+        refuse_unkept(self._trainer, self._prepared, run, _TRAINING)
+
     def _score(self, absent: frozenset[int]) -> float:
         return sum(self._in_round(place, absent) for place in range(len(self.rounds)))
 
@@ -165,7 +173,7 @@ class Rebuilt(Worlds):
     def rounds(self) -> Any:
         """Return the kept rounds."""
         started = time.perf_counter()
-        rounds = read_rounds(self._trainer, self._prepared, self.run, self.at)
+        rounds = read_rounds(self._trainer, self._prepared, self.run, self.at, _TRAINING)
         self._values: dict[tuple[int, frozenset[int]], float] = {}
         self.seconds += time.perf_counter() - started
         return rounds

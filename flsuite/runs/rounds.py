@@ -25,6 +25,8 @@ from flsuite.schedules import Fit
 from flsuite.server.evaluation import GLOBAL
 from flsuite.state import State
 
+TRAIN = "train without the client instead"
+
 
 @dataclass(frozen=True)
 class KeptRound:
@@ -77,7 +79,9 @@ class KeptRound:
         return federation
 
 
-def read_rounds(trainer: Any, run: Run, folder: Path, after: int = 0) -> list[KeptRound]:
+def read_rounds(
+    trainer: Any, run: Run, folder: Path, after: int = 0, remedy: str = TRAIN
+) -> list[KeptRound]:
     """Return the rounds of a run whose models and whose state before are kept.
 
     They are held in memory, with a model per client and round.
@@ -87,11 +91,12 @@ def read_rounds(trainer: Any, run: Run, folder: Path, after: int = 0) -> list[Ke
         run: A run with the settings of the finished one, prepared and not started.
         folder: The folder of the finished one.
         after: Earlier rounds are left out.
+        remedy: What an error recommends.
 
     Raises:
         FlsuiteError: If there are none, or they cannot be aggregated again.
     """
-    _refuse(trainer, run, folder)
+    refuse_unkept(trainer, run, folder, remedy)
     federation, store, kept = run.federation, UpdateStore(folder / UPDATES), kept_rounds(folder)
     starts = {} if 0 in kept else {0: copy.deepcopy(federation.state_dict())}
     runner, rounds = ClientRunner(worker_setup(trainer, run)), []
@@ -105,7 +110,7 @@ def read_rounds(trainer: Any, run: Run, folder: Path, after: int = 0) -> list[Ke
     if not rounds:
         raise FlsuiteError(
             f"{folder} has kept no state before the rounds whose models it has kept; fit it with "
-            "--trainer.keep_rounds 1"
+            f"--trainer.keep_rounds 1, or {remedy}"
         )
     return rounds
 
@@ -122,13 +127,18 @@ def _updates(
     return tuple(o.update for o in outcomes if isinstance(o, ClientResult))
 
 
-def _refuse(trainer: Any, run: Run, folder: Path) -> None:
+def refuse_unkept(trainer: Any, run: Run, folder: Path, remedy: str = TRAIN) -> None:
     """Refuse a run whose rounds cannot be aggregated again.
+
+    Args:
+        trainer: As for :func:`read_rounds`.
+        run: As for :func:`read_rounds`.
+        folder: As for :func:`read_rounds`.
+        remedy: What the error recommends.
 
     Raises:
         FlsuiteError: If it is so.
     """
-    remedy = "train without the client instead"
     if not (folder / UPDATES).is_dir():
         raise FlsuiteError(
             f"{folder} has not kept its clients' models; fit it with --trainer.keep_updates true "

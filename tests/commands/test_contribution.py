@@ -15,7 +15,9 @@ from flsuite.commands import shares
 from flsuite.commands.contribution import place_of
 from flsuite.commands.shares import leave_one_out, shapley
 from flsuite.commands.worlds import Rebuilt, Retrained
+from flsuite.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
+from flsuite.runs.fork import parent_settings
 from tests.commands.command import QUICKSTART, cli, files, refused
 from tests.conftest import equal_states
 
@@ -155,6 +157,31 @@ def test_the_rank_correlation_is_that_of_ranks_within_a_run() -> None:
     )
     assert rank_correlation(values, ["a", "b"]).tolist() == pytest.approx([1, 1])
     assert rank_correlation(values, ["a", "c"]).tolist() == pytest.approx([-1, -1])
+    two = values[values["client"] < 2]
+    assert rank_correlation(two, ["a", "c"]).isna().all(), "two clients have no ranks to speak of"
+
+
+def test_of_a_loss_a_useful_client_is_positive_and_first(capsys: Any) -> None:
+    cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, *KEEPS)
+    request = ["--by", "updates", "--metric", "loss", "--output", "out"]
+    cli("contribution", "run", *request)
+    out = capsys.readouterr().out
+    with Path("out/contribution.csv").open(newline="") as file:
+        values = {int(row["client"]): float(row["estimate"]) for row in csv.DictReader(file)}
+    worlds = Rebuilt(Path("run"), "loss", 0)
+    whole = worlds.score(frozenset())
+    for client, value in values.items():
+        assert value == pytest.approx(worlds.score(frozenset({client})) - whole)
+    assert "contribution to a lower loss" in out
+    order = sorted(values, key=lambda client: -values[client])
+    shown = [int(line.split()[1]) for line in out.splitlines() if line.startswith("│")]
+    assert shown == order
+
+
+def test_the_ranks_of_two_clients_are_not_printed(capsys: Any) -> None:
+    cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, *KEEPS)
+    cli("contribution", "run", "--by", "both", "--clients", "0,1", "--output", "out")
+    assert "rank correlation" not in capsys.readouterr().out
 
 
 def test_an_estimate_needs_what_a_run_keeps(capsys: Any) -> None:
@@ -165,8 +192,9 @@ def test_an_estimate_needs_what_a_run_keeps(capsys: Any) -> None:
     Path("updates/checkpoints/best.ckpt").unlink()
     line = refused(capsys, "contribution", "nothing", "--by", "updates")
     assert "has not kept its clients' models; fit it with --trainer.keep_updates true" in line
+    assert line.endswith("use --by training")
     line = refused(capsys, "contribution", "updates", "--by", "updates")
-    assert "fit it with --trainer.keep_rounds 1" in line
+    assert "fit it with --trainer.keep_rounds 1, or use --by training" in line
 
 
 def test_forks_of_another_run_or_moment_are_not_taken_for_ones_own() -> None:
@@ -182,6 +210,33 @@ def test_forks_of_another_run_or_moment_are_not_taken_for_ones_own() -> None:
     worlds.score(frozenset({0}))
     text = Path("worlds/without-0/settings.yaml").read_text()
     assert "without:\n- 0\n- 2\n" in text
+
+
+def test_forks_use_the_engine_that_auto_chose() -> None:
+    cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, "--trainer.engine", "Auto")
+    trainer, _, _ = Retrained(Path("run"), "accuracy", 0, Path())._built(frozenset({1}), Path("a"))
+    chosen = parent_settings(Path("run")).get("engine", {}).get("class_path", "InProcess")
+    assert type(trainer.engine).__name__ == chosen.rpartition(".")[2]
+
+
+def test_runs_that_cannot_be_compared_are_refused_before_training(capsys: Any) -> None:
+    cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT)
+    cli("fit", "--config", QUICKSTART, "--run_dir", "three", *SHORT, "--data.clients", "3")
+    cli("fit", "--config", QUICKSTART, "--run_dir", "lacks", *SHORT, "--trainer.without", "[3]")
+    line = refused(capsys, "contribution", "run", "three")
+    assert "have other numbers of clients (run: 4, three: 3)" in line
+    for clients in "3", "0,3":
+        line = refused(capsys, "contribution", "lacks", "--clients", clients)
+        assert "lacks is without client 3 already" in line
+    settings = Path("run/settings.yaml")
+    settings.write_text(settings.read_text().replace("rounds: 2", "rounds: 9"))
+    checkpoint = Path("run/checkpoints/last.ckpt")
+    content = load_checkpoint(checkpoint)
+    content["summary"]["ends"] = []
+    checkpoint.unlink()
+    save_tensors(content, checkpoint)
+    line = refused(capsys, "contribution", "run")
+    assert "run was interrupted after round 2: flsuite resume run first" in line
 
 
 @pytest.mark.parametrize(
