@@ -77,6 +77,16 @@ def rows_of(path: Path) -> Iterator[Row]:
             yield from csv.DictReader(file)
 
 
+def cut_off(path: Path) -> int | None:
+    """Return the number of the first line of a table that lacks cells or its end, if one does."""
+    text = path.read_text(encoding="utf-8")
+    rows = csv.DictReader(text.splitlines())
+    for row in rows:
+        if None in row.values():
+            return rows.line_num
+    return None if text.endswith("\n") else rows.line_num
+
+
 def round_of_row(path: Path, row: Row) -> int:
     """Return the round of a row.
 

@@ -1,6 +1,8 @@
 """Rounds of a run done again."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -14,6 +16,8 @@ from flsuite.files import replace_file, save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.fork import copy_files, parent_settings
 from flsuite.runs.run import Run
+
+log = logging.getLogger("flsuite")
 
 
 @dataclass(eq=False)
@@ -48,11 +52,26 @@ def replay(run: Path, start: int | None, stop: int, folder: Path) -> int:
     from flsuite.commands.main import run_command
 
     between = [round for round in ends(run) if (start or 0) < round < stop]
-    for number, last in enumerate([*between, stop]):
-        go_on = ["--ckpt_path", "last"] if number else []
-        if status := run_command("fit", [*arguments(run, start, last, folder), *go_on]):
-            return status
+    with _without_its_origin():
+        for number, last in enumerate([*between, stop]):
+            go_on = ["--ckpt_path", "last"] if number else []
+            if status := run_command("fit", [*arguments(run, start, last, folder), *go_on]):
+                return status
     return 0
+
+
+@contextmanager
+def _without_its_origin() -> Iterator[None]:
+    """Leave out the line which says that a replay is a fork, as its run may be none."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("forked from")
+
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
 
 
 def arguments(run: Path, start: int | None, stop: int, folder: Path) -> list[str]:

@@ -75,9 +75,9 @@ def _require_replayable(run: Path) -> None:
 
     Raises:
         FlsuiteError: If measured times have decided its order.
-        FederationError: If a table is missing.
+        FederationError: If a table is missing or cut off.
     """
-    from flsuite.commands.record import is_asynchronous, is_virtual
+    from flsuite.commands.record import cut_off, is_asynchronous, is_virtual
 
     if not is_virtual(run) and is_asynchronous(run):
         raise FlsuiteError(
@@ -87,6 +87,8 @@ def _require_replayable(run: Path) -> None:
     for name in ("metrics.csv", "timeline.csv"):
         if not (run / name).is_file():
             raise FederationError(f"{run} does not verify: {name} is missing")
+        if line := cut_off(run / name):
+            raise FederationError(f"{run} does not verify: {name}, line {line} is cut off")
 
 
 def _starts(run: Path) -> list[int]:

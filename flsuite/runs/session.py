@@ -172,6 +172,11 @@ def _begin_at_the_parent(run: Run) -> None:
         return
     try:
         run.store.fork()
+        if run.options.budget.is_spent(run.federation.clock):
+            raise FlsuiteError(
+                f"trainer.fork: nothing is left to train after round {run.round}; begin at an "
+                f"earlier one, or raise {run.options.budget}"
+            )
     except FlsuiteError:
         run.folder.discard()
         raise

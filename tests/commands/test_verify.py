@@ -232,7 +232,8 @@ def test_measured_times_are_not_compared(run: Path, speeds: str) -> None:
 
 
 def test_what_cannot_be_done_again_is_said_in_one_line(run: Path, capsys: Any) -> None:
-    cli("fork", str(run), "--at", "4", "--run_dir", "nothing")
+    cli("fork", str(run), "--at", "2", "--run_dir", "nothing")
+    change_lines("settings.yaml", "round: 2", "round: 4")(Path("nothing"))
     assert "no round of its own" in refused(capsys, "verify", "nothing")
     schedule = ["--trainer.schedule", "Asynchronous", "--trainer.schedule.speeds", "Measured"]
     waits = ["--trainer.schedule.concurrency", "2", "--trainer.aggregator", "FedBuff"]
@@ -240,6 +241,23 @@ def test_what_cannot_be_done_again_is_said_in_one_line(run: Path, capsys: Any) -
     assert "measured times have decided" in refused(capsys, "verify", "measured")
     (run / "settings.yaml").write_text("a: [")
     assert "not valid YAML" in refused(capsys, "verify", str(run))
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "timeline.csv"])
+def test_a_table_that_was_cut_off_is_said_in_one_line(name: str, run: Path, capsys: Any) -> None:
+    path = run / name
+    lines = path.read_text().splitlines(keepends=True)
+    for size in len(lines[-1]) // 2, 1:
+        path.write_text("".join(lines)[:-size])
+        assert not verified(str(run), "--at", "2")
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{name}, line {len(lines)} is cut off" in line
+
+
+def test_a_replay_does_not_say_that_a_run_is_a_fork(run: Path, capsys: Any) -> None:
+    assert verified(str(run), "--at", "2")
+    captured = capsys.readouterr()
+    assert "forked from" not in captured.err + captured.out
 
 
 def test_another_environment_is_named(run: Path, capsys: Any) -> None:
@@ -313,6 +331,8 @@ def test_the_end_of_a_run_tells_what_its_kept_rounds_take(capsys: Any) -> None:
     [
         (["fork", "run"], "--at"),
         (["fork", "run", "--at", "9"], "has 4 rounds; give --at up to 4"),
+        (["fork", "run", "--at", "4"], "nothing is left to train after round 4"),
+        (["fork", "run", "--at", "2", "--trainer.rounds", "2"], "raise trainer.rounds (now 2)"),
         (["fork", "run", "--at", "-1"], "must be a round"),
         (["fork", "nowhere", "--at", "1"], "is not a run"),
         (["verify", "run", "--at", "1"], "must be one of [0, 2"),
