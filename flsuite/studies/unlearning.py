@@ -17,6 +17,7 @@ draws as they were. Five ways are compared with it:
 
 import argparse
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from flsuite.data.loader import TrainLoader
+from flsuite.errors import FlsuiteError, one_line
 from flsuite.files import make_folder
 from flsuite.models.modes import evaluating
 from flsuite.runs.fork import Fork
@@ -76,6 +78,7 @@ def unlearning_table(
         seeds: The seeds of the federation.
         clients: The clients that are removed, one at a time. Default: each.
     """
+    _refuse(study, seeds[0], clients or ())
     rows = []
     for seed in seeds:
         whole, last = fitted(study, seed, "whole")
@@ -95,6 +98,22 @@ def unlearning_table(
                 numbers = {"distance": apart, **measured(run, states[way], client)}
                 rows.append({"seed": seed, "client": client, "way": way, **numbers})
     return pd.DataFrame(rows)
+
+
+def _refuse(study: Study, seed: int, clients: Sequence[int]) -> None:
+    """Refuse a config that keeps too little, and unknown clients, before anything is trained.
+
+    Raises:
+        FlsuiteError: If it is so.
+    """
+    trainer, model, data = built(study, seed, "whole")
+    if not trainer.keep_updates or trainer.keep_rounds != 1:
+        raise FlsuiteError(
+            f"{study.config} must have trainer.keep_updates true and trainer.keep_rounds 1"
+        )
+    count = trainer.prepare(model, data).federation.data.clients
+    if unknown := [client for client in clients if not 0 <= client < count]:
+        raise FlsuiteError(f"--clients must be from 0 to {count - 1}, got {unknown[0]}")
 
 
 def _trained(study: Study, seed: int, client: int, last: int) -> Iterator[tuple[str, State]]:
@@ -253,8 +272,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=Study._field_defaults["rounds"])
     parser.add_argument("--rate", type=float, default=Study._field_defaults["rate"])
     request = parser.parse_args(argv)
-    study = Study(request.config, make_folder(request.output), request.rounds, request.rate)
-    table = unlearning_table(study, request.seeds, request.clients)
+    try:
+        study = Study(request.config, make_folder(request.output), request.rounds, request.rate)
+        table = unlearning_table(study, request.seeds, request.clients)
+    except FlsuiteError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
     table.to_csv(study.output / "unlearning.csv", index=False)
     unlearning_figure(table).savefig(study.output / "unlearning.png", dpi=100)
     means = table.groupby(["seed", "way"])[[*MEASURES]].mean().groupby("way", sort=False)

@@ -1,6 +1,7 @@
 """Ways to remove a client from a model, and what they are measured by."""
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -94,3 +95,21 @@ def test_the_command_writes_a_row_per_way(
     own = {way: pd.read_csv(out / f"1-{way}-0" / "metrics.csv") for way in ("exact", "continue")}
     assert own["continue"]["round"].max() == 2 and own["exact"]["round"].max() == 1
     assert not own["exact"]["scope"].eq("0").any(), "the removed client trains nowhere"
+
+
+@pytest.mark.parametrize(
+    ("keep", "client", "reason"),
+    [(False, "0", "must have trainer.keep_updates true"), (True, "9", "from 0 to 3, got 9")],
+)
+def test_a_wrong_request_is_one_line_before_training(
+    keep: bool, client: str, reason: str, config: Path, tmp_path: Path, capsys: Any
+) -> None:
+    content = yaml.safe_load(config.read_text())
+    content["trainer"]["keep_updates"] = keep
+    config.write_text(yaml.safe_dump(content))
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as end:
+        main(["--config", str(config), "--output", str(out), "--clients", client])
+    *_, line = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and line.startswith("error: ") and reason in line
+    assert not [*out.iterdir()]
