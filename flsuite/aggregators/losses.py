@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from flsuite.errors import FlsuiteError
-from flsuite.models.modes import evaluating, plain_attributes, restore_attributes
+from flsuite.models.modes import evaluating, plain_attributes
 from flsuite.state import State
 
 
@@ -214,7 +214,8 @@ def _unchanged(module: LightningModule) -> Iterator[None]:
     finally:
         for parent, name, metric in parents:
             setattr(parent, name, metric)
-        restore_attributes(module, kept)
+        for name, value in kept.items():
+            setattr(module, name, value)
 
 
 @contextmanager

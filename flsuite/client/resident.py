@@ -1,12 +1,13 @@
 """The resident model of a worker: restore it between fits, and check each fit's changes."""
 
+import copy
 from collections.abc import Collection
 
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
 from flsuite.errors import FlsuiteError
-from flsuite.models.modes import plain_attributes, restore_attributes
+from flsuite.models.modes import plain_attributes
 
 
 class Resident:
@@ -32,7 +33,8 @@ class Resident:
         A model may collect numbers in a list or in a metric over the steps of a fit. They must not
         leak into the next client, nor into a fit that restarts in Lightning's loop.
         """
-        restore_attributes(self.model, self._attributes)
+        for name, value in self._attributes.items():
+            setattr(self.model, name, copy.deepcopy(value))
         for metric in self._metrics:
             metric.reset()
 

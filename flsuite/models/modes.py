@@ -1,7 +1,7 @@
 """What a step changes of a module besides its tensors: modes, and plain Python attributes."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,22 +34,9 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Return copies of the module's attributes that are plain Python data."""
-    return {name: copy.deepcopy(vars(module)[name]) for name in _plain_names(module)}
-
-
-def restore_attributes(module: nn.Module, kept: Mapping[str, Any]) -> None:
-    """Restore what :func:`plain_attributes` has returned. Attributes that are new are removed."""
-    for name in _plain_names(module):
-        if name not in kept:
-            delattr(module, name)  # it may hide an attribute of the class
-    for name, value in kept.items():
-        setattr(module, name, copy.deepcopy(value))
-
-
-def _plain_names(module: nn.Module) -> list[str]:
     kinds = (bool, int, float, str, list, dict, set)
-    return [
-        name
+    return {
+        name: copy.deepcopy(value)
         for name, value in vars(module).items()
         if type(value) in kinds and not name.startswith("_") and name != "training"
-    ]
+    }

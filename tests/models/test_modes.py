@@ -4,12 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flsuite.models.modes import (
-    evaluating,
-    kept_modes,
-    plain_attributes,
-    restore_attributes,
-)
+from flsuite.models.modes import evaluating, kept_modes
 
 
 def mixed() -> nn.Sequential:
@@ -60,15 +55,3 @@ def test_evaluating_sets_evaluation_mode_and_kept_modes_sets_none() -> None:
         assert torch.equal(module[1][0](torch.ones(4)), torch.ones(4))
     with kept_modes(module):
         assert modes(module) == before
-
-
-def test_attributes_that_a_step_adds_are_removed() -> None:
-    class Counter(nn.Module):
-        count = 0
-
-    module = Counter()
-    kept = plain_attributes(module)
-    module.count += 1
-    restore_attributes(module, kept)
-    assert "count" not in vars(module)
-    assert module.count == 0
