@@ -79,7 +79,7 @@ class _EnvelopeSteps(SecondSteps):
 
     def __init__(self, client: ClientContext, settings: MoreauEnvelope) -> None:
         super().__init__(client)
-        self.settings, self.passes = settings, settings.steps
+        self.settings = settings
 
     def start(self, module: LightningModule) -> tuple[State, State]:
         return start_of(self.client, module, None), {}
@@ -87,9 +87,12 @@ class _EnvelopeSteps(SecondSteps):
     def direction(self, gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
         return pulled(gradient, difference(v, w), self.settings.lam), held
 
-    def advance(self, second: Second, direction: State) -> None:
-        for name, theta in second.parameters.items():
-            theta.detach().sub_(direction[name], alpha=self.settings.personal_lr)
+    def take_steps(self, second: Second, w: State, batch: Any, index: int) -> None:
+        v = {name: value.detach() for name, value in second.parameters.items()}
+        for _ in range(self.settings.steps):
+            direction, _ = self.direction(second.gradient(batch, index, v), v, w, self.held)
+            for name, theta in v.items():
+                theta.sub_(direction[name], alpha=self.settings.personal_lr)
 
     def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
         return self.settings.lam * (w - v)

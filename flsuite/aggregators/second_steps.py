@@ -40,12 +40,10 @@ class SecondSteps(Callback, ABC):
         client: The client's view of the round.
 
     Attributes:
-        passes: Steps of the second model per batch.
         held: What the steps read and change besides weights. See :meth:`start`.
     """
 
     supports_stack = True
-    passes = 1
 
     def __init__(self, client: ClientContext) -> None:
         self.client = client
@@ -80,10 +78,6 @@ class SecondSteps(Callback, ABC):
             held: What the steps hold.
         """
 
-    def advance(self, second: Second, direction: State) -> None:
-        """Take a step of the second model. Default: one of the model's kind of optimizer."""
-        second.step(direction)
-
     def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
         """Return the gradient of the model's own step, elementwise. Default: it does not change.
 
@@ -104,7 +98,7 @@ class SecondSteps(Callback, ABC):
         """
 
     def take_steps(self, second: Second, w: State, batch: Any, index: int) -> None:
-        """Take the steps on one batch.
+        """Take the steps on one batch. Default: one, of the model's kind of optimizer.
 
         Args:
             second: The second model.
@@ -112,11 +106,10 @@ class SecondSteps(Callback, ABC):
             batch: The batch, as the second model reads it.
             index: Its number in the epoch.
         """
-        for _ in range(self.passes):
-            v = {name: value.detach() for name, value in second.parameters.items()}
-            gradient = second.gradient(batch, index, second.each(self.point)(v, w, self.held))
-            direction, self.held = second.each(self.direction)(gradient, v, w, self.held)
-            self.advance(second, direction)
+        v = {name: value.detach() for name, value in second.parameters.items()}
+        gradient = second.gradient(batch, index, second.each(self.point)(v, w, self.held))
+        direction, self.held = second.each(self.direction)(gradient, v, w, self.held)
+        second.step(direction)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trainer = trainer

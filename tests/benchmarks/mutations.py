@@ -328,11 +328,9 @@ MUTATIONS = [
     Mutation(
         "pFedMe starts anew for every batch",
         "aggregators/pfedme.py",
-        "    def direction(self, gradient: State, v: State, w: State, held",
-        "    def take_steps(self, second: Second, w: State, *rest: Any) -> None:\n"
-        "        [v.data.copy_(w[k]) for k, v in second.parameters.items()]\n"
-        "        super().take_steps(second, w, *rest)\n\n"
-        "    def direction(self, gradient: State, v: State, w: State, held",
+        "        for _ in range(self.settings.steps):",
+        "        [theta.copy_(w[name]) for name, theta in v.items()]\n"
+        "        for _ in range(self.settings.steps):",
         "aggregators/test_twins.py",
     ),
     Mutation(
