@@ -58,27 +58,25 @@ def check(sweep: Sweep, folder: Path) -> dict[str, Any]:
     Raises:
         FlsuiteError: If two methods are the same.
     """
+    from flsuite.runs.reuse import refuse_other_training
+
     require_distinct(sweep)
     workers, refused = 1, []
+    ready: dict[Cell, dict[str, Any]] = {}  # settings, because many cells may have one source
     for cell in samples_of(sweep):
         if any((folder / cell.folder.parent).glob(f"*/{DONE}")):
             continue
         try:
-            of_cell, settings = _make_ready(sweep, cell)
+            of_cell, ready[cell] = _make_ready(sweep, cell)
             workers = max(workers, of_cell)
-            if cell.source is not None:
-                _refuse_other_training(sweep, cell, settings)
+            source = cell.source
+            if source is not None:
+                if source not in ready:
+                    _, ready[source] = _make_ready(sweep, source)
+                refuse_other_training(ready[cell], ready[source], source.folder)
         except FlsuiteError as error:
             refused.append(f"{_place(sweep, cell)}: {one_line(error)}")
     return {"workers": workers, "refused": refused}
-
-
-def _refuse_other_training(sweep: Sweep, cell: Cell, settings: dict[str, Any]) -> None:
-    from flsuite.runs.reuse import refuse_other_training
-
-    assert cell.source is not None
-    _, theirs = _make_ready(sweep, cell.source)
-    refuse_other_training(settings, theirs, cell.source.folder)
 
 
 def _make_ready(sweep: Sweep, cell: Cell) -> tuple[int, dict[str, Any]]:
@@ -94,6 +92,7 @@ def _make_ready(sweep: Sweep, cell: Cell) -> tuple[int, dict[str, Any]]:
     from flsuite.commands.fit import build
     from flsuite.runs.session import require_engine
 
+    gc.collect()  # the last cell's data, which refers to itself
     with tempfile.TemporaryDirectory() as folder:
         arguments = fit_arguments(sweep, cell, Path(folder))
         import_plugins(arguments)
