@@ -232,6 +232,12 @@ def plain(tree: Any, name: str) -> Any:
     )
 
 
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's values as bytes, for a digest. NumPy has no bfloat16."""
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return values.numpy().data
+
+
 def _items(tree: Any) -> Iterator[tuple[Any, Any]]:
     return iter(tree.items()) if isinstance(tree, Mapping) else iter(enumerate(tree))
 

@@ -92,7 +92,7 @@ def _make_ready(sweep: Sweep, cell: Cell) -> tuple[int, dict[str, Any]]:
     from flsuite.commands.fit import build
     from flsuite.runs.session import require_engine
 
-    gc.collect()  # the last cell's data, which refers to itself
+    gc.collect()  # the last cell's data: its trainer and its run refer to each other
     with tempfile.TemporaryDirectory() as folder:
         arguments = fit_arguments(sweep, cell, Path(folder))
         import_plugins(arguments)

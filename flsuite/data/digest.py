@@ -14,6 +14,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.map_style import StoredSplit, readable
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSplit
+from flsuite.state import raw_bytes
 
 _PLAIN = (str, int, float, bool, type(None))
 _PROBED = 32  # samples hashed of a split that is not in memory
@@ -73,8 +74,7 @@ def _probe(split: DataSplit) -> Any:
 def _add(digest: Any, value: Any) -> None:
     """Add nested data to a digest."""
     if isinstance(value, Tensor):
-        # As raw bytes, because NumPy has no bfloat16.
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(raw_bytes(value))
     elif isinstance(value, np.ndarray):
         digest.update(value.tobytes())
     elif isinstance(value, Mapping):

@@ -1,340 +1,36 @@
-"""Checkpoints, from which a run continues as if it had never stopped."""
+"""The file of a checkpoint: how it is written, moved into place and read."""
 
-import copy
-import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flsuite.arguments import renamed
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import (
-    BackgroundTask,
-    flush_to_disk,
-    load_tensors,
-    replace_file,
-    require_whole,
-    save_tensors,
-)
-from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import (
-    Fork,
-    adapted,
-    checkpoints_of,
-    copy_files,
-    is_other,
-    kept_rounds,
-    refuse_other_data,
-    refuse_other_privacy,
-    round_of,
-)
-from flsuite.runs.hooks import Hooks
-from flsuite.runs.settings import WEIGHTS, refuse_mismatch, with_contents
-from flsuite.runs.summary import RunSummary
-from flsuite.server.federation import Federation
-from flsuite.state import State, mismatch, plain
-
-log = logging.getLogger("flsuite")
+from flsuite.files import flush_to_disk, replace_file, require_whole, save_tensors
+from flsuite.runs.kept import with_shared
+from flsuite.state import plain
 
 _FORMAT = 3
-_FROZEN = "frozen.pt"
-
-# Settings that a resumed run may change.
-_LIMITS = ("rounds", "max_virtual_seconds", "max_client_updates", "stopping")
-_MAY_DIFFER = (*_LIMITS, "forked_from", *WEIGHTS)
-_DECIDE_SCORES = ("seed", "model", "data", "batchnorm", "aggregator")  # for a given state
 
 
-class RunStore:
-    """Writes a run's checkpoints, and restores them.
-
-    Files are flushed to disk and renamed into place during the next round.
+def write_checkpoint(content: dict[str, Any], folder: Path, name: str = "last.ckpt") -> Path:
+    """Write a checkpoint under a temporary name, and return its path.
 
     Args:
-        federation: The federation before its first round.
-        folder: The folder of the run.
-        settings: All settings that determine the result. A resume fills in missing file digests.
-        callbacks: The callbacks of the run.
-        summary: The scores so far.
-
-    Attributes:
-        keep_rounds: Rounds between two checkpoints that stay. ``None`` keeps none of them.
-        parent: The moment of another run that this one begins at, if any.
-    """
-
-    def __init__(
-        self,
-        federation: Federation,
-        folder: RunFolder,
-        settings: dict[str, Any],
-        callbacks: Hooks,
-        summary: RunSummary,
-    ) -> None:
-        self.federation = federation
-        self.folder = folder
-        self.settings = settings
-        self.callbacks = callbacks
-        self.summary = summary
-        self.keep_rounds: int | None = None
-        self.parent: Fork | None = None
-        self._kept: dict[int, tuple[dict[int, int], set[int]]] = {}
-        self._best_clients: dict[int, int] = {}
-        self._best_flights: set[int] = set()  # versions that clients in flight had started from
-        self._publishing = BackgroundTask()
-        self.settle()
-
-    @property
-    def versions_in_flight(self) -> set[int]:
-        """Return the versions that clients in flight have started from."""
-        in_flight = self.federation.schedule.in_flight
-        return {fit.version for fit in in_flight if fit.outcome == "arrived"}
-
-    def settle(self) -> None:
-        """Make this round the one to return to if a later round fails."""
-        federation = self.federation
-        memory = copy.deepcopy(federation.server.memory)
-        self._settled = replace(federation.clock), federation.state, memory
-
-    def roll_back(self) -> None:
-        """Return to the last settled round, because a half-done round mixes two states."""
-        federation = self.federation
-        federation.clients.rollback()
-        clock, federation.state, memory = self._settled
-        federation.clock = replace(clock)
-        current = federation.server.memory
-        current.clear()
-        current.update(memory)
-
-    def create(self) -> None:
-        """Write the entries that are never trained. They stay the same for the whole run."""
-        federation, checkpoints = self.federation, self.folder.checkpoints
-        if checkpoints is not None:
-            frozen = {name: federation.initial[name] for name in federation.entries.frozen}
-            if frozen:
-                checkpoints.mkdir(parents=True, exist_ok=True)
-                path = checkpoints / _FROZEN
-                replace_file(lambda temporary: save_tensors(frozen, temporary), path, flush=True)
-
-    def save(self, is_best: bool) -> None:
-        """Write the checkpoint of the round just done, and the memories of its clients.
-
-        Args:
-            is_best: Whether it is the round picked on validation data so far.
-
-        Raises:
-            FlsuiteError: If the checkpoint would not be readable.
-        """
-        federation, folder = self.federation, self.folder
-        clients, versions = federation.clients, federation.versions
-        in_flight = self.versions_in_flight
-        self._publishing.wait()  # the previous round's files are replaced next
-        written = [*clients.commit(federation.clock.round), *versions.commit(in_flight)]
-        sizes = {"table": folder.table.append(), "timeline": folder.timeline.append()}
-        self.settle()
-        if folder.checkpoints is None:
-            return
-
-        # The picked round keeps its clients' memories, for ``--ckpt_path best``.
-        if is_best:
-            self._best_clients, self._best_flights = dict(clients.versions), set(in_flight)
-        content = {
-            "settings": self.settings,
-            "federation": federation.state_dict(),
-            "callbacks": {c.state_key: c.state_dict() for c in self.callbacks.federation},
-            "summary": self.summary.state_dict(),
-            "best_clients": self._best_clients,
-            **sizes,
-        }
-        path = write_checkpoint(content, folder.checkpoints)
-        # A kill before the rename leaves the old checkpoint, whose files must still be there.
-        needed = [*written, *folder.tables]
-        round, keeps = federation.clock.round, self.keep_rounds
-        stays = keeps is not None and round % keeps == 0
-        if stays:
-            self._kept[round] = dict(clients.versions), set(in_flight)
-        kept = list(self._kept.values())
-        used = [dict(clients.versions), dict(self._best_clients), *(own for own, _ in kept)]
-        started = in_flight.union(self._best_flights, *(flights for _, flights in kept))
-        twins = [f"round-{round:06d}.ckpt"] if stays else []
-
-        def publish() -> None:
-            publish_checkpoint(path, [*twins, *(["best.ckpt"] if is_best else [])], needed)
-            clients.remove_unused(*used)
-            versions.remove_unused(started)
-
-        self._publishing.start(publish)
-
-    def close(self, must_succeed: bool) -> None:
-        """Wait until the last checkpoint is in place.
-
-        Args:
-            must_succeed: Raise an error if it fails. Otherwise only log it, because the run has
-                already failed with another error.
-        """
-        try:
-            self._publishing.close()
-        except Exception as error:
-            if must_succeed:
-                raise
-            log.warning("the last checkpoint was not written: %s", one_line(error))
-
-    def restore(self, checkpoint: Path, to_train: bool) -> dict[str, Any]:
-        """Restore the state of a checkpoint, and return the checkpoint's content.
-
-        Args:
-            checkpoint: The file.
-            to_train: Whether training continues from it. Scoring depends on fewer settings.
-
-        Raises:
-            FlsuiteError: If the checkpoint cannot be read, or was written with other settings.
-        """
-        content = load_checkpoint(checkpoint)
-        saved = renamed(content["settings"])
-        self.settings.update(with_contents(self.settings, saved))
-        # Settings of both sides: a setting that is missing on one side differs.
-        names = [
-            name
-            for name in {**self.settings, **saved}
-            if (name not in _MAY_DIFFER if to_train else name in _DECIDE_SCORES)
-        ]
-        ours, theirs = ({k: s.get(k) for k in names} for s in (self.settings, saved))
-        refuse_mismatch(ours, theirs, checkpoint)
-
-        self.federation.load_state_dict(content["federation"])
-        self.federation.initial |= self._frozen(checkpoint.parent / _FROZEN)
-        self.summary.load_state_dict(content["summary"])
-        self.settle()
-        self._best_clients = content["best_clients"]
-        for callback in self.callbacks.federation:
-            if callback.state_key in content["callbacks"]:
-                callback.load_state_dict(content["callbacks"][callback.state_key])
-        return content
-
-    def resume(self, checkpoint: Path) -> dict[str, Any]:
-        """Restore a checkpoint from this run's folder, to continue there.
-
-        Raises:
-            FlsuiteError: If it belongs to another run, or :meth:`restore` raises.
-        """
-        home, own = checkpoint.resolve().parent, self.folder.checkpoints
-        if checkpoint.is_file() and (own is None or home != own.resolve()):
-            raise FlsuiteError(
-                f"{checkpoint} belongs to another run; resume it there, with run_dir {home.parent}"
-            )
-        content = self.restore(checkpoint, to_train=True)
-        self.federation.versions.restore(self.versions_in_flight)
-        self.folder.table.resume(content["table"])
-        self.folder.timeline.resume(content["timeline"])
-        for kept in checkpoints_of(self.folder.path) if self.folder.path else ():
-            # Later ones belong to rounds that are repeated.
-            if kept.stem == "last" or (number := round_of(kept)) > self.federation.clock.round:
-                continue
-            before = load_checkpoint(kept)["federation"]
-            if kept.stem == "best":
-                self._best_flights = _flights(before)
-            else:
-                self._kept[number] = before["clients"], _flights(before)
-        log.info("resumed after round %d from %s", self.federation.clock.round, checkpoint)
-        return content
-
-    def fork(self) -> None:
-        """Begin at the moment of the parent, in the folder of a new run.
-
-        Raises:
-            FlsuiteError: If this run cannot begin there.
-        """
-        assert self.parent is not None
-        path, own = self.parent.checkpoint, self.folder.path
-        if path is None:
-            return
-        content = load_checkpoint(path)
-        theirs = renamed(content["settings"])
-        refuse_other_data(self.settings, theirs)
-        refuse_other_privacy(self.settings, theirs)
-        federation, home = self.federation, Path(self.parent.run)
-        state = adapted(content, self.settings)
-        if fault := mismatch(state["state"], federation.state):
-            raise FlsuiteError(f"trainer.fork: the model is not the parent's: {fault}")
-        if own is not None:
-            rounds = sorted({*state["clients"].values()})
-            copy_files(home, own, "clients", (f"round-{n:06d}.pt" for n in rounds))
-            if state["schedule"] is not None:
-                flights = sorted(home.glob("in_flight/version-*.pt"))
-                copy_files(home, own, "in_flight", (one.name for one in flights))
-        federation.load_state_dict(state)
-        federation.initial |= self._frozen(path.parent / _FROZEN)
-        if is_other(self.settings, theirs, "aggregator"):
-            self._forget_the_algorithm()
-        if self.settings.get("monitor") == theirs.get("monitor"):
-            self.summary.load_state_dict(content["summary"])
-            self._take_best(home)
-        self.settle()
-        for callback in self.callbacks.federation:
-            if callback.state_key in content["callbacks"]:
-                callback.load_state_dict(content["callbacks"][callback.state_key])
-        federation.versions.restore(self.versions_in_flight)
-        for table in (self.folder.table, self.folder.timeline):
-            if table.path is not None:
-                size = content["table" if table is self.folder.table else "timeline"]
-                table.path.write_bytes((home / table.path.name).read_bytes()[:size])
-                table.resume(size)
-        log.info("forked from %s after round %d", home, federation.clock.round)
-
-    def _forget_the_algorithm(self) -> None:
-        """Leave clients only what does not belong to the parent's algorithm."""
-        clients = self.federation.clients
-        for client in list(clients.versions):
-            memory = clients[client]
-            clients[client] = {k: v for k, v in memory.items() if k in ("model", "optimizers")}
-
-    def _take_best(self, parent: Path) -> None:
-        """Keep the parent's picked round, until a round of this run is better."""
-        best, own = self.summary.best.get("round"), self.folder.checkpoints
-        path = kept_rounds(parent).get(int(best)) if best is not None else None
-        if path is None or own is None:
-            return
-        self._best_clients = load_checkpoint(path)["federation"]["clients"]
-        rounds = sorted({*self._best_clients.values()})
-        copy_files(parent, own.parent, "clients", (f"round-{n:06d}.pt" for n in rounds))
-        own.mkdir(parents=True, exist_ok=True)
-        replace_file(lambda twin: _link(path, twin), own / "best.ckpt")
-
-    def _frozen(self, path: Path) -> State:
-        """Read the untrained entries that :meth:`create` wrote."""
-        names = self.federation.entries.frozen
-        if not names:
-            return {}
-        frozen: State = load_tensors(path, "restore the frozen weights, or start a new run")
-        if set(frozen) != set(names):
-            raise FlsuiteError(
-                f"{path} has {len(frozen)} frozen entries, but the model has {len(names)}; freeze "
-                "the same parameters as the run did, or start a new run"
-            )
-        return frozen
-
-
-def _flights(federation: dict[str, Any]) -> set[int]:
-    """Return the versions that clients in flight had started from."""
-    schedule = federation["schedule"]
-    fits = schedule.get("schedule", schedule).get("in_flight", [])  # Faults wraps another one
-    return {fit["version"] for fit in fits if fit["outcome"] == "arrived"}
-
-
-def write_checkpoint(content: dict[str, Any], folder: Path) -> Path:
-    """Write a checkpoint under a temporary name, and return its path.
+        content: Its content.
+        folder: The run's folder of checkpoints.
+        name: The name that :func:`publish_checkpoint` will give it.
 
     Raises:
         FlsuiteError: If the content would not be readable. The previous checkpoint stays.
         OSError: If the disk is full or read-only. The previous checkpoint stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ".last.ckpt.tmp"
+    path = folder / f".{name}.tmp"
     # After a kill it may be a link to best.ckpt, which must not be overwritten.
     path.unlink(missing_ok=True)
     readable = {"format": _FORMAT, **plain(content, "checkpoint")}
@@ -347,19 +43,23 @@ def write_checkpoint(content: dict[str, Any], folder: Path) -> Path:
     return path
 
 
-def publish_checkpoint(path: Path, twins: Iterable[str], needed: Iterable[Path]) -> None:
+def publish_checkpoint(path: Path, others: Mapping[str, Path], needed: Iterable[Path]) -> None:
     """Flush a written checkpoint to disk and rename it to ``last.ckpt``.
 
     Args:
         path: The result of :func:`write_checkpoint`.
-        twins: Other names to link it as, such as ``best.ckpt``. The links come first: a run that is
-            killed between the two steps repeats its round and finds the same best round.
+        others: Other checkpoints of the round, as written, by their names. They may be ``path``
+            itself, which is then linked. They come first: a run that is killed between the two
+            steps repeats its round and writes the same files.
         needed: Files and folders that the checkpoint refers to. They are flushed before it.
     """
     folder = path.parent
-    flush_to_disk([*needed, path])
-    for name in twins:
-        replace_file(lambda twin: _link(path, twin), folder / name)
+    flush_to_disk([*needed, *{path, *others.values()}])
+    for name, written in others.items():
+        if written == path:
+            replace_file(lambda twin: _link(path, twin), folder / name)
+        else:
+            os.replace(written, folder / name)
     os.replace(path, folder / "last.ckpt")
     flush_to_disk([folder])
 
@@ -367,10 +67,12 @@ def publish_checkpoint(path: Path, twins: Iterable[str], needed: Iterable[Path])
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a run's checkpoint.
 
-    It is plain data, and no code in it is executed.
+    It is plain data, and no code in it is executed. Tensors that it shares with earlier checkpoints
+    of the run are read from these.
 
     Raises:
-        FlsuiteError: If the file does not exist or is not a checkpoint of this format.
+        FlsuiteError: If the file does not exist or is not a checkpoint of this format, or if an
+            earlier checkpoint that it needs cannot be read.
     """
     if not path.is_file():
         raise FlsuiteError(f"there is no checkpoint {path}")
@@ -396,6 +98,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"{path} was written by another version of flsuite (format {number}, this one reads "
             f"{_FORMAT}); resume it with that version, or start a new run"
         )
+    content["federation"] = with_shared(content["federation"], path)
     return content
 
 

@@ -10,11 +10,11 @@ from torch import nn
 from flsuite.errors import FederationError
 from flsuite.files import replace_file, save_tensors
 from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome, Scores, Split
-from flsuite.runs.checkpoint import RunStore
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.hooks import Hooks
 from flsuite.runs.options import RunOptions
 from flsuite.runs.reuse import Reuse
+from flsuite.runs.store import RunStore
 from flsuite.runs.summary import RunSummary
 from flsuite.runs.table import timeline_rows
 from flsuite.schedules import Fit

@@ -21,6 +21,7 @@ from lightning.pytorch import Trainer
 
 from flsuite.errors import FlsuiteError
 from flsuite.runs.options import RunOptions
+from flsuite.state import raw_bytes
 
 # The settings that a FederatedTrainer stores under their own names.
 _OF_TRAINER = ("aggregator", "schedule", "compression", "secure_sum", "attack")
@@ -218,8 +219,7 @@ def weights_digest(module: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, value in module.state_dict().items():
         digest.update(name.encode())
-        # As raw bytes, because NumPy has no bfloat16.
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(raw_bytes(value))
     return digest.hexdigest()[:12]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import DENSE, FedAvg
+from flsuite.aggregators import DENSE, FedAvg, OTFusion
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.dense_generator import (
     Ensemble,
@@ -403,5 +403,10 @@ def test_bad_arguments_are_named(settings: dict[str, Any], reason: str) -> None:
 
 
 def test_models_without_a_chain_are_welcome() -> None:
-    layout = StateLayout((), 3, no_chain="it has a BatchNorm2d")
-    DENSE().prepare(server_of({}, layout, tools=tools(normed())))
+    """A rule that matches neurons refuses the same model."""
+    server = server_of(
+        {}, StateLayout((), 3, no_chain="it has a BatchNorm2d"), tools=tools(normed())
+    )
+    with pytest.raises(FlsuiteError, match="it has a BatchNorm2d"):
+        OTFusion().prepare(server)
+    DENSE().prepare(server)

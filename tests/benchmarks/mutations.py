@@ -131,7 +131,7 @@ MUTATIONS = [
     ),
     Mutation(
         "old memories are removed before the new checkpoint is in place",
-        "runs/checkpoint.py",
+        "runs/store.py",
         "        def publish() -> None:\n",
         "        def publish() -> None:\n            clients.remove_unused(*used)\n",
         "runs/test_crash_points.py",

@@ -1,6 +1,7 @@
 """``flsuite sweep`` end to end: kills, several sweeps on one folder, edits, failures, tuning."""
 
 import csv
+import gc
 import shutil
 import signal
 import sys
@@ -16,6 +17,7 @@ import yaml
 
 from flsuite.commands import sweep as command
 from flsuite.commands.cells import check
+from flsuite.data.federated import FederatedData
 from flsuite.sweeps.plan import fit_arguments, samples_of
 from flsuite.sweeps.queue import Queue
 from flsuite.sweeps.reading import Sweep, read_sweep
@@ -290,6 +292,26 @@ def test_a_wrong_file_is_refused_before_anything_runs(capsys: pytest.CaptureFixt
     )
     assert "--config" in refused(capsys, "sweep")
     assert "there is no file none.yaml" in refused(capsys, "sweep", "--config", "none.yaml")
+
+
+def test_the_check_keeps_no_cell_in_memory(tmp_path: Path) -> None:
+    """A trainer and its run refer to each other, so only a collection frees a cell's data."""
+    path = tmp_path / "sweep.yaml"
+    config = str(SWEEPS.parent / "quickstart.yaml")
+    content = {"config": config, "seeds": [1], "methods": {"A": {}, "B": {"trainer.rounds": 3}}}
+    path.write_text(yaml.safe_dump({**content, "grid": {"data.clients": [4, 5]}}))
+    gc.collect()
+    before = held()
+    gc.disable()
+    try:
+        assert check(read_sweep(path), tmp_path)["refused"] == []
+        assert held() <= before + 1, "only the last cell may be there"
+    finally:
+        gc.enable()
+
+
+def held() -> int:
+    return sum(type(one) is FederatedData for one in gc.get_objects())
 
 
 # What is shipped

@@ -1,0 +1,127 @@
+"""Tensors of a run's kept checkpoints, each stored once.
+
+A kept checkpoint has a reference in place of a tensor that an earlier one holds, bit for bit. It
+names that file, and the keys that lead to the tensor.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flsuite.errors import FlsuiteError
+from flsuite.files import load_tensors
+from flsuite.state import raw_bytes
+
+_SMALLEST = 4096  # bytes; a reference to a smaller tensor would save next to nothing
+_FILE, _KEYS = "shared_with", "keys"
+
+Keys = tuple[Any, ...]
+
+
+class KeptTensors:
+    """Knows which kept checkpoint holds a tensor."""
+
+    def __init__(self) -> None:
+        self._places: dict[bytes, tuple[str, Keys]] = {}
+
+    def add(self, content: Any, name: str) -> None:
+        """Take note of the tensors that a checkpoint holds itself.
+
+        Args:
+            content: Its content, as :func:`flsuite.files.load_tensors` returns it.
+            name: The name of its file.
+        """
+        self.shared(content, name)
+
+    def shared(self, content: Any, name: str) -> Any:
+        """Return a checkpoint's content with references, and take note of the tensors that are new.
+
+        Args:
+            content: The content. It is not changed.
+            name: The name that the file will have.
+
+        Returns:
+            The content itself if no earlier checkpoint holds any of its tensors.
+        """
+        found = 0
+
+        def replace(leaf: Any, keys: Keys) -> Any:
+            nonlocal found
+            if not _is_large(leaf):
+                return leaf
+            file, place = self._places.setdefault(_digest(leaf), (name, keys))
+            if file == name:
+                return leaf
+            found += 1
+            return {_FILE: file, _KEYS: list(place)}
+
+        replaced = _replaced(content, replace)
+        return replaced if found else content
+
+
+def with_shared(content: Any, path: Path) -> Any:
+    """Return a checkpoint's content with tensors in place of references.
+
+    Args:
+        content: The content, as it was read.
+        path: The file that it was read from. The other checkpoints are in its folder.
+
+    Raises:
+        FlsuiteError: If a checkpoint that holds a tensor is missing, damaged or another one.
+    """
+
+    @cache
+    def read(name: str) -> Any:
+        remedy = f"{path.name} shares tensors with it: restore it, or use another checkpoint"
+        return load_tensors(path.parent / name, remedy)["federation"]
+
+    def replace(leaf: Any, keys: Keys) -> Any:
+        if not _is_reference(leaf):
+            return leaf
+        try:
+            held = read(leaf[_FILE])
+            for key in leaf[_KEYS]:
+                held = held[key]
+        except (KeyError, IndexError, TypeError):
+            held = None
+        if not isinstance(held, Tensor):
+            raise FlsuiteError(
+                f"{path} shares {_name(keys)} with {leaf[_FILE]}, which does not hold it; restore "
+                "both files, or use another checkpoint"
+            )
+        return held
+
+    return _replaced(content, replace)
+
+
+def _replaced(tree: Any, replace: Callable[[Any, Keys], Any], keys: Keys = ()) -> Any:
+    """Return nested data with each leaf replaced. References are leaves."""
+    if isinstance(tree, Mapping) and not _is_reference(tree):
+        return {key: _replaced(value, replace, (*keys, key)) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_replaced(v, replace, (*keys, i)) for i, v in enumerate(tree))
+    return replace(tree, keys)
+
+
+def _is_reference(tree: Any) -> bool:
+    return isinstance(tree, Mapping) and tree.keys() == {_FILE, _KEYS}
+
+
+def _is_large(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.nbytes >= _SMALLEST
+
+
+def _digest(tensor: Tensor) -> bytes:
+    """Return a digest of a tensor's type, shape and bits."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(raw_bytes(tensor))
+    return digest.digest()
+
+
+def _name(keys: Keys) -> str:
+    return ".".join(map(str, keys))

@@ -1,0 +1,149 @@
+"""Tensors of kept checkpoints are stored once, and every reader gets them back bit for bit."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from flsuite.aggregators import IFCA
+from flsuite.data import Dirichlet
+from flsuite.errors import FlsuiteError
+from flsuite.files import save_tensors
+from flsuite.models import MLP, Classifier
+from flsuite.runs.checkpoint import load_checkpoint
+from flsuite.runs.fork import Fork, kept_on_disk
+from flsuite.runs.kept import KeptTensors, with_shared
+from flsuite.schedules import Synchronous
+from tests.aggregators.federations import assert_same_models
+from tests.conftest import digits, trainer
+
+
+def fit(folder: Path, rounds: int = 6, **settings: Any) -> Any:
+    """Train three models, of which each round changes one: that of the only client drawn."""
+    resumed = {k: settings.pop(k) for k in ("ckpt_path",) if k in settings}
+    made = trainer(
+        rounds=rounds,
+        run_dir=folder,
+        enable_checkpointing=True,
+        keep_rounds=1,
+        aggregator=IFCA(clusters=3),
+        schedule=Synchronous(participation=1),
+        **settings,
+    )
+    made.fit(model(), digits(clients=6, partition=Dirichlet(0.5)), **resumed)
+    return made
+
+
+def model() -> Classifier:
+    return Classifier(MLP(hidden=(200,)), optimizer=partial(SGD, lr=0.1))
+
+
+def sizes(run: Path) -> list[int]:
+    return [path.stat().st_size for path in sorted((run / "checkpoints").glob("round-*.ckpt"))]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Return whether two contents are the same, bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and (a == b or a != a)
+
+
+def stored(run: Path, round: int) -> Path:
+    return run / "checkpoints" / f"round-{round:06d}.ckpt"
+
+
+def big(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((40, 80), value).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
+def test_what_was_there_before_becomes_a_reference(dtype: torch.dtype, tmp_path: Path) -> None:
+    kept = KeptTensors()
+    first = {"state": {"a": big(1, dtype), "small": torch.ones(3)}, "round": 1}
+    second = {"state": {"a": big(2, dtype), "small": torch.ones(3)}, "list": [big(1, dtype), None]}
+    assert kept.shared(first, "round-1.ckpt") is first
+    content = kept.shared(second, "round-2.ckpt")
+    assert content["state"]["a"] is second["state"]["a"]
+    assert content["list"][0] == {"shared_with": "round-1.ckpt", "keys": ["state", "a"]}
+    save_tensors({"federation": first}, tmp_path / "round-1.ckpt")
+    back = with_shared(content, tmp_path / "round-2.ckpt")
+    assert back["list"][1] is None
+    torch.testing.assert_close(back["list"][0], big(1, dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda: -big(0), lambda: big(0).T, lambda: big(0, torch.int32), lambda: big(1e-45)],
+    ids=["sign", "shape", "type", "last bit"],
+)
+def test_only_equal_bits_are_shared(other: Callable[[], torch.Tensor]) -> None:
+    kept = KeptTensors()
+    kept.add({"a": big(0)}, "round-1.ckpt")
+    content = {"a": other()}
+    assert kept.shared(content, "round-2.ckpt") is content
+    assert kept.shared({"a": big(0)}, "round-2.ckpt") != {"a": big(0)}
+
+
+def test_models_that_a_round_leaves_alone_are_stored_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    parent = fit(run)
+    first, *later = sizes(run)
+    assert max(later) < 0.6 * first
+    memories = sum(path.stat().st_size for path in run.glob("clients/*.pt"))
+    assert kept_on_disk(run) == (6, first + sum(later) + memories)
+    last = run / "checkpoints" / "last.ckpt"
+    assert equal(load_checkpoint(stored(run, 6)), load_checkpoint(last))
+    assert torch.load(last, weights_only=True)["federation"]["aggregator"]  # nothing is missing
+    made = fit(tmp_path / "fork", fork=Fork(str(run), 4))
+    assert_same_models(made, parent)
+
+
+def test_a_resume_goes_on_sharing(tmp_path: Path) -> None:
+    fit(tmp_path / "whole")
+    fit(tmp_path / "parts", rounds=3)
+    fit(tmp_path / "parts", ckpt_path="last")
+    assert sizes(tmp_path / "parts") == pytest.approx(sizes(tmp_path / "whole"), abs=500)
+    for round in range(1, 7):
+        ours, theirs = (load_checkpoint(stored(tmp_path / r, round)) for r in ("parts", "whole"))
+        for name in ("state", "initial", "aggregator"):
+            assert equal(ours["federation"][name], theirs["federation"][name])
+
+
+def test_a_fork_has_the_picked_round_without_its_parent(tmp_path: Path) -> None:
+    fit(tmp_path / "parent", monitor="val/accuracy")
+    fit(tmp_path / "fork", fork=Fork(str(tmp_path / "parent"), 5), monitor="val/accuracy")
+    (tmp_path / "parent").rename(tmp_path / "moved")
+    for name in ("best", "last"):
+        assert load_checkpoint(tmp_path / "fork" / "checkpoints" / f"{name}.ckpt")
+
+
+def test_without_equal_tensors_a_kept_round_is_a_link(tmp_path: Path) -> None:
+    made = trainer(rounds=2, run_dir=tmp_path, enable_checkpointing=True, keep_rounds=1)
+    made.fit(model(), digits(clients=3))
+    assert stored(tmp_path, 2).samefile(tmp_path / "checkpoints" / "last.ckpt")
+    raw = [torch.load(stored(tmp_path, n), weights_only=True)["federation"] for n in (1, 2)]
+    assert all(isinstance(v, torch.Tensor) for content in raw for v in content["state"].values())
+
+
+def test_a_missing_or_other_file_is_named(tmp_path: Path) -> None:
+    fit(tmp_path)
+    first = stored(tmp_path, 1)
+    content = first.read_bytes()
+    first.unlink()
+    with pytest.raises(FlsuiteError, match=r"000001.ckpt is missing; round-000004.ckpt shares"):
+        load_checkpoint(stored(tmp_path, 4))
+    first.write_bytes(content[:-2000])
+    with pytest.raises(FlsuiteError, match=r"damaged.*; round-000004.ckpt shares tensors with it"):
+        load_checkpoint(stored(tmp_path, 4))
+    save_tensors({"federation": {}}, first)
+    with pytest.raises(FlsuiteError, match="which does not hold it; restore both files"):
+        load_checkpoint(stored(tmp_path, 4))
