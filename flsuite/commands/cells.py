@@ -45,7 +45,8 @@ def main() -> int:
 def check(sweep: Sweep, folder: Path) -> dict[str, Any]:
     """Prepare the fits of the cells without running them.
 
-    Experiments with a finished cell are skipped.
+    Experiments with a finished cell are skipped. What stops a source is said once, and not for each
+    cell that merges its models.
 
     Args:
         sweep: The sweep.
@@ -58,25 +59,35 @@ def check(sweep: Sweep, folder: Path) -> dict[str, Any]:
     Raises:
         FlsuiteError: If two methods are the same.
     """
-    from flsuite.runs.reuse import refuse_other_training
-
     require_distinct(sweep)
     workers, refused = 1, []
-    ready: dict[Cell, dict[str, Any]] = {}  # settings, because many cells may have one source
+    ready: dict[Cell, dict[str, Any] | None] = {}  # many cells may have one source
     for cell in samples_of(sweep):
         if any((folder / cell.folder.parent).glob(f"*/{DONE}")):
             continue
+        ready[cell] = None
         try:
-            of_cell, ready[cell] = _make_ready(sweep, cell)
-            workers = max(workers, of_cell)
-            source = cell.source
-            if source is not None:
-                if source not in ready:
-                    _, ready[source] = _make_ready(sweep, source)
-                refuse_other_training(ready[cell], ready[source], source.folder)
+            of_cell, settings = _make_ready(sweep, cell)
+            workers, ready[cell] = max(workers, of_cell), settings
+            if cell.source is not None:
+                if cell.source not in ready and not (folder / cell.source.folder / DONE).is_file():
+                    _, ready[cell.source] = _make_ready(sweep, cell.source)
+                _refuse_other_training(settings, cell.source, folder, ready)
         except FlsuiteError as error:
             refused.append(f"{_place(sweep, cell)}: {one_line(error)}")
     return {"workers": workers, "refused": refused}
+
+
+def _refuse_other_training(
+    settings: dict[str, Any], source: Cell, folder: Path, ready: dict[Cell, dict[str, Any] | None]
+) -> None:
+    """Refuse a cell whose source has other training, or is finished and kept no models."""
+    from flsuite.runs.reuse import refuse_other_training, trained_updates
+
+    if (folder / source.folder / DONE).is_file():
+        trained_updates(folder / source.folder, settings)
+    elif (theirs := ready[source]) is not None:
+        refuse_other_training(settings, theirs, source.folder)
 
 
 def _make_ready(sweep: Sweep, cell: Cell) -> tuple[int, dict[str, Any]]:
@@ -117,7 +128,7 @@ def typos_of(sweep: Sweep) -> dict[str, Any]:
 
 def _place(sweep: Sweep, cell: Cell) -> str:
     """Return the name of the method and its settings from the grid and the tuning."""
-    usual = {**sweep.shared, **sweep.methods[cell.method]}
+    usual = {**sweep.shared, **sweep.methods[cell.method], "trainer.keep_updates": True}
     changes = [f"{k} {v}" for k, v in cell.overrides.items() if usual.get(k, usual) != v]
     return f"method {cell.method}" + (f", {', '.join(changes)}" if changes else "")
 

@@ -34,7 +34,8 @@ def fork(args: list[str]) -> None:
     config = ["--config", str(parent / "config.yaml"), *moment]
     request = [*config, *engine_of(parent), *without, *rest]
     if _must_replay(parent, own.at):
-        build(request)  # a wrong key is refused before the replay
+        trainer, model, data = build([*config[:2], *engine_of(parent), *without, *rest])
+        trainer.prepare(model, data)  # a wrong key or client is refused before the replay
         with RunFolder(parent).locked():  # a running parent would remove the replay's files
             _keep(parent, own.at)
     _fit(request)

@@ -16,6 +16,8 @@ def pack(args: list[str]) -> None:
     run = require_run("pack", Path(request.run))
     file = Path(request.output or f"{run.resolve().name}.zip")
 
+    from rich.filesize import decimal
+
     from flsuite.commands.record import is_finished, last_round
     from flsuite.runs import packing
 
@@ -23,4 +25,4 @@ def pack(args: list[str]) -> None:
     if not is_finished(run):
         how = f"flsuite resume {run} goes on, and flsuite pack {run} packs it again"
         print(f"{run} was interrupted after round {last_round(run)}: {how}", file=sys.stderr)
-    print(f"{file}: {size / 1e6:.1f} MB; verify it with flsuite verify {file}")
+    print(f"{file}: {decimal(size)}; verify it with flsuite verify {file}")

@@ -49,7 +49,7 @@ def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
     _require_replayable(run)
     last, starts = last_round(run), _starts(run)
     if at is not None and at not in starts:
-        raise FlsuiteError(f"verify: --at must be one of {starts}, the kept rounds, got {at}")
+        raise FlsuiteError(f"verify: --at must be one of {starts}, got {at}")
     start = random.choice(starts) if at is None else at
     stop = min(start + rounds, last)
     print(f"replaying rounds {start + 1} to {stop} of {last}", file=sys.stderr)

@@ -81,7 +81,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         content = torch.load(path, weights_only=True, map_location="cpu")
         require_whole(path)  # last: torch's errors are clearer for other file types
     except Exception as error:
-        reason = one_line(error, longest=200)
+        is_other = isinstance(error, KeyError)  # from unpickling text, whose bytes are its message
+        reason = "it is another kind of file" if is_other else one_line(error, longest=200)
         raise FlsuiteError(
             f"{path} cannot be read as a checkpoint: {reason}; restore it, continue from another "
             "one of the run, such as --ckpt_path best, or start a new run"

@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 from flsuite.errors import FlsuiteError
+from flsuite.files import make_folder
 
 _PARTS = (
     "*.yaml",
@@ -34,6 +35,7 @@ def pack(run: Path, file: Path) -> int:
     """
     if file.exists():
         raise FlsuiteError(f"pack: {file} exists; name another file with --output")
+    make_folder(file.parent)
     paths = sorted({path for part in _PARTS for path in run.glob(part)})
     digests = {path.relative_to(run).as_posix(): digest(path) for path in paths}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as target:

@@ -151,21 +151,8 @@ class Reuse:
         Raises:
             FlsuiteError: If the other run has kept none, or its clients train differently.
         """
-        run_dir = self.source
-        if run_dir is None:
-            return
-        if not (run_dir / "settings.yaml").is_file():
-            raise FlsuiteError(f"from_updates: {run_dir} is not the folder of a run")
-        if not (run_dir / UPDATES).is_dir():
-            raise FlsuiteError(
-                f"from_updates: {run_dir} has not kept its clients' models; fit it with "
-                "--trainer.keep_updates true"
-            )
-
-        theirs = renamed(yaml.safe_load((run_dir / "settings.yaml").read_text(encoding="utf-8")))
-        ours = yaml.safe_load(yaml.safe_dump(dict(settings)))  # tuples become lists, as in a file
-        refuse_other_training(ours, theirs, run_dir)
-        self.trained = UpdateStore(run_dir / UPDATES)
+        if self.source is not None:
+            self.trained = trained_updates(self.source, settings)
 
     def with_trained(self, request: FitRequest) -> FitRequest:
         """Return the request, with the result of the same fit in the other run if there is one."""
@@ -178,6 +165,30 @@ class Reuse:
         """Store the result of a client's training, if the run keeps updates."""
         if self.kept is not None:
             self.kept.write(result)
+
+
+def trained_updates(run_dir: Path, settings: Mapping[str, Any]) -> UpdateStore:
+    """Return the trained models of a run.
+
+    Args:
+        run_dir: The folder of the run.
+        settings: Settings of the run that will start from them.
+
+    Raises:
+        FlsuiteError: If the run has kept none, or its clients train differently.
+    """
+    if not (run_dir / "settings.yaml").is_file():
+        raise FlsuiteError(f"from_updates: {run_dir} is not the folder of a run")
+    if not (run_dir / UPDATES).is_dir():
+        raise FlsuiteError(
+            f"from_updates: {run_dir} has not kept its clients' models; fit it with "
+            "--trainer.keep_updates true, or delete the folder if a sweep made it, which then fits "
+            "it again"
+        )
+    theirs = renamed(yaml.safe_load((run_dir / "settings.yaml").read_text(encoding="utf-8")))
+    ours = yaml.safe_load(yaml.safe_dump(dict(settings)))  # tuples become lists, as in a file
+    refuse_other_training(ours, theirs, run_dir)
+    return UpdateStore(run_dir / UPDATES)
 
 
 def refuse_other_training(
@@ -203,7 +214,8 @@ def _require_plain_training(federation: Federation) -> None:
     if aggregator.pools or aggregator.private:
         raise FlsuiteError(
             f"{name} does not train one model per client, so there are none to reuse; set "
-            "trainer.keep_updates to false, and leave out from_updates"
+            "trainer.keep_updates to false, and leave out from_updates, or name another method in "
+            "the updates_from of a sweep"
         )
 
     client = ClientContext(
@@ -219,5 +231,6 @@ def _require_plain_training(federation: Federation) -> None:
     if not all(isinstance(c, AfterFit) for c in aggregator.callbacks(client)):
         raise FlsuiteError(
             f"{name} changes how clients train, so other aggregators cannot reuse their models; "
-            "set trainer.keep_updates to false, and leave out from_updates"
+            "set trainer.keep_updates to false, and leave out from_updates, or name another method "
+            "in the updates_from of a sweep"
         )

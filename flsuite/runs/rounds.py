@@ -94,15 +94,20 @@ def read_rounds(
         remedy: What an error recommends.
 
     Raises:
-        FlsuiteError: If there are none, or they cannot be aggregated again.
+        FlsuiteError: If there are none, if one is missing, or if they cannot be aggregated again.
     """
     refuse_unkept(trainer, run, folder, remedy)
     federation, store, kept = run.federation, UpdateStore(folder / UPDATES), kept_rounds(folder)
     starts = {} if 0 in kept else {0: copy.deepcopy(federation.state_dict())}
     runner, rounds = ClientRunner(worker_setup(trainer, run)), []
-    for start in sorted({0, *kept}):
-        if start < after or not store.clients(start + 1):
-            continue
+    trained = [n for n in range(after, max(kept, default=0)) if store.clients(n + 1)]
+    if missing := [n for n in trained if n not in {0, *kept}]:
+        raise FlsuiteError(
+            f"{folder} has not kept {len(missing)} of {len(trained)} states that its rounds began "
+            f"from, such as that after round {missing[0]}; fit it with --trainer.keep_rounds 1, or "
+            f"{remedy}"
+        )
+    for start in trained:
         before = starts.get(start) or load_checkpoint(kept[start])["federation"]
         federation.load_state_dict(copy.deepcopy(before))
         updates = _updates(run, runner, store, start + 1)

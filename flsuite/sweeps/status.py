@@ -86,7 +86,8 @@ def strangers(queue: Queue) -> list[str]:
     if len(queue.known()) < queue.size:  # the folders of its results are not all known yet
         return []
     results = {queue.run_dir(cell) for cell in queue.known() if not cell.is_trial}
-    runs = {table.parent for table in queue.folder.glob("*/seed-*/metrics.csv")}
+    tables = [*queue.folder.glob("*/metrics.csv"), *queue.folder.glob("*/seed-*/metrics.csv")]
+    runs = {table.parent for table in tables}
     others = sorted(runs - results)
     if not others:
         return []

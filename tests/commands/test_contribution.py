@@ -195,6 +195,11 @@ def test_an_estimate_needs_what_a_run_keeps(capsys: Any) -> None:
     assert line.endswith("use --by training")
     line = refused(capsys, "contribution", "updates", "--by", "updates")
     assert "fit it with --trainer.keep_rounds 1, or use --by training" in line
+    three = [*SHORT, *KEEPS[:3], "3", "--trainer.rounds", "3"]
+    cli("fit", "--config", QUICKSTART, "--run_dir", "some", *three)
+    Path("some/checkpoints/best.ckpt").unlink()
+    line = refused(capsys, "contribution", "some", "--by", "updates")
+    assert "such as that after round 1; fit it with --trainer.keep_rounds 1" in line
 
 
 def test_forks_of_another_run_or_moment_are_not_taken_for_ones_own() -> None:

@@ -285,8 +285,10 @@ def rows_of(run: Path) -> Iterator[dict[str, str]]:
 
 
 def test_a_round_that_was_not_kept_is_replayed_and_kept(run: Path, capsys: Any) -> None:
-    args = ["fork", str(run), "--at", "3", "--without", "1", "--run_dir", "fork"]
-    cli(*args)
+    args = ["fork", str(run), "--at", "3", "--run_dir", "fork", "--without"]
+    assert refused(capsys, *args, "44").endswith("there is no client 44; there are 0 to 3")
+    assert not (run / "checkpoints" / "round-000003.ckpt").exists()
+    cli(*args, "1")
     assert "replaying it from round 2" in capsys.readouterr().err
     assert (run / "checkpoints" / "round-000003.ckpt").is_file() and not (run / ".replay").exists()
     fork = Path("fork")

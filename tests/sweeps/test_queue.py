@@ -191,12 +191,15 @@ def test_the_state_of_each_cell_is_printed(
     stranger = tmp_path / "C" / "seed-1"
     stranger.mkdir(parents=True)
     (stranger / "metrics.csv").write_text("round,wall_s\n")
+    fit = tmp_path / "20260101-000000"  # flsuite fit with the same default folder
+    fit.mkdir()
+    (fit / "metrics.csv").write_text("round,wall_s\n")
     print_status(queue)
     text = words(capsys)
     assert "0.4000" in text and "test accuracy, in the round picked on validation data" in text
     assert "1 of 4 cells are done, 1 failed, 2 waiting" in text and "about 0:00:0" in text
     assert f"failed: {second.name} seed {second.seed}: it diverges" in text
-    assert "1 runs in the folder do not belong" in text
+    assert "2 runs in the folder do not belong" in text
     print_cells(queue)
     assert "done" in (text := words(capsys)) and "failed" in text and "results, with" not in text
 

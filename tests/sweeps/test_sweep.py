@@ -242,6 +242,25 @@ def test_a_method_that_trains_otherwise_cannot_merge_anothers_models() -> None:
     assert line.startswith("method C") and "model.optimizer.lr is 0.7 here" in line
 
 
+def test_a_source_that_cannot_start_is_named_once() -> None:
+    methods = "{A: {trainer.aggregator: FedProx}, B: {}, C: {trainer.aggregator: OTFusion}}"
+    sweep = read_sweep(write_sweep("s.yaml", methods, "updates_from: A"))
+    (line,) = check(sweep, Path("runs"))["refused"]
+    assert line.startswith("method A: FedProx changes how clients train")
+    assert line.endswith("or name another method in the updates_from of a sweep")
+
+
+def test_a_finished_source_without_models_is_named_before_anything_runs() -> None:
+    methods = "{A: {}, B: {trainer.aggregator: OTFusion}}"
+    name = write_sweep("s.yaml", methods, "updates_from: A")
+    assert cli("sweep", "--config", name, "--folder", "runs") == 0
+    for path in [*Path("runs").glob("B-*"), *Path("runs").glob("A-*/*/updates")]:
+        shutil.rmtree(path)
+    (line,) = check(read_sweep(name), Path("runs"))["refused"]
+    assert line.startswith("method B: from_updates: runs/A-")
+    assert "delete the folder if a sweep made it" in line
+
+
 def test_all_that_cannot_begin_is_named_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
