@@ -88,7 +88,7 @@ class GradientDissimilarity(FederationCallback, Settings):
 
         with isolate_rng(), _untouched(model), torch.enable_grad():
             model.train(self.batch_norm == "train")
-            for client in self._measured(data.clients, seed):
+            for client in self._measured(federation.present(), seed):
                 # Not the client's own model, which may differ in shared entries.
                 private = federation.clients.private(client)
                 evaluator.load({**federation.client_state(None), **private})
@@ -100,11 +100,12 @@ class GradientDissimilarity(FederationCallback, Settings):
 
         return dissimilarity.summary()
 
-    def _measured(self, clients: int, seed: int) -> Sequence[int]:
-        if self.clients is None or self.clients >= clients:
-            return range(clients)
+    def _measured(self, clients: Sequence[int], seed: int) -> Sequence[int]:
+        if self.clients is None or self.clients >= len(clients):
+            return clients
         rng = numpy_generator(seed, "dissimilarity/clients")
-        return sorted(rng.choice(clients, self.clients, replace=False).tolist())
+        places = rng.choice(len(clients), self.clients, replace=False)
+        return sorted(clients[place] for place in places.tolist())
 
 
 def head_parameters(model: LightningModule, shared: Mapping[str, Tensor]) -> list[Tensor]:

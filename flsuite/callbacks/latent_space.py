@@ -68,10 +68,10 @@ class LatentSpace(FederationCallback, Settings):
         rows = torch.from_numpy(rng.choice(len(test), min(self.samples, len(test)), replace=False))
 
         latents: dict[str, np.ndarray] = {}
-        clients = min(self.clients, federation.data.clients) if federation.entries.personal else 1
-        for client in range(clients):
+        personal = federation.entries.personal
+        for client in federation.present()[: self.clients] if personal else (None,):
             run.evaluator.load(federation.client_state(client))
-            title = f"client {client}" if federation.entries.personal else "all clients"
+            title = f"client {client}" if personal else "all clients"
             latents[title] = run.evaluator.latents(test.x[rows]).numpy()
 
         names = federation.data.spec.names

@@ -53,7 +53,7 @@ class ForestProbe(FederationCallback, Settings):
         is_due = self.every is not None and round % self.every == 0
         if not is_due and not run.finished:
             return
-        clients = range(run.federation.data.clients)[: self.clients or None]
+        clients = run.federation.present()[: self.clients or None]
         accuracies, f1_scores = zip(*(self.probe(run, client) for client in clients), strict=True)
         run.log_metric("probe_accuracy", sum(accuracies) / len(clients), split="test")
         run.log_metric("probe_f1_macro", sum(f1_scores) / len(clients), split="test")

@@ -82,17 +82,18 @@ class TaskMatrix(FederationCallback, Settings):
         # An extended run scores its last task a second time.
         row, before = self.row(run, data), data.task(round) + 1
         self.matrix = torch.cat([self.matrix[:, :before], row[:, None]], dim=1)
-        for task, accuracy in enumerate(row.mean(0).tolist()):
+        present = list(run.federation.present(len(row)))
+        for task, accuracy in enumerate(row[present].mean(0).tolist()):
             run.log_metric(f"task_accuracy/{task}", accuracy, split="test")
-        for client, accuracies in enumerate(row.tolist()):
-            for task, accuracy in enumerate(accuracies):
+        for client in present:
+            for task, accuracy in enumerate(row[client].tolist()):
                 run.log_metric(f"task_accuracy/{task}", accuracy, client, "test")
-        for name, value in summarize(self.matrix).items():
+        for name, value in summarize(self.matrix[present]).items():
             run.log_metric(name, value, split="test")
         if run.folder.path is not None:
             from flsuite.analysis.partition import task_figure
 
-            figure = task_figure(self.matrix.mean(0)[1:].numpy())
+            figure = task_figure(self.matrix[present].mean(0)[1:].numpy())
             figure.savefig(run.folder.path / "tasks.png")
 
     def row(self, run: Run, data: TaskData) -> Tensor:

@@ -47,7 +47,7 @@ def predict(
     Raises:
         FlsuiteError: If the model offers neither.
     """
-    clients = range(federation.data.clients) if federation.entries.personal else [None]
+    clients = federation.present() if federation.entries.personal else [None]
     own = None
     if has_step(evaluator.model, "predict_step"):
         own = _own_predictions(federation, evaluator, clients)
@@ -100,11 +100,12 @@ def _kept(predictions: Any, folder: Path | None) -> list[Path]:
 def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, dict[str, Tensor]]:
     """Return the model's pictures of the first test samples, on the CPU.
 
-    If each client has its own model, client 0's model is used.
+    If each client has its own model, that of the first client is used.
     """
     # The same random draws in every run, for comparison.
     seed_process(0, "pictures", federation.clock.round)
-    evaluator.load(federation.client_state(0 if federation.entries.personal else None))
+    personal = federation.entries.personal
+    evaluator.load(federation.client_state(federation.present()[0] if personal else None))
     data, model, device = evaluator.data, evaluator.model.to(evaluator.device), evaluator.device
     samples = federation.data.test.take(torch.arange(min(_PICTURED, len(data.test))))
     x, _ = next(iter(SplitLoader(data, samples, len(samples))))

@@ -213,13 +213,8 @@ class Run:
 
     def _scores(self, split: Split, details: bool = False) -> Scores:
         """Return the scores of the clients that are compared from round to round."""
-        clients = self._present(min(self.options.score_clients, self.federation.data.clients))
+        clients = self.federation.present(self.options.score_clients)
         return self.evaluator.scores(self.federation, split, clients, details)
-
-    def _present(self, stop: int) -> Sequence[int]:
-        """Return the clients below a number that are part of the run."""
-        absent = self.federation.schedule.absent
-        return [c for c in range(stop) if c not in absent] if absent else range(stop)
 
     def _score(self, split: Split, details: bool = False) -> None:
         """Score the round, note whether it is the best so far, and tell the callbacks."""
@@ -248,7 +243,7 @@ class Run:
             return
 
         for split in get_args(Split):
-            scores = self.evaluator.scores(self.federation, split, self._present(clients))
+            scores = self.evaluator.scores(self.federation, split, self.federation.present(clients))
             for scope, numbers in scores.items():
                 if scope == GLOBAL:
                     numbers = {f"all_clients/{name}": value for name, value in numbers.items()}
@@ -259,7 +254,7 @@ class Run:
         """Score the clients' models after an adaptation, and clients outside the federation."""
         federation, epochs = self.federation, self.options.adapt_epochs
         seen, unseen = federation.data.clients, federation.data.unseen
-        few = self._present(min(self.options.score_clients, seen))
+        few = self.federation.present(min(self.options.score_clients, seen))
         outside = range(seen, seen + min(self.options.score_clients, unseen))
         groups = {"unseen": self.evaluator.scores(federation, "test", outside)} if unseen else {}
         if epochs:

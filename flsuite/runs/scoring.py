@@ -156,9 +156,8 @@ class ScoringTrainer(Trainer):
         verbose: bool,
     ) -> list[dict[str, float]]:
         run = self._restored(model, datamodule, ckpt_path)
-        absent = run.federation.schedule.absent
-        clients = [c for c in range(run.federation.data.clients) if c not in absent]
-        scores = run.evaluator.scores(run.federation, split, clients, details=True)
+        federation = run.federation
+        scores = run.evaluator.scores(federation, split, federation.present(), details=True)
         if not scores:
             raise FlsuiteError("there is no validation data: set data.val_fraction above 0")
         whole = scores.pop(GLOBAL)

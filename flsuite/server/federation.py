@@ -258,6 +258,16 @@ class Federation:
         # from the current buffers, so that they become the clients' mean.
         return {**broadcast.state, **{name: self.state[name] for name in reset}}
 
+    def present(self, below: int | None = None) -> Sequence[int]:
+        """Return the clients that are part of the run.
+
+        Args:
+            below: Only those with a lower number.
+        """
+        stop = min(self.data.clients if below is None else below, self.data.clients)
+        absent = self.schedule.absent
+        return [c for c in range(stop) if c not in absent] if absent else range(stop)
+
     def first_requests(self, callbacks: CopyCallbacks, most: int) -> list[FitRequest]:
         """Return fits of some clients from the current version, to measure their time.
 
@@ -269,7 +279,8 @@ class Federation:
         """
         self._begin_round()
         broadcast = Broadcast(self.clock.round + 1, self.state, self._extras, callbacks())
-        clients = range(self.data.clients)[:: max(1, self.data.clients // most)][:most]
+        present = self.present()
+        clients = present[:: max(1, len(present) // most)][:most]
         return [FitRequest(n, client, broadcast, {}) for n, client in enumerate(clients)]
 
     def _requests(self, fits: list[Fit], broadcast: Broadcast) -> list[FitRequest]:

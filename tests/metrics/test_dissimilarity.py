@@ -304,9 +304,9 @@ def test_only_shared_parameters_count() -> None:
 def test_rounds_and_clients() -> None:
     made = fit(fused(), Images(clients=4), GradientDissimilarity(every=2, clients=2), rounds=3)
     assert list(logged(made, "gamma")) == [2, 3]
-    drawn = GradientDissimilarity(clients=2)._measured(4, 3)
-    assert len(drawn) == 2 and drawn == GradientDissimilarity(clients=2)._measured(4, 3)
-    assert list(GradientDissimilarity(clients=9)._measured(4, 3)) == [0, 1, 2, 3]
+    drawn = GradientDissimilarity(clients=2)._measured(range(4), 3)
+    assert len(drawn) == 2 and drawn == GradientDissimilarity(clients=2)._measured(range(4), 3)
+    assert list(GradientDissimilarity(clients=9)._measured(range(4), 3)) == [0, 1, 2, 3]
 
 
 def test_gradient_of_batches_is_that_of_all_samples() -> None:

@@ -13,7 +13,9 @@ from flsuite.aggregators import APFL, SCAFFOLD, Ditto, DPFedAvg, FedAdam, FedAvg
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules import Mean
 from flsuite.attacks import SignFlip
-from flsuite.data import Dirichlet
+from flsuite.callbacks import GradientDissimilarity, dissimilarity
+from flsuite.callbacks.dissimilarity import gradient_batches
+from flsuite.data import Digits, Dirichlet, TaskSequence
 from flsuite.engines import Auto, auto
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
@@ -34,9 +36,15 @@ def model(lr: float = 0.1) -> Classifier:
 def fit(folder: Path, name: str, rounds: int = ROUNDS, lr: float = 0.1, **settings: Any) -> Any:
     resumed = {k: settings.pop(k) for k in ("ckpt_path",) if k in settings}
     clients, data = settings.pop("clients", 6), settings.pop("data", {})
+    tasks = settings.pop("tasks", None)
     made = trainer(rounds=rounds, run_dir=folder / name, enable_checkpointing=True, **settings)
-    made.fit(model(lr), digits(clients=clients, partition=Dirichlet(0.5), **data), **resumed)
+    samples = digits(clients=clients, partition=Dirichlet(0.5), **data)
+    made.fit(model(lr), tasks(samples) if tasks else samples, **resumed)
     return made
+
+
+def in_tasks(samples: Digits) -> TaskSequence:
+    return TaskSequence(samples, tasks=3, classes_per_task=3, rounds_per_task=2)
 
 
 def virtual(**kwargs: Any) -> Synchronous:
@@ -55,6 +63,12 @@ CASES: dict[str, dict[str, Any]] = {
         "aggregator": FedBuff,
         "schedule": lambda: Asynchronous(concurrency=3, buffer_size=2),
     },
+    "attack": {
+        "aggregator": FedAvg,
+        "attack": lambda: SignFlip(fraction=0.3),
+        "schedule": lambda: virtual(participation=4),
+    },
+    "tasks": {"aggregator": FedAvg, "tasks": lambda: in_tasks, "schedule": virtual},
     "DPFedAvg": {
         "aggregator": lambda: DPFedAvg(noise_multiplier=1.0, clip=1.0),
         "schedule": lambda: Synchronous(sampling="poisson", participation=0.5),
@@ -187,6 +201,32 @@ def test_the_others_train_when_and_as_they_would(name: str, tmp_path: Path) -> N
     replaced = name in ("FedAdam", "FedBuff")
     common = {key for key in of_clients if key in whole or not replaced}
     assert common and all(of_clients[key] == whole[key] for key in common)
+
+
+def test_who_is_absent_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clients = []
+
+    def noted(data: Any, client: int, *args: Any) -> Any:
+        clients.append(client)
+        return gradient_batches(data, client, *args)
+
+    monkeypatch.setattr(dissimilarity, "gradient_batches", noted)
+    for callback in (GradientDissimilarity(), GradientDissimilarity(clients=4)):
+        clients.clear()
+        fit(tmp_path, f"{callback.clients}", rounds=1, without=[1, 4], callbacks=[callback])
+        assert {*clients} == {0, 2, 3, 5}
+
+
+def test_who_left_has_no_part_in_the_accuracy_by_task(tmp_path: Path) -> None:
+    """Its row stays in the matrix, which is compared with the parent's."""
+    settings = parts("tasks")
+    fit(tmp_path, "parent", keep_rounds=2, **settings)
+    made = fit(tmp_path, "fork", fork=Fork(str(tmp_path / "parent"), 2), without=[1], **settings)
+    rows = table(made)
+    by_client = [rows[ROUNDS, str(c), "test", "task_accuracy/0"] for c in (0, 2, 3, 4, 5)]
+    assert (ROUNDS, "1", "test", "task_accuracy/0") not in rows
+    mean = rows[ROUNDS, "global", "test", "task_accuracy/0"]
+    assert mean == pytest.approx(sum(by_client) / 5)
 
 
 @pytest.mark.parametrize(
