@@ -1,7 +1,9 @@
 """The federation: its state, and the step from one version of the global model to the next."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -264,9 +266,13 @@ class Federation:
         Args:
             below: Only those with a lower number.
         """
-        stop = min(self.data.clients if below is None else below, self.data.clients)
-        absent = self.schedule.absent
-        return [c for c in range(stop) if c not in absent] if absent else range(stop)
+        everyone = self._present
+        return everyone if below is None else everyone[: bisect_left(everyone, below)]
+
+    @cached_property
+    def _present(self) -> Sequence[int]:
+        clients, absent = range(self.data.clients), self.schedule.absent
+        return [client for client in clients if client not in absent] if absent else clients
 
     def first_requests(self, callbacks: CopyCallbacks, most: int) -> list[FitRequest]:
         """Return fits of some clients from the current version, to measure their time.
