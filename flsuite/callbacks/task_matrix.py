@@ -10,6 +10,7 @@ from torch import Tensor
 from flsuite.arguments import PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.data.tasks import TaskData
+from flsuite.errors import FlsuiteError
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 from flsuite.runs.run import Run
 
@@ -54,6 +55,11 @@ class TaskMatrix(FederationCallback, Settings):
         if not isinstance(data, TaskData):
             return
 
+        if self.clients is not None and not run.federation.present(self.clients):
+            raise FlsuiteError(
+                f"TaskMatrix: all of its {self.clients} clients are in trainer.without; raise "
+                "TaskMatrix.clients"
+            )
         if run.round == 0:
             self.matrix = self.row(run, data)[:, None]
 

@@ -1,7 +1,7 @@
 """Tensors of a run's kept checkpoints, each stored once.
 
 A kept checkpoint has a reference in place of a tensor that an earlier one holds, bit for bit. It
-names that file, and the keys that lead to the tensor.
+names that file, the keys that lead to the tensor, and a digest of its bits.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from flsuite.files import load_tensors
 from flsuite.state import raw_bytes
 
 _SMALLEST = 4096  # bytes; a reference to a smaller tensor would save next to nothing
-_FILE, _KEYS = "shared_with", "keys"
+_FILE, _KEYS, _BITS = "shared_with", "keys", "sha256"
 
 Keys = tuple[Any, ...]
 
@@ -27,7 +27,7 @@ class KeptTensors:
     """Knows which kept checkpoint holds a tensor."""
 
     def __init__(self) -> None:
-        self._places: dict[bytes, tuple[str, Keys]] = {}
+        self._places: dict[str, tuple[str, Keys]] = {}
 
     def add(self, content: Any, name: str) -> None:
         """Take note of the tensors that a checkpoint holds itself.
@@ -54,11 +54,12 @@ class KeptTensors:
             nonlocal found
             if not _is_large(leaf):
                 return leaf
-            file, place = self._places.setdefault(_digest(leaf), (name, keys))
+            bits = _digest(leaf)
+            file, place = self._places.setdefault(bits, (name, keys))
             if file == name:
                 return leaf
             found += 1
-            return {_FILE: file, _KEYS: list(place)}
+            return {_FILE: file, _KEYS: list(place), _BITS: bits}
 
         replaced = _replaced(content, replace)
         return replaced if found else content
@@ -89,12 +90,12 @@ def with_shared(content: Any, path: Path) -> Any:
                 held = held[key]
         except (KeyError, IndexError, TypeError):
             held = None
-        if not isinstance(held, Tensor):
+        if not isinstance(held, Tensor) or _digest(held) != leaf[_BITS]:
             raise FlsuiteError(
                 f"{path} shares {_name(keys)} with {leaf[_FILE]}, which does not hold it; restore "
                 "both files, or use another checkpoint"
             )
-        return held
+        return held.clone()  # entries with equal bits may be changed in place, each for itself
 
     return _replaced(content, replace)
 
@@ -109,18 +110,18 @@ def _replaced(tree: Any, replace: Callable[[Any, Keys], Any], keys: Keys = ()) -
 
 
 def _is_reference(tree: Any) -> bool:
-    return isinstance(tree, Mapping) and tree.keys() == {_FILE, _KEYS}
+    return isinstance(tree, Mapping) and tree.keys() == {_FILE, _KEYS, _BITS}
 
 
 def _is_large(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.nbytes >= _SMALLEST
 
 
-def _digest(tensor: Tensor) -> bytes:
+def _digest(tensor: Tensor) -> str:
     """Return a digest of a tensor's type, shape and bits."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     digest.update(raw_bytes(tensor))
-    return digest.digest()
+    return digest.hexdigest()
 
 
 def _name(keys: Keys) -> str:

@@ -213,7 +213,7 @@ class Run:
 
     def _scores(self, split: Split, details: bool = False) -> Scores:
         """Return the scores of the clients that are compared from round to round."""
-        clients = self.federation.present(self.options.score_clients)
+        clients = self.federation.present()[: self.options.score_clients]
         return self.evaluator.scores(self.federation, split, clients, details)
 
     def _score(self, split: Split, details: bool = False) -> None:
@@ -254,7 +254,7 @@ class Run:
         """Score the clients' models after an adaptation, and clients outside the federation."""
         federation, epochs = self.federation, self.options.adapt_epochs
         seen, unseen = federation.data.clients, federation.data.unseen
-        few = self.federation.present(min(self.options.score_clients, seen))
+        few = self.federation.present(seen)[: self.options.score_clients]
         outside = range(seen, seen + min(self.options.score_clients, unseen))
         groups = {"unseen": self.evaluator.scores(federation, "test", outside)} if unseen else {}
         if epochs:

@@ -9,11 +9,21 @@ from typing import Any
 import pytest
 from torch.optim import SGD
 
-from flsuite.aggregators import APFL, SCAFFOLD, Ditto, DPFedAvg, FedAdam, FedAvg, FedBuff, FedProx
+from flsuite.aggregators import (
+    APFL,
+    SCAFFOLD,
+    Ditto,
+    DPFedAvg,
+    FedAdam,
+    FedAvg,
+    FedBuff,
+    FedProx,
+    LocalOnly,
+)
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules import Mean
 from flsuite.attacks import SignFlip
-from flsuite.callbacks import GradientDissimilarity, dissimilarity
+from flsuite.callbacks import GradientDissimilarity, TaskMatrix, dissimilarity
 from flsuite.callbacks.dissimilarity import gradient_batches
 from flsuite.data import Digits, Dirichlet, TaskSequence
 from flsuite.engines import Auto, auto
@@ -215,6 +225,15 @@ def test_who_is_absent_is_not_measured(tmp_path: Path, monkeypatch: pytest.Monke
         clients.clear()
         fit(tmp_path, f"{callback.clients}", rounds=1, without=[1, 4], callbacks=[callback])
         assert {*clients} == {0, 2, 3, 5}
+
+
+def test_the_clients_that_are_compared_are_present_ones(tmp_path: Path) -> None:
+    made = fit(tmp_path, "run", rounds=2, without=[0, 1], score_clients=2, aggregator=LocalOnly())
+    scored = {key[1] for key in table(made) if key[0] == 1 and key[2] == "test"}
+    assert scored >= {"2", "3"} and not scored & {"0", "1", "4", "5"}
+    settings = {**parts("tasks"), "callbacks": [TaskMatrix(clients=2)]}
+    with pytest.raises(FlsuiteError, match=r"all of its 2 clients are in trainer\.without; raise"):
+        fit(tmp_path, "tasks", rounds=2, without=[0, 1], **settings)
 
 
 def test_who_left_has_no_part_in_the_accuracy_by_task(tmp_path: Path) -> None:

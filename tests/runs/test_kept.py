@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD
 
-from flsuite.aggregators import IFCA
-from flsuite.data import Dirichlet
+from flsuite.aggregators import IFCA, FedAdam, FedAvgM
+from flsuite.data import IID, Dirichlet
 from flsuite.errors import FlsuiteError
 from flsuite.files import save_tensors
 from flsuite.models import MLP, Classifier
+from flsuite.models.backbones import Backbone
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.fork import Fork, kept_on_disk
 from flsuite.runs.kept import KeptTensors, with_shared
@@ -73,7 +75,8 @@ def test_what_was_there_before_becomes_a_reference(dtype: torch.dtype, tmp_path:
     assert kept.shared(first, "round-1.ckpt") is first
     content = kept.shared(second, "round-2.ckpt")
     assert content["state"]["a"] is second["state"]["a"]
-    assert content["list"][0] == {"shared_with": "round-1.ckpt", "keys": ["state", "a"]}
+    place = {name: content["list"][0][name] for name in ("shared_with", "keys")}
+    assert place == {"shared_with": "round-1.ckpt", "keys": ["state", "a"]}
     save_tensors({"federation": first}, tmp_path / "round-1.ckpt")
     back = with_shared(content, tmp_path / "round-2.ckpt")
     assert back["list"][1] is None
@@ -105,6 +108,61 @@ def test_models_that_a_round_leaves_alone_are_stored_once(tmp_path: Path) -> Non
     assert torch.load(last, weights_only=True)["federation"]["aggregator"]  # nothing is missing
     made = fit(tmp_path / "fork", fork=Fork(str(run), 4))
     assert_same_models(made, parent)
+
+
+def test_entries_with_equal_bits_are_changed_each_for_itself(tmp_path: Path) -> None:
+    """Momenta of layers that are not trained are equal, and a server optimizer steps in place."""
+    kept = KeptTensors()
+    content = {"a": big(0), "b": big(0)}
+    assert kept.shared(content, "round-1.ckpt") is content
+    save_tensors({"federation": content}, tmp_path / "round-1.ckpt")
+    stored = kept.shared({"a": big(0), "b": big(0)}, "round-2.ckpt")
+    back = with_shared(stored, tmp_path / "round-2.ckpt")
+    back["a"].add_(1)
+    assert equal(back["b"], big(0))
+
+
+@pytest.mark.parametrize("aggregator", [FedAvgM, FedAdam])
+def test_a_fork_with_idle_layers_ends_like_its_parent(aggregator: Any, tmp_path: Path) -> None:
+    def run(name: str, **settings: Any) -> Any:
+        few = digits(clients=60, partition=IID(), train_samples=500)
+        made = trainer(
+            rounds=5,
+            run_dir=tmp_path / name,
+            enable_checkpointing=True,
+            aggregator=aggregator(),
+            schedule=Synchronous(participation=1),
+            **settings,
+        )
+        made.fit(Classifier(WithExperts(), optimizer=partial(SGD, lr=0.1)), few)
+        return made
+
+    parent = run("parent", keep_rounds=1)
+    raw = torch.load(stored(tmp_path / "parent", 2), weights_only=True)["federation"]
+    assert "shared_with" in str(raw), "nothing is shared, so that this test shows nothing"
+    for round in (2, 3, 4):
+        fork = run(f"fork-{round}", fork=Fork(str(tmp_path / "parent"), round))
+        assert_same_models(fork, parent)
+
+
+class WithExperts(Backbone):
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return Experts()
+
+
+class Experts(nn.Module):
+    """Layers of one shape, of which each sample trains one. A client of a few trains some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(24))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        chosen = (x.sum(1).abs() * 1000).long() % 24
+        out = torch.stack([self.experts[i](row) for i, row in zip(chosen.tolist(), x, strict=True)])
+        return self.head(out.relu())
 
 
 def test_a_resume_goes_on_sharing(tmp_path: Path) -> None:
@@ -143,6 +201,13 @@ def test_a_missing_or_other_file_is_named(tmp_path: Path) -> None:
         load_checkpoint(stored(tmp_path, 4))
     first.write_bytes(content[:-2000])
     with pytest.raises(FlsuiteError, match=r"damaged.*; round-000004.ckpt shares tensors with it"):
+        load_checkpoint(stored(tmp_path, 4))
+    first.write_bytes(content)
+    other = torch.load(first, weights_only=True)
+    for state in other["federation"]["aggregator"]["rule"]["models"].values():
+        state["network.1.weight"] += 1
+    save_tensors(other, first)
+    with pytest.raises(FlsuiteError, match="which does not hold it; restore both files"):
         load_checkpoint(stored(tmp_path, 4))
     save_tensors({"federation": {}}, first)
     with pytest.raises(FlsuiteError, match="which does not hold it; restore both files"):
