@@ -16,6 +16,7 @@ from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.entries import Entries
 from flsuite.client.fits import StackedFit, context_of, start_of
+from flsuite.client.memory import keep_freed_memory
 from flsuite.client.setup import WorkerSetup
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, TrainerOfOne, callbacks_of, stacked
@@ -62,6 +63,7 @@ class Stack:
         self.model = self._original = model
         self._modules: list[LightningModule] = []
         self._level = logging.WARNING
+        keep_freed_memory()
 
     def train_all(
         self, requests: Sequence[FitRequest], trainer: ClientTrainer, data: FederatedData

@@ -15,7 +15,7 @@ from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, callbacks_of, stacked
-from flsuite.client.stacked_loss import Group, StackedLoss, clip
+from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
 from flsuite.client.stacked_optimizer import gather_states, hand_state
 from flsuite.client.stacked_second import StackedSecond
 from flsuite.client.trainer import ClientTrainer
@@ -51,7 +51,6 @@ class StackSteps:
         # Gradients of the others show whether every step uses the same parameters.
         self.leaves = {name: tensors[name] for name in able}
         self.others = {name: value for name, value in tensors.items() if name not in self.leaves}
-        self.gradients = {k: torch.zeros_like(v) for k, v in self.parameters.items()}
         self.losses = torch.zeros(len(members), device=trainer.strategy.root_device)
         self.logged: list[dict[str, tuple[float, int]]] = [{} for _ in members]
         self.entries = first_names(model, model.state_dict())
@@ -78,11 +77,13 @@ class StackSteps:
             batches: The batches.
         """
         ends: list[State] = [{} for _ in self.members]
+        last = max(member.steps for member in self.members)
         for step, groups in enumerate(batches):
             self._step(step, groups)
             for place in chain.from_iterable(group.places for group in groups):
                 if step + 1 == self.members[place].steps:
-                    ends[place] = self._end(place)
+                    end = self._end(place)
+                    ends[place] = end if step + 1 == last else clone(end)
         return [(ends[i], self._metrics(i)) for i in range(len(ends))]
 
     def is_mean_over_samples(self, batches: StackBatches) -> bool:
@@ -117,10 +118,7 @@ class StackSteps:
         )
 
     def _start_callbacks(self) -> None:
-        for place, member in enumerate(self.members):
-            for name, parameter in member.module.named_parameters() if member.callbacks else ():
-                if name in self.gradients:
-                    parameter.grad = self.gradients[name][place]
+        for member in self.members:
             for callback in _own(member):
                 callback.on_fit_start(member.trainer, member.module)
                 callback.on_train_start(member.trainer, member.module)
@@ -129,22 +127,31 @@ class StackSteps:
         """Take one step of the clients that have a batch left."""
         if self.second:
             self.second.take_steps(groups, step)
+        gradients: State = {}
         for group in groups:
-            self._add_gradients(step, group)
+            gradients = with_rows(gradients, group, self._gradients(step, group), self.parameters)
         if self.second:
-            self.second.change(self.gradients)
+            self.second.change(gradients)
         for place in chain.from_iterable(group.places for group in groups):
-            member = self.members[place]
-            for callback in _own(member):
-                callback.on_before_optimizer_step(member.trainer, member.module, member.optimizer)
+            self._show(place, gradients)
 
-        clip(self.gradients, self.trainer)
+        clip(gradients, self.trainer)
         for name, parameter in self.parameters.items():
-            parameter.grad = self.gradients[name]
+            parameter.grad = gradients[name]
         self.optimizer.step()
 
-    def _add_gradients(self, step: int, group: Group) -> None:
-        """Compute the gradients of a group's clients."""
+    def _show(self, place: int, gradients: State) -> None:
+        """Let the callbacks of a client see its gradients, and change them in place."""
+        member = self.members[place]
+        if not (callbacks := _own(member)):
+            return
+        for name, parameter in member.module.named_parameters():
+            parameter.grad = gradients[name][place] if name in gradients else None
+        for callback in callbacks:
+            callback.on_before_optimizer_step(member.trainer, member.module, member.optimizer)
+
+    def _gradients(self, step: int, group: Group) -> State:
+        """Return the gradients of a group's clients, and keep the rest of what the step gives."""
         at = group.at
         leaves = {name: value[at] for name, value in self.leaves.items()}
         others = {name: value[at] for name, value in self.others.items()}
@@ -153,12 +160,11 @@ class StackSteps:
         if done.gradients.keys() != self.parameters.keys():
             raise RuntimeError("the loss depends on other parameters in some of the steps")
 
-        for name, gradient in done.gradients.items():
-            self.gradients[name][at] = gradient
         for name, value in done.buffers.items():
             self.others[name][at] = value
         self.losses[at] += done.losses
         self._log(step, group, done.logged)
+        return done.gradients
 
     def _log(self, step: int, group: Group, logged: Mapping[str, Tensor]) -> None:
         """Add what the clients log to the sums over their last epochs, by sizes of batches."""
@@ -179,7 +185,7 @@ class StackSteps:
             hand_state(self.optimizer, self.parameters, member, place)
         for callback in _own(member):
             callback.on_train_end(member.trainer, member.module)
-        return clone({name: self.tensors[first][place] for name, first in self.entries.items()})
+        return {name: self.tensors[first][place] for name, first in self.entries.items()}
 
     def _metrics(self, place: int) -> dict[str, float]:
         loss = float(self.losses[place]) / self.members[place].steps

@@ -101,7 +101,7 @@ class StackedLoss:
         # A client's loss depends on its own parameters alone, so these are its gradients.
         gradients = torch.autograd.grad(totals.sum(), list(leaves.values()), allow_unused=True)
         used = {k: g for k, g in zip(leaves, gradients, strict=True) if g is not None}
-        return StackedStep(losses.float(), used, buffers, logged)
+        return StackedStep(losses.float(), _apart(used), buffers, logged)
 
     def _mean_loss(
         self, parameters: State, others: State, batch: Any, held: Any, size: Tensor, index: int
@@ -150,6 +150,36 @@ class StackedLoss:
         total = sum(added, loss)
         after = {name: ends[name].detach() for name in self.buffers}
         return total, loss.detach(), after, logged
+
+
+def with_rows(whole: State, group: Group, rows: State, like: State) -> State:
+    """Return one tensor per name for all clients of a stack, with a group's rows put in.
+
+    Args:
+        whole: The rows of other groups. Missing ones are zero.
+        group: The group. One of all clients needs no copy.
+        rows: Its rows.
+        like: Tensors of all clients, for the shapes.
+    """
+    if isinstance(group.at, slice):
+        return rows
+    for name, value in rows.items():
+        if name not in whole:
+            whole[name] = torch.zeros_like(like[name])
+        whole[name][group.at] = value
+    return whole
+
+
+def _apart(gradients: State) -> State:
+    """Return gradients that may be changed in place: none shares memory with another."""
+    seen = set[int]()
+    own: State = {}
+    for name, gradient in gradients.items():
+        place = gradient.untyped_storage().data_ptr()
+        is_own = place not in seen and gradient.is_contiguous()
+        own[name] = gradient if is_own else gradient.clone(memory_format=torch.contiguous_format)
+        seen.add(place)
+    return own
 
 
 def clip(gradients: State, trainer: ClientTrainer) -> None:

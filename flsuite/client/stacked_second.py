@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from flsuite.aggregators.second_model import first_names, optimizer_for
 from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.client.stack_member import Member, callbacks_of, stacked
-from flsuite.client.stacked_loss import Group, StackedLoss, clip
+from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
 from flsuite.state import State, clone
 
 
@@ -93,9 +93,7 @@ class StackedSecond:
             others = {k: v[group.at] for k, v in others.items() if k not in weights}
             with torch.random.fork_rng():  # the model's own step draws the same
                 step = self._loss.step(weights, others, group.batch, index, {}, group.sizes)
-            for name, gradient in step.gradients.items():
-                whole = gradients.setdefault(name, torch.zeros_like(at[name]))
-                whole[group.at] = gradient
+            gradients = with_rows(gradients, group, step.gradients, at)
             if gradients.keys() != step.gradients.keys():
                 raise RuntimeError("the loss depends on other parameters in some of the steps")
             for name, value in step.buffers.items():

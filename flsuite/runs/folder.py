@@ -20,6 +20,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.tasks import TaskData
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder, replace_file
+from flsuite.runs.fork import first_round
 from flsuite.runs.partition import task_table, write_partition
 from flsuite.runs.table import MetricsTable, TimelineTable
 
@@ -173,7 +174,7 @@ class RunFolder:
         if self.path is None:
             return
         if overwrite:
-            self._refuse_lost_checkpoint()
+            self._refuse_lost_checkpoint(first_round(settings))
         elif reason := self._reason_to_refuse():
             self._remove_empty()
             raise FlsuiteError(reason)
@@ -223,10 +224,13 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
-    def _refuse_lost_checkpoint(self) -> None:
+    def _refuse_lost_checkpoint(self, first: int) -> None:
         """Refuse to restart a run that has lost its checkpoint.
 
-        The rows of round 2 are written after the checkpoint of round 1.
+        The rows of a run's second round are written after the checkpoint of its first.
+
+        Args:
+            first: The first round that is the run's own. Earlier ones are those of its parent.
         """
         path = self.table.path
         if path is None or not path.is_file():
@@ -234,7 +238,7 @@ class RunFolder:
         with path.open(encoding="utf-8", errors="replace") as file:
             firsts = {line.split(",", 1)[0] for line in file}
         rounds = max((int(cell) for cell in firsts if cell.isdecimal()), default=0)
-        if rounds > 1:
+        if rounds > first:
             raise FlsuiteError(
                 f"{self.path} has {rounds} rounds but no checkpoints/last.ckpt: restore it, "
                 "continue from the picked round with --ckpt_path best, or name another folder with "

@@ -73,6 +73,11 @@ class Fork(Settings):
         return {"fork": moment, "forked_from": self.run}
 
 
+def first_round(settings: Mapping[str, Any]) -> int:
+    """Return the first round that is a run's own, from its settings. Others are its parent's."""
+    return int((settings.get("fork") or {"round": 0})["round"]) + 1
+
+
 _NOT_OF_THE_PARENT = (
     *("rounds", "max_virtual_seconds", "max_client_updates", "stopping", "forked_from"),
     *("seed", "given_weights", "attackers"),

@@ -17,7 +17,7 @@ from flsuite.errors import FederationError, FlsuiteError, one_line
 from flsuite.files import replace_file, save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import parent_settings
+from flsuite.runs.fork import first_round, parent_settings
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe, described_engine, init_args
 from flsuite.runs.summary import print_summary
@@ -156,7 +156,8 @@ def _naming_the_disk(folder: RunFolder) -> Iterator[None]:
 def _create(run: Run, is_restart: bool) -> None:
     """Start in a new folder, or in the folder of a run that was killed in its first round."""
     if is_restart:
-        log.info("no checkpoint in %s yet: starting with round 1", run.folder.checkpoints)
+        first = first_round(run.settings)
+        log.info("no checkpoint in %s yet: starting with round %d", run.folder.checkpoints, first)
     data, attack = run.federation.data, run.evaluator.attack
     run.folder.create(run.config, run.settings, data, is_restart, attack)
     run.store.create()

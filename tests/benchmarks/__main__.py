@@ -5,6 +5,7 @@ brackets, and the ratio of the medians. Seconds depend on the machine and its lo
 """
 
 import argparse
+import gc
 import logging
 import os
 import platform
@@ -523,6 +524,7 @@ def main() -> None:
     logging.getLogger("flsuite").setLevel(logging.ERROR)
     machine = platform.processor() or platform.machine()
     print(f"{machine}, {os.cpu_count()} cores, torch {torch.__version__}")
+    gc.freeze()  # as the command flsuite does: a full collection would look at all that is imported
     for name in options.cases or CASES:
         cases[name](options.rounds)
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import (
     APFL,
+    CMGA,
     IFCA,
     MOON,
     Aggregator,
@@ -35,7 +36,7 @@ from flsuite.client.stack import Stack
 from flsuite.client.stack_steps import StackSteps
 from flsuite.data import IID, CropFlip, FederatedDataModule, Natural, TaskSequence
 from flsuite.engines import InProcess, Vectorized
-from flsuite.models import MLP, Backbone, Classifier
+from flsuite.models import ACVAE, MLP, Backbone, Classifier
 from flsuite.schedules import Asynchronous, Synchronous
 from tests.aggregators.federations import (
     CURVATURES,
@@ -49,7 +50,7 @@ from tests.aggregators.federations import (
     table_model,
 )
 from tests.composition.cells import Cell, covering, name, problem, trainer_of
-from tests.conftest import equal_states, mostly_long
+from tests.conftest import digits, equal_states, mostly_long
 from tests.engines.test_processes import Images
 
 PLAIN = table_model()
@@ -99,6 +100,22 @@ class Tied(Backbone):
         )
         layers[2].weight = layers[0].weight
         return layers
+
+
+class TwoShifts(Backbone):
+    """A layer with two biases, whose gradients are one tensor."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, outputs, bias=False), _Shift(outputs))
+
+
+class _Shift(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.a + self.b)
 
 
 class _Unread(nn.Module):
@@ -226,6 +243,10 @@ def test_second_models_and_terms_of_features_are_those_of_single_fits(
 SETTINGS: dict[str, dict[str, Any]] = {
     "clipping by norm": {"gradient_clip_val": 0.05},
     "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "clipping of gradients that share memory": {
+        "gradient_clip_val": 0.05,
+        "model": Classifier(TwoShifts(), OPTIMIZERS["SGD"]),
+    },
     "a falling rate": {"lr_decay": CosineDecay(rounds=3)},
     "half of the clients": {"schedule": Synchronous(0.5), "rounds": 4},
     "private entries": {"aggregator": FedProx(mu=0.1, private=["network.3."])},
@@ -248,6 +269,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_each_setting_is_that_of_a_single_fit(settings: dict[str, Any], stacks: list[int]) -> None:
     close(stacks, 1e-5, **settings)
+
+
+@pytest.mark.parametrize("negatives", ["all", "present"])
+def test_an_autoencoder_with_class_priors_trains_as_alone(
+    negatives: Any, stacks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The noise of a stack is other noise, so that the comparison is without it.
+    monkeypatch.setattr("flsuite.models.acvae.sample", lambda mean, log_variance: mean)
+    # SGD, because Adam makes full steps of gradients that are zero but for rounding.
+    sgd = partial(SGD, lr=0.01)
+    model = ACVAE(4, (16,), mapper_width=8, negatives=negatives, dropout=0.0, optimizer=sgd)
+    data = digits(clients=6, standardize=False, train_samples=400)
+    close(stacks, 1e-5, CMGA(), data=data, model=model)
 
 
 def test_half_precision_differs_by_its_rounding(stacks: list[int]) -> None:

@@ -23,7 +23,7 @@ from flsuite.aggregators import (
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules import Mean
 from flsuite.attacks import SignFlip
-from flsuite.callbacks import GradientDissimilarity, TaskMatrix, dissimilarity
+from flsuite.callbacks import FederationCallback, GradientDissimilarity, TaskMatrix, dissimilarity
 from flsuite.callbacks.dissimilarity import gradient_batches
 from flsuite.data import Digits, Dirichlet, TaskSequence
 from flsuite.engines import Auto, auto
@@ -125,6 +125,26 @@ def test_a_fork_is_resumed_like_any_run_even_without_its_parent(tmp_path: Path) 
     assert_same_models(run("parts", ckpt_path="last"), whole)
     settings = whole.run.settings
     assert settings["fork"]["round"] == 2 and settings["forked_from"] == str(tmp_path / "parent")
+
+
+class _Killed(FederationCallback):
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def on_round_start(self, run: Any, round: int, clients: Sequence[int]) -> None:
+        if round == self.round:
+            raise KeyboardInterrupt
+
+
+def test_a_fork_that_was_killed_in_its_first_round_begins_again(tmp_path: Path) -> None:
+    parent = fit(tmp_path, "parent", keep_rounds=2, **parts("Ditto"))
+    fork = Fork(str(tmp_path / "parent"), 4)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, "fork", fork=fork, callbacks=[_Killed(5)], **parts("Ditto"))
+    assert not (tmp_path / "fork" / "checkpoints" / "last.ckpt").exists()
+    made = fit(tmp_path, "fork", fork=fork, ckpt_path="last", **parts("Ditto"))
+    assert_same_models(made, parent)
+    assert numbers(tmp_path / "fork") == numbers(tmp_path / "parent")
 
 
 CHANGES: dict[str, dict[str, Any]] = {
