@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
+from flsuite.runs.checkpoint import load_checkpoint
 
 _PARTS = (
     "*.yaml",
@@ -31,10 +32,13 @@ def pack(run: Path, file: Path) -> int:
         file: The file to write.
 
     Raises:
-        FlsuiteError: If the file exists.
+        FlsuiteError: If the file exists, or a checkpoint of the run cannot be read.
     """
     if file.exists():
         raise FlsuiteError(f"pack: {file} exists; name another file with --output")
+    for checkpoint in sorted(run.glob("checkpoints/*.ckpt")):
+        if checkpoint.name != "model.ckpt":  # Lightning's
+            load_checkpoint(checkpoint)
     make_folder(file.parent)
     paths = sorted({path for part in _PARTS for path in run.glob(part)})
     digests = {path.relative_to(run).as_posix(): digest(path) for path in paths}

@@ -14,7 +14,7 @@ from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.main import main
 from flsuite.files import save_tensors
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import kept_on_disk
+from flsuite.runs.fork import kept_on_disk, kept_rounds
 from flsuite.runs.run import Run
 from tests.commands.command import cli, refused
 from tests.conftest import THREADS
@@ -63,6 +63,13 @@ def test_a_packed_run_is_verified_where_its_folder_is_gone(run: Path, capsys: An
     data[len(data) // 2] ^= 1
     Path("b.zip").write_bytes(bytes(data))
     assert "b.zip" in refused(capsys, "verify", "b.zip")
+
+
+def test_a_damaged_checkpoint_is_not_packed(run: Path, capsys: Any) -> None:
+    path = kept_rounds(run)[2]
+    path.write_bytes(path.read_bytes()[:-100])
+    assert f"{path} cannot be read as a checkpoint" in refused(capsys, "pack", str(run))
+    assert not list(Path().glob("*.zip"))
 
 
 def edit_row(column: str, value: Callable[[str], str], wanted: dict[str, str]) -> Any:
