@@ -42,12 +42,17 @@ def loss_at(
         ends: See :func:`step_loss`.
 
     Raises:
-        FlsuiteError: If the training step does not return a loss.
+        FlsuiteError: If the training step does not return a loss, or DPSGD trains the model.
     """
     if not module.automatic_optimization:
         raise FlsuiteError(
             f"this aggregator computes the loss of a training step at other weights, and "
             f"{type(module).__name__} has manual optimization; choose another aggregator"
+        )
+    if hasattr(module, "autograd_grad_sample_hooks"):  # of Opacus, which clip the model's own loss
+        raise FlsuiteError(
+            "this aggregator computes losses at other weights, without the noise of DPSGD; choose "
+            "another trainer.aggregator, or leave out DPSGD"
         )
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     # Tied weights have one name here, and functional_call gives them the same tensor.

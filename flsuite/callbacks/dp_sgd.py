@@ -56,6 +56,8 @@ class DPSGD(FederationCallback, Settings):
     """
 
     reads_updates: ClassVar[bool] = False
+    supports_stack = True
+    reads_sample_gradients = True
 
     noise_multiplier: PositiveFloat = 1.0
     max_grad_norm: PositiveFloat = 1.0

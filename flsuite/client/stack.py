@@ -92,6 +92,7 @@ class Stack:
                 fits |= self.train(members, trainer, data)
             except Exception as error:
                 # Which client it is shows when each trains by itself.
+                self._modules = []  # a callback may have left hooks in them
                 level, self._level = self._level, logging.DEBUG  # said once
                 names = type(error).__name__, one_line(error, longest=160)
                 text = "a stack of %d clients could not train, so each trains by itself (%s: %s)"
@@ -125,7 +126,9 @@ class Stack:
             start = {name: value[0] for name, value in tensors.items()}
             used = self._used(trainer, start, batches.first())
             steps = StackSteps(self.model, used, trainer, tensors, members)
-            if len({member.client.samples for member in members}) > 1:
+            if steps.by_sample:
+                batches.fills = True
+            elif len({member.client.samples for member in members}) > 1:
                 batches.fills = steps.is_mean_over_samples(batches)
             ends = steps.run(batches)
         seconds = (time.perf_counter() - began) / len(members)
@@ -170,7 +173,7 @@ class Stack:
         setup, round = self.setup, request.broadcast.round
         client = context_of(setup, request)
         loader = TrainLoader(view, client.id, setup.seed, round, request.batches, request.repeat)
-        callbacks: list[Callback] = []
+        callbacks: list[Callback] = copy.deepcopy(list(request.broadcast.callbacks))
         if not request.adapts:
             if setup.keep_optimizers:
                 callbacks.append(KeepOptimizers(request.memory.get("optimizers")))

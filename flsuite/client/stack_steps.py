@@ -15,6 +15,7 @@ from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, callbacks_of, stacked
+from flsuite.client.stackable import by_sample
 from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
 from flsuite.client.stacked_optimizer import gather_states, hand_state
 from flsuite.client.stacked_second import StackedSecond
@@ -47,10 +48,13 @@ class StackSteps:
         own = dict(first.module.named_parameters())
         stepping = {id(p) for group in first.optimizer.param_groups for p in group["params"]}
         able = [k for k, p in own.items() if p.requires_grad and id(p) in stepping]
-        self.parameters = {name: tensors[name] for name in able if name in used}
+        self.by_sample = by_sample(first.callbacks)
+        # With noise for each sample, parameters without a gradient take steps too.
+        self.parameters = {k: tensors[k] for k in able if k in used or self.by_sample}
         # Gradients of the others show whether every step uses the same parameters.
         self.leaves = {name: tensors[name] for name in able}
         self.others = {name: value for name, value in tensors.items() if name not in self.leaves}
+        self.samples: dict[int, State] = {}  # gradients by sample, of a step's clients
         self.losses = torch.zeros(len(members), device=trainer.strategy.root_device)
         self.logged: list[dict[str, tuple[float, int]]] = [{} for _ in members]
         self.entries = first_names(model, model.state_dict())
@@ -133,22 +137,31 @@ class StackSteps:
         if self.second:
             self.second.change(gradients)
         for place in chain.from_iterable(group.places for group in groups):
-            self._show(place, gradients)
+            self._show(step, place, gradients)
 
         clip(gradients, self.trainer)
         for name, parameter in self.parameters.items():
             parameter.grad = gradients[name]
         self.optimizer.step()
 
-    def _show(self, place: int, gradients: State) -> None:
-        """Let the callbacks of a client see its gradients, and change them in place."""
+    def _show(self, step: int, place: int, gradients: State) -> None:
+        """Let the callbacks of a client see its gradients, and change or replace them."""
         member = self.members[place]
         if not (callbacks := _own(member)):
             return
-        for name, parameter in member.module.named_parameters():
-            parameter.grad = gradients[name][place] if name in gradients else None
+        shown = {k: p for k, p in member.module.named_parameters() if k in gradients}
+        for name, parameter in shown.items():
+            parameter.grad = gradients[name][place]
+        for name, samples in self.samples.pop(place, {}).items():
+            shown[name].grad_sample = samples  # type: ignore[attr-defined]
         for callback in callbacks:
-            callback.on_before_optimizer_step(member.trainer, member.module, member.optimizer)
+            at = member.trainer, member.module
+            if by_sample([callback]):
+                callback.on_train_batch_start(*at, None, step % len(member.loader))
+            callback.on_before_optimizer_step(*at, member.optimizer)
+        for name, parameter in shown.items():
+            if parameter.grad is not None and not _is_same(parameter.grad, gradients[name][place]):
+                gradients[name][place] = parameter.grad
 
     def _gradients(self, step: int, group: Group) -> State:
         """Return the gradients of a group's clients, and keep the rest of what the step gives."""
@@ -156,7 +169,10 @@ class StackSteps:
         leaves = {name: value[at] for name, value in self.leaves.items()}
         others = {name: value[at] for name, value in self.others.items()}
         held = tree_map(lambda part: part[at], self.held)
-        done = self.loss.step(leaves, others, group.batch, step, held, group.sizes)
+        sizes = group.sizes
+        if self.by_sample and sizes is None:
+            sizes = torch.tensor(group.samples(), device=self.losses.device)
+        done = self.loss.step(leaves, others, group.batch, step, held, sizes, self.by_sample)
         if done.gradients.keys() != self.parameters.keys():
             raise RuntimeError("the loss depends on other parameters in some of the steps")
 
@@ -164,7 +180,11 @@ class StackSteps:
             self.others[name][at] = value
         self.losses[at] += done.losses
         self._log(step, group, done.logged)
-        return done.gradients
+        if not self.by_sample:
+            return done.gradients
+        for i, (place, size) in enumerate(zip(group.places, group.samples(), strict=True)):
+            self.samples[place] = {k: g[i, :size] for k, g in done.gradients.items()}
+        return {k: torch.zeros_like(p[at]) for k, p in self.parameters.items()}
 
     def _log(self, step: int, group: Group, logged: Mapping[str, Tensor]) -> None:
         """Add what the clients log to the sums over their last epochs, by sizes of batches."""
@@ -197,6 +217,11 @@ def _is_close(ours: Tensor, theirs: Tensor) -> bool:
     """Return whether two tensors are equal but for rounding."""
     distance = float((ours.double() - theirs.double()).norm())
     return distance <= 1e-5 * float(theirs.double().norm()) + 1e-8
+
+
+def _is_same(ours: Tensor, theirs: Tensor) -> bool:
+    """Return whether two tensors are the same memory."""
+    return ours.data_ptr() == theirs.data_ptr()
 
 
 def _own(member: Member) -> list[Callback]:

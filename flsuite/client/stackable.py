@@ -1,13 +1,15 @@
 """Which models, settings and algorithms can train as a stack of clients."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from flsuite.aggregators.features import FeatureTerm
 from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.client.fits import context_of
 from flsuite.client.loop import hooks_of, takes_a_batch
 from flsuite.client.setup import WorkerSetup
@@ -42,13 +44,13 @@ def require_stackable(setup: WorkerSetup) -> None:
 
 
 def refuse_callbacks(request: FitRequest) -> None:
-    """Refuse the user's callbacks, which need a fit of their own.
+    """Refuse callbacks of the user that need a fit of their own.
 
     Raises:
         FlsuiteError: If there are any.
     """
-    if request.broadcast.callbacks:
-        kind = type(request.broadcast.callbacks[0]).__name__
+    if single := [one for one in request.broadcast.callbacks if not _supports_stack(one)]:
+        kind = type(single[0]).__name__
         raise FlsuiteError(
             f"Vectorized trains many clients in one step, but {kind} is a callback of a single "
             "fit; leave it out of trainer.callbacks, or set trainer.engine to Processes"
@@ -62,7 +64,18 @@ def stackable(setup: WorkerSetup, request: FitRequest) -> list[Callback] | None:
     """
     if request.trained is not None:
         return None
-    return [] if request.adapts else stackable_callbacks(setup, context_of(setup, request))
+    users = list(request.broadcast.callbacks)
+    if request.adapts:
+        return users
+    own = stackable_callbacks(setup, context_of(setup, request))
+    # Per-sample gradients are those of the model's own loss.
+    more = any(isinstance(one, (FeatureTerm, SecondSteps)) for one in own or ())
+    return None if own is None or (more and by_sample(users)) else [*users, *own]
+
+
+def by_sample(callbacks: Iterable[Callback]) -> bool:
+    """Return whether a callback reads the gradient of each sample, as ``grad_sample``."""
+    return any(getattr(callback, "reads_sample_gradients", False) for callback in callbacks)
 
 
 def stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Callback] | None:
@@ -70,14 +83,18 @@ def stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Callb
 
     A callback that a stack can call has ``supports_stack = True``. Of the steps, it sees the
     gradients before the optimizer's, ``on_before_optimizer_step``, and neither batches nor the
-    forward pass. Second models and terms of features state their steps in functions of tensors.
-    Measurements of the trained model are left out: they come after the fit.
+    forward pass. One that reads gradients by sample learns the number of the batch right before, in
+    ``on_train_batch_start``. Second models and terms of features state their steps in functions of
+    tensors. Measurements of the trained model are left out: they come after the fit.
     """
     attacks = setup.attack.callbacks(client) if setup.attack else []
     callbacks = [*attacks, *setup.aggregator.callbacks(client)]
     steps = [callback for callback in callbacks if not isinstance(callback, AfterFit)]
-    able = all(getattr(callback, "supports_stack", False) for callback in steps)
-    return steps if able else None
+    return steps if all(map(_supports_stack, steps)) else None
+
+
+def _supports_stack(callback: Callback) -> bool:
+    return getattr(callback, "supports_stack", False)
 
 
 def optimizer_of(model: LightningModule) -> Optimizer:

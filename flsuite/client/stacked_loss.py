@@ -1,6 +1,6 @@
 """The losses of many clients' training steps as one program."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +46,8 @@ class StackedStep:
 
     Attributes:
         losses: ``(clients,)``, without the term of the features.
-        gradients: By name of the parameter. Those that the loss does not depend on are left out.
+        gradients: By name of the parameter, ``(clients, ...)``, or ``(clients, batch, ...)`` by
+            sample. Those that the loss does not depend on are left out.
         buffers: Buffers after the step.
         logged: What the model logs.
     """
@@ -81,6 +82,7 @@ class StackedLoss:
         index: int,
         held: Any,
         sizes: Tensor | None = None,
+        by_sample: bool = False,
     ) -> StackedStep:
         """Return what a step of a group of clients gives. Nothing changes in place.
 
@@ -91,9 +93,17 @@ class StackedLoss:
             index: The number of the batch in the fit.
             held: What the term reads of each client.
             sizes: See :class:`Group`. Then a loss is the mean over samples, and buffers stay.
+            by_sample: Whether to return the gradients of the samples' losses. It needs ``sizes``.
         """
-        leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-        loss, parts = (self._loss, ()) if sizes is None else (self._mean_loss, (sizes,))
+        leaves = {name: value.detach() for name, value in parameters.items()}
+        if by_sample:
+            size = tree_leaves(batch)[0].shape[1]
+            leaves = {k: v[:, None].expand(-1, size, *v.shape[1:]) for k, v in leaves.items()}
+        leaves = {name: value.requires_grad_() for name, value in leaves.items()}
+        loss: Callable[..., Any] = self._loss
+        parts: tuple[Tensor, ...] = ()
+        if sizes is not None:
+            loss, parts = partial(self._mean_loss, by_sample=by_sample), (sizes,)
         with _uncached_casts():
             together = torch.vmap(partial(loss, index=index), randomness="different")
             totals, losses, buffers, logged = together(leaves, others, batch, held, *parts)
@@ -104,22 +114,35 @@ class StackedLoss:
         return StackedStep(losses.float(), _apart(used), buffers, logged)
 
     def _mean_loss(
-        self, parameters: State, others: State, batch: Any, held: Any, size: Tensor, index: int
+        self,
+        parameters: State,
+        others: State,
+        batch: Any,
+        held: Any,
+        size: Tensor,
+        index: int,
+        by_sample: bool,
     ) -> tuple[Tensor, Tensor, State, State]:
-        """Return what :meth:`_loss` returns, as means over the first samples of a batch."""
+        """Return what :meth:`_loss` returns, as means over the first samples of a batch.
 
-        def of_one(sample: Any) -> tuple[Tensor, Tensor, State]:
+        By sample, each has parameters of its own, and the losses to differentiate are its own.
+        """
+
+        def of_one(own: State, sample: Any) -> tuple[Tensor, Tensor, State]:
             alone = tree_map(lambda part: part[None], sample)
-            total, loss, _, logged = self._loss(parameters, others, alone, held, index)
+            total, loss, _, logged = self._loss(own, others, alone, held, index)
             return total, loss, logged
 
         def mean(values: Tensor) -> Tensor:
             counts = torch.arange(len(values), device=values.device) < size
             return (counts * values).sum() / size
 
-        totals, losses, logged = torch.vmap(of_one, randomness="different")(batch)
+        axes = (0 if by_sample else None, 0)
+        of_all = torch.vmap(of_one, in_dims=axes, randomness="different")
+        totals, losses, logged = of_all(parameters, batch)
         buffers = {name: others[name] for name in self.buffers}
-        return mean(totals), mean(losses), buffers, {k: mean(v) for k, v in logged.items()}
+        total = totals if by_sample else mean(totals)
+        return total, mean(losses), buffers, {k: mean(v) for k, v in logged.items()}
 
     def _loss(
         self, parameters: State, others: State, batch: Any, held: Any, index: int

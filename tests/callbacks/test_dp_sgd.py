@@ -13,11 +13,21 @@ from torch import nn
 from torch.optim import SGD
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import SCAFFOLD, DPFedAvg, FedFisher, FedProx, RegMean
+from flsuite.aggregators import (
+    SCAFFOLD,
+    Ditto,
+    DPFedAvg,
+    FedAvg,
+    FedFisher,
+    FedProx,
+    PerFedAvg,
+    RegMean,
+)
 from flsuite.callbacks import DPSGD
+from flsuite.client.stack import Stack
 from flsuite.data import Digits, Dirichlet, TaskSequence
 from flsuite.data.loader import TrainLoader
-from flsuite.engines import Processes
+from flsuite.engines import Processes, Vectorized
 from flsuite.metrics.privacy import RandomDraw, epsilon
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone, ResNet20
@@ -241,6 +251,31 @@ def test_engines_and_loops_agree() -> None:
         assert numbers(plain) == numbers(other)
 
 
+@pytest.mark.parametrize("aggregator", [FedAvg, partial(FedProx, mu=0.1), SCAFFOLD])
+def test_a_stack_takes_the_gradients_that_opacus_takes(
+    aggregator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stacks: list[int] = []
+    train = Stack.train
+
+    def counted(self: Stack, requests: Any, *args: Any) -> Any:
+        fits = train(self, requests, *args)
+        stacks.append(len(requests))
+        return fits
+
+    monkeypatch.setattr(Stack, "train", counted)
+    # Batches of different sizes, some of them empty.
+    settings = {"rounds": 3, "max_epochs": 2}
+    alone, stacked = (
+        fit(DPSGD(max_grad_norm=0.5), data=few(5, 60, 4), aggregator=aggregator(), **kwargs)
+        for kwargs in (settings, {**settings, "engine": Vectorized(clients=3)})
+    )
+    assert stacks == 3 * [3, 2]
+    for name, value in alone.federation.state.items():
+        torch.testing.assert_close(stacked.federation.state[name], value, rtol=1e-5, atol=1e-6)
+    assert numbers(stacked) == numbers(alone)
+
+
 class Slow(Callback):
     """A callback that is not known to the local loop, so that Lightning's loop takes the steps."""
 
@@ -282,8 +317,14 @@ class Normalised(Backbone):
         ),
         ({"aggregator": FedFisher("diag")}, "clients of FedFisher also send fisher"),
         ({"aggregator": RegMean(alpha=0.5)}, "clients of RegMean also send "),
+        ({"aggregator": Ditto()}, "at other weights, without the noise of DPSGD"),
+        ({"aggregator": PerFedAvg()}, "at other weights, without the noise of DPSGD"),
+        (
+            {"aggregator": Ditto(), "engine": Vectorized(clients=2)},
+            "at other weights, without the noise of DPSGD",
+        ),
     ],
-    ids=["batch_norm", "accumulation", "tasks", "fisher", "gram"],
+    ids=["batch_norm", "accumulation", "tasks", "fisher", "gram", "ditto", "meta", "stacked"],
 )
 def test_what_it_cannot_do_is_refused(kwargs: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(FlsuiteError, match=message) as error:
