@@ -58,6 +58,10 @@ def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
 
     found, other = compare(run, again, start, stop), environment_differs(run)
     what = f"{found.rows} rows and {found.weights} states of rounds {start + 1} to {stop}"
+    later = [round for round in sorted(kept_rounds(run)) if round > start]
+    if later and later[0] > stop:
+        how = f"--at {start} --rounds {later[0] - start}"
+        print(f"no weights were kept in these rounds; {how} compares those of round {later[0]}")
     for line in other:
         print(f"another environment: {line}")
     if not found.faults:

@@ -54,6 +54,13 @@ def test_an_honest_record_is_verified(run: Path, at: str, capsys: Any) -> None:
     assert "are equal, bit for bit" in out and "environment" not in out
 
 
+def test_a_replay_that_meets_no_checkpoint_names_the_next_one(run: Path, capsys: Any) -> None:
+    assert verified(str(run), "--at", "2", "--rounds", "1")
+    assert "--at 2 --rounds 2 compares those of round 4" in capsys.readouterr().out
+    assert verified(str(run), "--at", "2", "--rounds", "2")
+    assert "no weights" not in capsys.readouterr().out
+
+
 def test_a_packed_run_is_verified_where_its_folder_is_gone(run: Path, capsys: Any) -> None:
     cli("pack", str(run), "--output", "a.zip")
     assert "a.zip exists" in refused(capsys, "pack", str(run), "--output", "a.zip")
