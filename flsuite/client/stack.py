@@ -13,10 +13,10 @@ from torch import Tensor
 
 from flsuite.aggregators.losses import changes_attributes, step_loss
 from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.client.allocator import keep_freed_memory
 from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.entries import Entries
 from flsuite.client.fits import StackedFit, context_of, start_of
-from flsuite.client.memory import keep_freed_memory
 from flsuite.client.setup import WorkerSetup
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, TrainerOfOne, callbacks_of, stacked

@@ -77,20 +77,6 @@ def fit_scaling(x: Tensor, standardize: bool, rgb: bool) -> Scaling:
     return Scaling(1 / (255 * std), -mean / std, 3 if rgb else channels)
 
 
-def input_range(x: Tensor, scaling: Scaling) -> tuple[float, float]:
-    """Return the smallest and the largest number in the model inputs of stored samples.
-
-    Args:
-        x: Images uint8 ``(n, h, w, c)``, or rows of numbers, at least one.
-        scaling: Their scaling.
-    """
-    channels = tuple(range(x.ndim - 1))
-    # The ends of each channel are enough, because scales are positive.
-    ends = torch.stack([x.amin(channels), x.amax(channels)])
-    inputs = scaling(ends[:, None, None]) if x.dtype == torch.uint8 else ends
-    return float(inputs.min()), float(inputs.max())
-
-
 def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each channel of uint8 images, as fractions of 255.
 

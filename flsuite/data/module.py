@@ -11,9 +11,8 @@ from lightning.pytorch import LightningDataModule
 from flsuite.arguments import BelowOne, NonNegativeInt, PositiveInt, Range, check_init
 from flsuite.data.arguments import PlainArguments, arguments, snapshot
 from flsuite.data.federated import FederatedData
-from flsuite.data.images import Augment, Scaling, fit_scaling, input_range, resize_images
+from flsuite.data.images import Augment, Scaling, fit_scaling, resize_images
 from flsuite.data.loader import TrainLoader
-from flsuite.data.map_style import StoredSplit
 from flsuite.data.partitions import IID, Partition, partition_labels
 from flsuite.data.rows import RaggedIndex, Rows
 from flsuite.data.skews import Skew, skewed
@@ -246,10 +245,8 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
             test = skewed(test, test_rows, *of_data, "test")
 
         scaling, shape = self._scaling(train, published.spec)
-        is_read_later = isinstance(train, StoredSplit) or not len(train) or train.x.is_complex()
-        ends = None if is_read_later else input_range(train.x, scaling)
         return FederatedData(
-            spec=replace(published.spec, shape=shape, range=ends),
+            spec=replace(published.spec, shape=shape),
             train=replace(train, rows=RaggedIndex.of(train_rows)),
             test=replace(test, rows=RaggedIndex.of(test_rows)),
             val=val,

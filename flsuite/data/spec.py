@@ -27,15 +27,12 @@ class DataSpec:
         num_classes: Number of classes, or labels of a multi-label task.
         task: The kind of classification. ``multilabel`` has one target of 0 or 1 per label.
         class_names: One name per class, for tables and figures. Empty if there are none.
-        range: The smallest and the largest number in the training inputs. ``None`` if it is not
-            known, as for datasets that are read batch by batch.
     """
 
     shape: tuple[int, ...]
     num_classes: int
     task: Task = "multiclass"
     class_names: tuple[str, ...] = ()
-    range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         # File readers return NumPy scalars, which cannot be loaded from a checkpoint.
@@ -55,8 +52,9 @@ class DataSpec:
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "DataSpec":
         """Restore a spec from :meth:`to_dict`."""
-        ends = plain.get("range")  # missing in older checkpoints
-        return cls(**{**plain, "range": None if ends is None else (ends[0], ends[1])})
+        return cls(
+            tuple(plain["shape"]), plain["num_classes"], plain["task"], tuple(plain["class_names"])
+        )
 
 
 @dataclass

@@ -487,18 +487,3 @@ def test_pooled_training_leaves_out_clients_outside_the_federation() -> None:
     inside = [row for client in range(3) for row in data.train_rows(client).tolist()]
     assert sorted(data.train_rows(POOLED).tolist()) == sorted(inside)
     assert data.samples(POOLED) == len(inside)
-
-
-def test_the_range_of_the_inputs_is_part_of_the_description() -> None:
-    plain = Digits(clients=3, standardize=False)
-    plain.setup()
-    assert plain.spec.range == (0.0, 1.0)
-    assert DataSpec.from_dict(plain.spec.to_dict()) == plain.spec
-
-    scaled = Digits(clients=3)
-    scaled.setup()
-    train = scaled.federated.train
-    inputs, _ = next(iter(scaled.federated.batches_of(train, [torch.arange(len(train))])))
-    assert scaled.spec.range == pytest.approx((float(inputs.min()), float(inputs.max())))
-    old = {name: value for name, value in scaled.spec.to_dict().items() if name != "range"}
-    assert DataSpec.from_dict(old).range is None

@@ -12,6 +12,7 @@ from torch.distributions import Independent, Normal, kl_divergence
 
 from flsuite.aggregators import Centralized
 from flsuite.data import DataSpec, PublishedSplits, Synthetic
+from flsuite.engines import Engine, InProcess, Vectorized
 from flsuite.errors import FlsuiteError
 from flsuite.models import ACVAE, gaussians
 from flsuite.state import clone
@@ -267,6 +268,9 @@ def test_negatives_present_leaves_absent_classes_alone() -> None:
     assert torch.equal(*losses)
 
 
-def test_data_outside_of_the_unit_interval_is_refused() -> None:
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized(clients=5)], ids=["alone", "stack"])
+def test_data_outside_of_the_unit_interval_is_refused(engine: Engine) -> None:
+    model = ACVAE(latent_dim=4, width=4)
+    trainer(rounds=1).fit(model, digits(standardize=False))  # a built model meets other data
     with pytest.raises(FlsuiteError, match=r"set data\.standardize to false"):
-        trainer(rounds=1).fit(ACVAE(latent_dim=4, width=4), digits())
+        trainer(rounds=1, engine=engine).fit(model, digits())

@@ -9,7 +9,7 @@ import pytest
 
 CODE = """
 import resource, sys, torch
-from flsuite.client.memory import keep_freed_memory
+from flsuite.client.allocator import keep_freed_memory
 
 if sys.argv[1] == "keep":
     keep_freed_memory()
