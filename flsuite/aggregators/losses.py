@@ -49,10 +49,11 @@ def loss_at(
             f"this aggregator computes the loss of a training step at other weights, and "
             f"{type(module).__name__} has manual optimization; choose another aggregator"
         )
-    if hasattr(module, "autograd_grad_sample_hooks"):  # of Opacus, which clip the model's own loss
+    # The hooks of Opacus see the gradients of the model's own loss alone.
+    if torch.is_grad_enabled() and hasattr(module, "autograd_grad_sample_hooks"):
         raise FlsuiteError(
-            "this aggregator computes losses at other weights, without the noise of DPSGD; choose "
-            "another trainer.aggregator, or leave out DPSGD"
+            "this aggregator trains at other weights, without the noise of DPSGD; choose another "
+            "trainer.aggregator, or leave out DPSGD"
         )
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     # Tied weights have one name here, and functional_call gives them the same tensor.

@@ -7,7 +7,6 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from flsuite.aggregators.features import FeatureTerm
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.client.fits import context_of
@@ -68,9 +67,9 @@ def stackable(setup: WorkerSetup, request: FitRequest) -> list[Callback] | None:
     if request.adapts:
         return users
     own = stackable_callbacks(setup, context_of(setup, request))
-    # Per-sample gradients are those of the model's own loss.
-    more = any(isinstance(one, (FeatureTerm, SecondSteps)) for one in own or ())
-    return None if own is None or (more and by_sample(users)) else [*users, *own]
+    # A second model would train without their noise. A fit by itself refuses that.
+    has_second = any(isinstance(one, SecondSteps) for one in own or ())
+    return None if own is None or (has_second and by_sample(users)) else [*users, *own]
 
 
 def by_sample(callbacks: Iterable[Callback]) -> bool:

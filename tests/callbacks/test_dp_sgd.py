@@ -14,6 +14,7 @@ from torch.optim import SGD
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import (
+    MOON,
     SCAFFOLD,
     Ditto,
     DPFedAvg,
@@ -251,7 +252,7 @@ def test_engines_and_loops_agree() -> None:
         assert numbers(plain) == numbers(other)
 
 
-@pytest.mark.parametrize("aggregator", [FedAvg, partial(FedProx, mu=0.1), SCAFFOLD])
+@pytest.mark.parametrize("aggregator", [FedAvg, partial(FedProx, mu=0.1), SCAFFOLD, MOON])
 def test_a_stack_takes_the_gradients_that_opacus_takes(
     aggregator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,11 +318,11 @@ class Normalised(Backbone):
         ),
         ({"aggregator": FedFisher("diag")}, "clients of FedFisher also send fisher"),
         ({"aggregator": RegMean(alpha=0.5)}, "clients of RegMean also send "),
-        ({"aggregator": Ditto()}, "at other weights, without the noise of DPSGD"),
-        ({"aggregator": PerFedAvg()}, "at other weights, without the noise of DPSGD"),
+        ({"aggregator": Ditto()}, "trains at other weights, without the noise of DPSGD"),
+        ({"aggregator": PerFedAvg()}, "trains at other weights, without the noise of DPSGD"),
         (
             {"aggregator": Ditto(), "engine": Vectorized(clients=2)},
-            "at other weights, without the noise of DPSGD",
+            "trains at other weights, without the noise of DPSGD",
         ),
     ],
     ids=["batch_norm", "accumulation", "tasks", "fisher", "gram", "ditto", "meta", "stacked"],
