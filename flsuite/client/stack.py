@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -106,7 +107,10 @@ class Stack:
     def train(
         self, requests: Sequence[FitRequest], trainer: ClientTrainer, data: FederatedData
     ) -> dict[int, StackedFit]:
-        """Train one stack. The arguments are those of :meth:`train_all`."""
+        """Train one stack, and return the fits of clients with a finite loss.
+
+        The arguments are those of :meth:`train_all`.
+        """
         began = time.perf_counter()
         setup, first = self.setup, requests[0]
         view = data.at(first.broadcast.round)
@@ -136,6 +140,8 @@ class Stack:
         measures = not first.adapts and any(isinstance(c, AfterFit) for c in after)
         fits = {}
         for request, member, (state, metrics) in zip(requests, members, ends, strict=True):
+            if not math.isfinite(metrics["loss"]):
+                continue  # by itself, its step may say why
             keepers = callbacks_of([member], KeepOptimizers)
             kept = {"optimizers": keepers[0].states} if keepers else {}
             trained = TrainedFit(state, kept, member.steps, metrics, seconds)

@@ -49,10 +49,12 @@ class StackSteps:
         stepping = {id(p) for group in first.optimizer.param_groups for p in group["params"]}
         able = [k for k, p in own.items() if p.requires_grad and id(p) in stepping]
         self.by_sample = by_sample(first.callbacks)
-        # With noise for each sample, parameters without a gradient take steps too.
+        # With noise for each sample, parameters without a gradient take steps too, and those that
+        # take none count in the norm of a sample's gradient.
         self.parameters = {k: tensors[k] for k in able if k in used or self.by_sample}
         # Gradients of the others show whether every step uses the same parameters.
-        self.leaves = {name: tensors[name] for name in able}
+        trained = [k for k, p in own.items() if p.requires_grad]
+        self.leaves = {name: tensors[name] for name in (trained if self.by_sample else able)}
         self.others = {name: value for name, value in tensors.items() if name not in self.leaves}
         self.samples: dict[int, State] = {}  # gradients by sample, of a step's clients
         self.losses = torch.zeros(len(members), device=trainer.strategy.root_device)
@@ -149,11 +151,14 @@ class StackSteps:
         member = self.members[place]
         if not (callbacks := _own(member)):
             return
-        shown = {k: p for k, p in member.module.named_parameters() if k in gradients}
-        for name, parameter in shown.items():
-            parameter.grad = gradients[name][place]
-        for name, samples in self.samples.pop(place, {}).items():
-            shown[name].grad_sample = samples  # type: ignore[attr-defined]
+        samples = self.samples.pop(place, {})
+        shown = {}
+        for name, parameter in member.module.named_parameters():
+            if name in samples:
+                parameter.grad_sample = samples[name]  # type: ignore[attr-defined]
+            if name in gradients:
+                shown[name] = parameter
+                parameter.grad = gradients[name][place]
         for callback in callbacks:
             at = member.trainer, member.module
             if by_sample([callback]):
@@ -173,7 +178,7 @@ class StackSteps:
         if self.by_sample and sizes is None:
             sizes = torch.tensor(group.samples(), device=self.losses.device)
         done = self.loss.step(leaves, others, group.batch, step, held, sizes, self.by_sample)
-        if done.gradients.keys() != self.parameters.keys():
+        if not self.by_sample and done.gradients.keys() != self.parameters.keys():
             raise RuntimeError("the loss depends on other parameters in some of the steps")
 
         for name, value in done.buffers.items():

@@ -218,7 +218,7 @@ def clip(gradients: State, trainer: ClientTrainer) -> None:
         for gradient in gradients.values():
             gradient.clamp_(-float(limit), float(limit))
         return
-    norms = [gradient.flatten(1).norm(dim=1) for gradient in gradients.values()]
+    norms = [gradient.reshape(len(gradient), -1).norm(dim=1) for gradient in gradients.values()]
     factors = (float(limit) / (torch.stack(norms).norm(dim=0) + 1e-6)).clamp(max=1.0)
     for gradient in gradients.values():
         gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)))

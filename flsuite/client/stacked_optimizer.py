@@ -56,7 +56,8 @@ def hand_state(
     own = dict(member.module.named_parameters())
     for name, parameter in parameters.items():
         member.optimizer.state[own[name]] = {
-            key: value[place] if _is_stacked(key, value) else value
+            # A copy, because a kept view would keep the whole stack's memory.
+            key: value[place].clone() if _is_stacked(key, value) else value
             for key, value in optimizer.state[parameter].items()
         }
 

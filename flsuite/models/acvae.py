@@ -213,12 +213,7 @@ class ACVAE(ClientModel):
         """Return the loss, the mean over the batch."""
         x, y = batch
         # Only one batch per epoch, because the check synchronizes with the device.
-        if batch_idx == 0 and _is_outside(x):
-            raise FlsuiteError(
-                "ACVAE reconstructs data within [0, 1], but this lies within "
-                f"[{float(x.min()):.3g}, {float(x.max()):.3g}]; set data.standardize to false for "
-                "images, or data.scale to minmax for a table"
-            )
+        valid = _within_unit_range(x) if batch_idx == 0 else None
 
         mean, log_variance = self.posterior(x)
         h = self.map(sample(mean, log_variance))
@@ -230,7 +225,8 @@ class ACVAE(ClientModel):
             # Minus infinity removes a class from the softmax and from its gradient.
             absent = torch.ones_like(logits[0], dtype=torch.bool).index_fill(0, y, False)
             logits = logits.masked_fill(absent, -torch.inf)
-        return loss + self.cls_weight * F.cross_entropy(logits, y)
+        loss = loss + self.cls_weight * F.cross_entropy(logits, y)
+        return loss if valid is None else loss.masked_fill(~valid, torch.nan)
 
     def reconstruction_error(self, h: Tensor, x: Tensor) -> Tensor:
         """Return E(D(h), x) of each sample, in nats ``(n,)``."""
@@ -301,9 +297,23 @@ class ACVAE(ClientModel):
         )
 
 
-def _is_outside(x: Tensor) -> bool:
-    """Return whether a number is outside of [0, 1], or false under ``vmap``, which reads none."""
+def _within_unit_range(x: Tensor) -> Tensor:
+    """Return whether all numbers are within [0, 1], as the decoder's sigmoid reconstructs them.
+
+    Raises:
+        FlsuiteError: If they are not. Under ``vmap``, where no number can be read, it returns false
+            instead.
+    """
+    smallest, largest = x.min(), x.max()
+    valid = (smallest >= 0) & (largest <= 1)
     try:
-        return bool(x.min() < 0 or x.max() > 1)
-    except RuntimeError:  # a stack of clients checks its first batch outside of vmap
-        return False
+        is_valid = bool(valid)
+    except RuntimeError:  # vmap
+        return valid
+    if not is_valid:
+        raise FlsuiteError(
+            "ACVAE reconstructs data within [0, 1], but this lies within "
+            f"[{float(smallest):.3g}, {float(largest):.3g}]; set data.standardize to false for "
+            "images, or data.scale to minmax for a table"
+        )
+    return valid

@@ -28,7 +28,7 @@ from flsuite.callbacks import DPSGD
 from flsuite.client.stack import Stack
 from flsuite.data import Digits, Dirichlet, TaskSequence
 from flsuite.data.loader import TrainLoader
-from flsuite.engines import Processes, Vectorized
+from flsuite.engines import InProcess, Processes, Vectorized
 from flsuite.metrics.privacy import RandomDraw, epsilon
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone, ResNet20
@@ -252,29 +252,67 @@ def test_engines_and_loops_agree() -> None:
         assert numbers(plain) == numbers(other)
 
 
-@pytest.mark.parametrize("aggregator", [FedAvg, partial(FedProx, mu=0.1), SCAFFOLD, MOON])
-def test_a_stack_takes_the_gradients_that_opacus_takes(
-    aggregator: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class InPart(Backbone):
+    """A layer that the optimizer steps, one that it does not, and one that nothing reads."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        first = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 8), nn.Tanh())
+        return nn.Sequential(*first, nn.Linear(8, outputs), _Passed())
+
+
+class _Passed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class SteppedInPart(Classifier):
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(list(self.parameters())[2:])
+
+
+def agrees_on_a_stack(monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> None:
+    """Compare a stack with fits of single clients: batches of all sizes, some of them empty."""
     stacks: list[int] = []
     train = Stack.train
 
     def counted(self: Stack, requests: Any, *args: Any) -> Any:
         fits = train(self, requests, *args)
-        stacks.append(len(requests))
+        stacks.append(len(fits))
         return fits
 
     monkeypatch.setattr(Stack, "train", counted)
-    # Batches of different sizes, some of them empty.
-    settings = {"rounds": 3, "max_epochs": 2}
     alone, stacked = (
-        fit(DPSGD(max_grad_norm=0.5), data=few(5, 60, 4), aggregator=aggregator(), **kwargs)
-        for kwargs in (settings, {**settings, "engine": Vectorized(clients=3)})
-    )
+        fit(
+            DPSGD(max_grad_norm=0.5), data=few(5, 60, 4), rounds=3, max_epochs=2, engine=engine,
+            **{name: make() for name, make in kwargs.items()},
+        )
+        for engine in (InProcess(), Vectorized(clients=3))
+    )  # fmt: skip
     assert stacks == 3 * [3, 2]
     for name, value in alone.federation.state.items():
         torch.testing.assert_close(stacked.federation.state[name], value, rtol=1e-5, atol=1e-6)
     assert numbers(stacked) == numbers(alone)
+
+
+@pytest.mark.parametrize("aggregator", [FedAvg, partial(FedProx, mu=0.1), SCAFFOLD, MOON])
+def test_a_stack_takes_the_gradients_that_opacus_takes(
+    aggregator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agrees_on_a_stack(monkeypatch, aggregator=aggregator)
+
+
+@pytest.mark.parametrize("limit", [None, 0.05])
+def test_parameters_that_take_no_step_count_in_the_norm(
+    limit: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def model() -> Classifier:
+        return SteppedInPart(InPart(), optimizer=partial(SGD, lr=0.1))
+
+    agrees_on_a_stack(monkeypatch, model=model, gradient_clip_val=lambda: limit)
 
 
 class Slow(Callback):

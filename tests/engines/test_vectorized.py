@@ -104,7 +104,7 @@ class Tied(Backbone):
 
 
 class TwoShifts(Backbone):
-    """A layer with two biases, whose gradients are one tensor."""
+    """A layer with two biases, whose gradients are one tensor, and a scale without a dimension."""
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         return nn.Sequential(nn.Linear(5, outputs, bias=False), _Shift(outputs))
@@ -114,9 +114,10 @@ class _Shift(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.a, self.b = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(size))
+        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + (self.a + self.b)
+        return self.scale * x + (self.a + self.b)
 
 
 class _Unread(nn.Module):
@@ -240,6 +241,14 @@ def test_kept_optimizers_go_on(optimizer: Any, stacks: list[int]) -> None:
     close(stacks, 1e-12, FedAvg(), data=equal, schedule=Synchronous(0.7), **settings)
     stacks.clear()
     close(stacks, 1e-12, FedAvg(), data=images(), **settings)
+
+
+def test_a_kept_optimizer_state_has_no_more_memory_than_its_client() -> None:
+    model = Classifier(InDouble(), OPTIMIZERS["momentum"])
+    made = fitted(Vectorized(clients=4), data=images(), keep_optimizers=True, model=model)
+    leaves, _ = tree_flatten([made.federation.clients[k] for k in range(6)])
+    kept = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    assert kept and all(leaf.untyped_storage().nbytes() == leaf.nbytes for leaf in kept)
 
 
 @pytest.mark.parametrize("fit", FITS.values(), ids=FITS)

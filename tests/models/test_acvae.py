@@ -12,6 +12,7 @@ from torch.distributions import Independent, Normal, kl_divergence
 
 from flsuite.aggregators import Centralized
 from flsuite.data import DataSpec, PublishedSplits, Synthetic
+from flsuite.data.federated import FederatedData
 from flsuite.engines import Engine, InProcess, Vectorized
 from flsuite.errors import FlsuiteError
 from flsuite.models import ACVAE, gaussians
@@ -274,3 +275,23 @@ def test_data_outside_of_the_unit_interval_is_refused(engine: Engine) -> None:
     trainer(rounds=1).fit(model, digits(standardize=False))  # a built model meets other data
     with pytest.raises(FlsuiteError, match=r"set data\.standardize to false"):
         trainer(rounds=1, engine=engine).fit(model, digits())
+
+
+@pytest.mark.parametrize("number", [5.0, float("nan")])
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized(clients=5)], ids=["alone", "stack"])
+def test_data_of_one_client_outside_of_the_unit_interval_is_refused(
+    engine: Engine, number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = FederatedData.batches_of
+
+    def changed(self: FederatedData, split: Any, batch_rows: Any, *args: Any) -> Any:
+        bad, batch_rows = self.train_rows(3), list(batch_rows)
+        for rows, (x, y) in zip(batch_rows, whole(self, split, batch_rows, *args), strict=True):
+            is_bad = torch.isin(rows, bad) if split is self.train else torch.zeros(len(x)).bool()
+            yield x.masked_fill(is_bad[:, None, None, None], number), y
+
+    monkeypatch.setattr(FederatedData, "batches_of", changed)
+    with pytest.raises(FlsuiteError, match="but this lies within"):
+        trainer(rounds=1, engine=engine).fit(
+            ACVAE(latent_dim=4, width=4), digits(standardize=False)
+        )
