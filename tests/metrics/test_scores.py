@@ -147,6 +147,22 @@ def test_an_undefined_auroc_is_left_out(y: Tensor, classes: int) -> None:
     assert "auroc" not in found and all(value == value for value in found.values())
 
 
+@pytest.mark.parametrize("classes", [2, 3])
+def test_auroc_counts_ties_as_one_half(classes: int) -> None:
+    generator = torch.Generator().manual_seed(classes)
+    y = torch.arange(90) % classes
+    steps = (torch.rand(90, classes, generator=generator) * 4).round() / 4  # five values
+    found = scores({"scores": steps}, y, spec(classes))["auroc"]
+    columns = range(1, 2) if classes == 2 else range(classes)
+    expected = [sk.roc_auc_score(y == k, steps[:, k]) for k in columns]
+    assert found == pytest.approx(np.mean(expected), abs=1e-12)
+
+
+def test_auroc_of_numbers_that_are_none_is_left_out() -> None:
+    probabilities = torch.full((4, 2), float("nan"))
+    assert "auroc" not in scores({"scores": probabilities}, torch.tensor([0, 1, 0, 1]), spec(2))
+
+
 def test_summary() -> None:
     assert summary([0.2, 0.4, 0.9], "accuracy") == pytest.approx(
         {"accuracy_mean": 0.5, "accuracy_worst": 0.2, "accuracy_std": np.std([0.2, 0.4, 0.9])}
