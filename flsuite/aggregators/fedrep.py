@@ -75,6 +75,8 @@ class HeadThenBody(Objective, Settings):
 
 
 class _Phases(Callback):
+    supports_stack = True
+
     def __init__(self, settings: HeadThenBody) -> None:
         self.settings = settings
 

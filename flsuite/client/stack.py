@@ -22,7 +22,7 @@ from flsuite.client.setup import WorkerSetup
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, TrainerOfOne, callbacks_of, stacked
 from flsuite.client.stack_steps import StackSteps
-from flsuite.client.stackable import optimizer_of, stackable, stackable_callbacks
+from flsuite.client.stackable import optimizer_of, phases, stackable, stackable_callbacks
 from flsuite.client.stacked_optimizer import past_of
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
@@ -79,12 +79,14 @@ class Stack:
             data: The samples, on its device.
         """
         # Clients of a stack do the same in their steps. MOON's do less in their first fit, and the
-        # step of an optimizer that goes on may depend on how many it has taken.
+        # step of an optimizer that goes on may depend on how many it has taken. Where the epochs
+        # train other parameters, they begin together.
         alike: dict[Any, list[FitRequest]] = {}
         for request in requests:
             if (callbacks := stackable(self.setup, request)) is not None:
                 past = past_of(request.memory.get("optimizers"))
-                alike.setdefault((*map(type, callbacks), past), []).append(request)
+                steps = self._steps_of(request, data) if phases(callbacks) else None
+                alike.setdefault((*map(type, callbacks), past, steps), []).append(request)
         fits: dict[int, StackedFit] = {}
         for members in chain.from_iterable(map(self._in_stacks, alike.values())):
             if len(members) < 2:  # a stack of one would only be slower
@@ -99,6 +101,12 @@ class Stack:
                 text = "a stack of %d clients could not train, so each trains by itself (%s: %s)"
                 log.log(level, text, len(members), *names)
         return fits
+
+    def _steps_of(self, request: FitRequest, data: FederatedData) -> int:
+        """Return how many steps an epoch of a fit has."""
+        round = request.broadcast.round
+        view, seed = data.at(round), self.setup.seed
+        return len(TrainLoader(view, request.client, seed, round, request.batches, request.repeat))
 
     def _in_stacks(self, requests: list[FitRequest]) -> Iterator[list[FitRequest]]:
         for first in range(0, len(requests), self.setup.stack):
@@ -198,6 +206,8 @@ class Stack:
         member.module = module = self._modules[place]
         for name, own in chain(module.named_parameters(), module.named_buffers()):
             own.data, own.grad = tensors[name][place], None
+        for own, original in zip(module.parameters(), self.model.parameters(), strict=True):
+            own.requires_grad_(original.requires_grad)  # the last fit may have frozen it
 
         member.optimizer, decay = optimizer_of(module), self.setup.lr_decay
         for group in member.optimizer.param_groups:

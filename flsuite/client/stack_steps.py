@@ -15,7 +15,7 @@ from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, callbacks_of, stacked
-from flsuite.client.stackable import by_sample
+from flsuite.client.stackable import by_sample, phases
 from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
 from flsuite.client.stacked_optimizer import gather_states, hand_state
 from flsuite.client.stacked_second import StackedSecond
@@ -56,6 +56,7 @@ class StackSteps:
         trained = [k for k, p in own.items() if p.requires_grad]
         self.leaves = {name: tensors[name] for name in (trained if self.by_sample else able)}
         self.others = {name: value for name, value in tensors.items() if name not in self.leaves}
+        self.frozen: frozenset[str] = frozenset()  # parameters that rest in this epoch
         self.samples: dict[int, State] = {}  # gradients by sample, of a step's clients
         self.losses = torch.zeros(len(members), device=trainer.strategy.root_device)
         self.logged: list[dict[str, tuple[float, int]]] = [{} for _ in members]
@@ -85,6 +86,7 @@ class StackSteps:
         ends: list[State] = [{} for _ in self.members]
         last = max(member.steps for member in self.members)
         for step, groups in enumerate(batches):
+            self._begin_epochs(step)
             self._step(step, groups)
             for place in chain.from_iterable(group.places for group in groups):
                 if step + 1 == self.members[place].steps:
@@ -129,6 +131,18 @@ class StackSteps:
                 callback.on_fit_start(member.trainer, member.module)
                 callback.on_train_start(member.trainer, member.module)
 
+    def _begin_epochs(self, step: int) -> None:
+        """Begin the epochs that start with this step. A callback may freeze parameters in it."""
+        if not phases(self.members[0].callbacks):
+            return
+        for member in self.members:  # those of such a stack begin their epochs together
+            if step % len(member.loader) == 0:
+                member.trainer.current_epoch = step // len(member.loader)
+                for callback in _own(member):
+                    callback.on_train_epoch_start(member.trainer, member.module)
+        own = self.members[0].module.named_parameters()
+        self.frozen = frozenset(name for name, p in own if not p.requires_grad)
+
     def _step(self, step: int, groups: Sequence[Group]) -> None:
         """Take one step of the clients that have a batch left."""
         if self.second:
@@ -143,7 +157,7 @@ class StackSteps:
 
         clip(gradients, self.trainer)
         for name, parameter in self.parameters.items():
-            parameter.grad = gradients[name]
+            parameter.grad = gradients.get(name)
         self.optimizer.step()
 
     def _show(self, step: int, place: int, gradients: State) -> None:
@@ -171,14 +185,15 @@ class StackSteps:
     def _gradients(self, step: int, group: Group) -> State:
         """Return the gradients of a group's clients, and keep the rest of what the step gives."""
         at = group.at
-        leaves = {name: value[at] for name, value in self.leaves.items()}
-        others = {name: value[at] for name, value in self.others.items()}
+        rests = {name: self.leaves[name] for name in self.frozen & self.leaves.keys()}
+        leaves = {name: value[at] for name, value in self.leaves.items() if name not in rests}
+        others = {name: value[at] for name, value in {**self.others, **rests}.items()}
         held = tree_map(lambda part: part[at], self.held)
         sizes = group.sizes
         if self.by_sample and sizes is None:
             sizes = torch.tensor(group.samples(), device=self.losses.device)
         done = self.loss.step(leaves, others, group.batch, step, held, sizes, self.by_sample)
-        if not self.by_sample and done.gradients.keys() != self.parameters.keys():
+        if not self.by_sample and done.gradients.keys() != self.parameters.keys() - self.frozen:
             raise RuntimeError("the loss depends on other parameters in some of the steps")
 
         for name, value in done.buffers.items():

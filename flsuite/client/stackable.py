@@ -67,9 +67,9 @@ def stackable(setup: WorkerSetup, request: FitRequest) -> list[Callback] | None:
     if request.adapts:
         return users
     own = stackable_callbacks(setup, context_of(setup, request))
-    # A second model would train without their noise. A fit by itself refuses that.
-    has_second = any(isinstance(one, SecondSteps) for one in own or ())
-    return None if own is None or (has_second and by_sample(users)) else [*users, *own]
+    # A second model would train without their noise, and a frozen layer would get noise.
+    differs = phases(own or ()) or any(isinstance(one, SecondSteps) for one in own or ())
+    return None if own is None or (differs and by_sample(users)) else [*users, *own]
 
 
 def by_sample(callbacks: Iterable[Callback]) -> bool:
@@ -77,14 +77,22 @@ def by_sample(callbacks: Iterable[Callback]) -> bool:
     return any(getattr(callback, "reads_sample_gradients", False) for callback in callbacks)
 
 
+def phases(callbacks: Iterable[Callback]) -> bool:
+    """Return whether a callback trains other parameters in other epochs."""
+    return any(
+        type(one).on_train_epoch_start is not Callback.on_train_epoch_start for one in callbacks
+    )
+
+
 def stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Callback] | None:
     """Return what an algorithm does in a client's fit, or ``None`` if a stack cannot do it.
 
     A callback that a stack can call has ``supports_stack = True``. Of the steps, it sees the
     gradients before the optimizer's, ``on_before_optimizer_step``, and neither batches nor the
-    forward pass. One that reads gradients by sample learns the number of the batch right before, in
-    ``on_train_batch_start``. Second models and terms of features state their steps in functions of
-    tensors. Measurements of the trained model are left out: they come after the fit.
+    forward pass. It may freeze parameters of the model in ``on_train_epoch_start``, the same ones
+    for all clients. One that reads gradients by sample learns the number of the batch right before,
+    in ``on_train_batch_start``. Second models and terms of features state their steps in functions
+    of tensors. Measurements of the trained model are left out: they come after the fit.
     """
     attacks = setup.attack.callbacks(client) if setup.attack else []
     callbacks = [*attacks, *setup.aggregator.callbacks(client)]

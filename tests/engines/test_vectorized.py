@@ -24,9 +24,11 @@ from flsuite.aggregators import (
     Ditto,
     FedALA,
     FedAvg,
+    FedBABU,
     FedDyn,
     FedProto,
     FedProx,
+    FedRep,
     FedRoD,
     PFedMe,
 )
@@ -611,6 +613,24 @@ class Reading(Classifier):
 class Lists(Classifier):
     def configure_optimizers(self) -> Any:
         return [{"optimizer": super().configure_optimizers()}]
+
+
+@pytest.mark.parametrize("fit", FITS.values(), ids=FITS)
+@pytest.mark.parametrize("partition", [IID(), Natural()], ids=["equal", "unequal"])
+@pytest.mark.parametrize("method", [FedRep, FedBABU])
+def test_head_and_body_are_trained_at_the_times_of_single_fits(
+    method: type[Aggregator], partition: Any, fit: dict[str, Any], stacks: list[int]
+) -> None:
+    """With momentum, a frozen layer would move on if it took a step without a gradient."""
+    data = Images(clients=6, partition=partition, batch_size=8, val_fraction=0.0)
+    head = "network.5."  # the last layer
+    settings = {"max_epochs": 3, "keep_optimizers": True, "schedule": Synchronous(0.7), **fit}
+    close(stacks, 1e-12, method(head=head), data=data, rounds=4, **settings)
+
+
+def test_a_fit_without_an_epoch_for_the_body_says_so() -> None:
+    with pytest.raises(FlsuiteError, match="leaves no epoch for the body"):
+        fitted(Vectorized(), FedRep(head_epochs=2))
 
 
 def test_an_optimizer_in_a_list_or_a_dictionary_is_that_optimizer(stacks: list[int]) -> None:
