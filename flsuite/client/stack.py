@@ -74,19 +74,14 @@ class Stack:
         Clients of a stack that cannot train are left out, to train by themselves.
 
         Args:
-            requests: Fits of one round, with as many epochs each.
+            requests: Fits with as many epochs each, of one round or in flight at one time.
             trainer: The Trainer, rewound for them.
             data: The samples, on its device.
         """
-        # Clients of a stack do the same in their steps. MOON's do less in their first fit, and the
-        # step of an optimizer that goes on may depend on how many it has taken. Where the epochs
-        # train other parameters, they begin together.
         alike: dict[Any, list[FitRequest]] = {}
         for request in requests:
             if (callbacks := stackable(self.setup, request)) is not None:
-                past = past_of(request.memory.get("optimizers"))
-                steps = self._steps_of(request, data) if phases(callbacks) else None
-                alike.setdefault((*map(type, callbacks), past, steps), []).append(request)
+                alike.setdefault(self._kind(request, callbacks, data), []).append(request)
         fits: dict[int, StackedFit] = {}
         for members in chain.from_iterable(map(self._in_stacks, alike.values())):
             if len(members) < 2:  # a stack of one would only be slower
@@ -102,11 +97,23 @@ class Stack:
                 log.log(level, text, len(members), *names)
         return fits
 
-    def _steps_of(self, request: FitRequest, data: FederatedData) -> int:
-        """Return how many steps an epoch of a fit has."""
-        round = request.broadcast.round
-        view, seed = data.at(round), self.setup.seed
-        return len(TrainLoader(view, request.client, seed, round, request.batches, request.repeat))
+    def _kind(
+        self, request: FitRequest, callbacks: Sequence[Callback], data: FederatedData
+    ) -> tuple[Any, ...]:
+        """Return what fits of one stack have in common."""
+        round, decay = request.broadcast.round, self.setup.lr_decay
+        view, steps = data.at(round), None
+        if phases(callbacks):  # epochs that train other parameters begin together
+            seed, repeat = self.setup.seed, request.repeat
+            steps = len(TrainLoader(view, request.client, seed, round, request.batches, repeat))
+        return (
+            *map(type, callbacks),  # MOON's do less in their first fit
+            # The step of an optimizer that goes on may depend on how many it has taken.
+            past_of(request.memory.get("optimizers")),
+            steps,
+            decay.factor(round) if decay else 1.0,
+            view.stage,
+        )
 
     def _in_stacks(self, requests: list[FitRequest]) -> Iterator[list[FitRequest]]:
         for first in range(0, len(requests), self.setup.stack):
@@ -123,7 +130,8 @@ class Stack:
         setup, first = self.setup, requests[0]
         view = data.at(first.broadcast.round)
         # What a model draws in its steps, as for dropout, depends on who is in the stack.
-        seed_process(setup.seed, "stack", first.broadcast.round, first.client)
+        stream = f"stack/{first.repeat}" if first.repeat else "stack"
+        seed_process(setup.seed, stream, first.broadcast.round, first.client)
         # A copy, because a step may leave a tensor of the transforms in the model.
         self.model = copy.deepcopy(self._original).to(trainer.strategy.root_device).train()
         if view.stage is not None:

@@ -87,6 +87,7 @@ class Auto(Delegate, Settings):
         fits: int,
         faults: Collection[Fault] = (),
         is_asynchronous: bool = False,
+        measures: bool = False,
         before: Mapping[str, Any] | None = None,
     ) -> None:
         """Choose the engine of a run.
@@ -96,7 +97,8 @@ class Auto(Delegate, Settings):
             requests: First fits of some of its clients, as many as train at a time.
             fits: The number of fits of the run.
             faults: Injected faults, which the engine must survive.
-            is_asynchronous: Whether the run has no rounds, and so no stacks.
+            is_asynchronous: Whether the run has no rounds, so that stacks are of one process.
+            measures: Whether the schedule needs the seconds of each fit by itself.
             before: The settings of the run that is resumed, if any.
         """
         if before is not None and (kept := before.get("engine")):
@@ -109,9 +111,10 @@ class Auto(Delegate, Settings):
         with isolate_rng():
             ways = self._plain(setup, requests)
             why = "the run began without" if before is not None else self._fault(setup, requests)
-            why = "there are no rounds" if is_asynchronous else why
+            why = "durations are measured" if measures else why
             if why is None:
-                ways += self._stacks(setup, requests, ways[0].seconds)
+                stacks = self._stacks(setup, requests, ways[0].seconds)
+                ways += [way for way in stacks if way.engine.joins or not is_asynchronous]
         ways = [way for way in ways if not {*faults} - way.engine.survives] or ways
         # Stacks round differently, so a small gain is not worth it.
         best = min(ways, key=lambda way: way.of(fits) / (_WORTH if way.engine.decides else 1.0))

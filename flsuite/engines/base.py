@@ -1,7 +1,7 @@
 """The interface of engines, and the engine that trains clients in this process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -36,6 +36,18 @@ class Engine(ABC):
     @abstractmethod
     def submit(self, requests: Iterable[FitRequest]) -> None:
         """Queue fits. They may train ahead of their collection, within bounded memory."""
+
+    @property
+    def joins(self) -> bool:
+        """Return whether fits that start at different times can train together, see ``join``."""
+        return False
+
+    def join(self, numbers: Collection[int]) -> None:
+        """Let these pending fits train together, which affects the rounding of their results.
+
+        Numbers of other fits are ignored.
+        """
+        return
 
     @property
     @abstractmethod
@@ -102,6 +114,15 @@ class InProcess(Engine, Settings):
             self._jobs.update((request.number, job) for request in job)
 
     @property
+    def joins(self) -> bool:
+        return self._clients > 1
+
+    def join(self, numbers: Collection[int]) -> None:
+        waiting = [n for n in self._jobs if n in numbers and n not in self._outcomes]
+        job = [request for n in waiting for request in self._jobs[n] if request.number == n]
+        self._jobs.update(dict.fromkeys(waiting, job))
+
+    @property
     def pending(self) -> Sequence[int]:
         return list(self._jobs)
 
@@ -131,14 +152,19 @@ def jobs_of(
     """
     job: list[FitRequest] = []
     for unit in _units_of(requests, sums_parts):
-        # A job has one broadcast, which is sent once.
-        is_alike = job and job[0].adapts == unit[0].adapts and job[0].broadcast is unit[0].broadcast
-        if job and (not is_alike or len(job) + len(unit) > stack):
+        if job and (not _are_alike(job[0], unit[0]) or len(job) + len(unit) > stack):
             yield job
             job = []
         job += unit
     if job:
         yield job
+
+
+def _are_alike(first: FitRequest, other: FitRequest) -> bool:
+    """Return whether two fits may be in one job, which has one broadcast that is sent once."""
+    # Fits without a round come back one by one, so that only the schedule knows which may join.
+    has_round = other.part is not None or other.adapts > 0
+    return has_round and first.adapts == other.adapts and first.broadcast is other.broadcast
 
 
 def _units_of(requests: Iterable[FitRequest], sums_parts: bool) -> Iterator[list[FitRequest]]:

@@ -1,6 +1,6 @@
 """Base of engines that leave the work to another engine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from flsuite.client.setup import WorkerSetup
@@ -18,6 +18,13 @@ class Delegate(Engine):
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
         self._engine.submit(requests)
+
+    @property
+    def joins(self) -> bool:
+        return self._engine.joins
+
+    def join(self, numbers: Collection[int]) -> None:
+        self._engine.join(numbers)
 
     @property
     def pending(self) -> Sequence[int]:

@@ -20,6 +20,7 @@ class Vectorized(Delegate, Settings):
     stack launches as many operations as a step of one client. Each client takes the same steps on
     the same batches as on other engines. Batched kernels round differently, so the weights differ
     from other engines' in the last digits, and a run goes on with the stacks that it began with.
+    With an asynchronous schedule, the fits train together that arrive for the same aggregation.
 
     It takes models with one of torch's elementwise optimizers, and algorithms that change gradients
     (FedProx, SCAFFOLD), train a second model (Ditto), add a term of the features (MOON) or freeze
@@ -52,6 +53,10 @@ class Vectorized(Delegate, Settings):
     def start(self, setup: WorkerSetup) -> None:
         require_stackable(setup)
         self._engine.start(replace(setup, stack=self.clients))
+
+    @property
+    def joins(self) -> bool:
+        return self.workers == 1
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
         requests = list(requests)

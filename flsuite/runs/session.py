@@ -98,7 +98,8 @@ def choose_engine(run: Run, engine: Engine, setup: WorkerSetup, ckpt_path: str |
         before = parent_settings(Path(run.store.parent.run))
     federation, budget = run.federation, run.options.budget
     declared = federation.schedule.declarations
-    cohort = max(1, min(declared.cohort or _IN_FLIGHT, federation.data.clients))
+    at_once = declared.cohort or declared.expected_updates or _IN_FLIGHT
+    cohort = max(1, min(at_once, federation.data.clients))
     if setup.aggregator.pools:  # one fit on all samples
         cohort = 1
     engine.choose(
@@ -107,6 +108,7 @@ def choose_engine(run: Run, engine: Engine, setup: WorkerSetup, ckpt_path: str |
         fits=budget.max_client_updates or cohort * (budget.rounds or _ROUNDS),
         faults=declared.faults,
         is_asynchronous=declared.is_asynchronous,
+        measures=declared.is_asynchronous and not declared.is_virtual,
         before=before,
     )
     run.settings.update(described_engine(engine))
@@ -120,10 +122,11 @@ def require_engine(run: Run, engine: Engine) -> None:
             an order that a resumed run cannot group again.
     """
     declared = run.federation.schedule.declarations
-    if engine.decides and declared.is_asynchronous:
+    if engine.decides and declared.is_asynchronous and not (engine.joins and declared.is_virtual):
         raise FlsuiteError(
-            f"trainer.engine: {type(engine).__name__} groups the clients of a round, and "
-            f"{declared.name} has none; set trainer.engine to Processes"
+            f"trainer.engine: {type(engine).__name__} groups the clients that come back for one "
+            f"aggregation; {declared.name} needs engine.workers 1 and durations that are known, "
+            "not Measured; or set trainer.engine to Processes"
         )
     faults = declared.faults
     if fatal := [fault for fault in faults if fault not in engine.survives]:

@@ -1,9 +1,11 @@
 """Asynchronous schedule: a new client starts whenever another one comes back."""
 
+import copy
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flsuite.arguments import PositiveFloat, PositiveInt, Settings
@@ -125,6 +127,40 @@ class Asynchronous(Schedule, Settings):
             FederationError: If no update has arrived, and none can be expected.
         """
         self._buffer = set()  # filled by :meth:`accepted`
+        together = self._awaited(engine, clock) if engine.joins else set()
+
+        def submit(fits: list[Fit]) -> None:
+            engine.submit(requests(fits))
+
+        for fit in self._arriving(engine, clock, submit):
+            if together:
+                engine.join(together)
+            yield self._flights.outcome(fit, engine)
+
+    def _awaited(self, engine: Engine, clock: Clock) -> set[int]:
+        """Return the fits that arrive for the next aggregation, also those that have not started.
+
+        They can train together, because none of them depends on another, and a run that is resumed
+        after the last aggregation groups them again. If clients fail, more fits arrive, and these
+        are not among them.
+        """
+        twin = copy.copy(self)
+        twin._ended, twin._buffer = [], set()
+        twin._launcher, twin._flights = self._launcher.copy(), self._flights.copy()
+        numbers: set[int] = set()
+        with suppress(FederationError):  # raised again when it happens
+            for fit in twin._arriving(engine, replace(clock), lambda fits: None):
+                numbers.add(fit.number)
+                twin.accepted(fit.number)
+        return numbers
+
+    def _arriving(
+        self, engine: Engine, clock: Clock, submit: Callable[[list[Fit]], None]
+    ) -> Iterator[Fit]:
+        """Yield the fits of the next aggregation when they arrive, and start others in between.
+
+        The caller notes the accepted ones before it asks for the next.
+        """
         timeout = math.inf if self.buffer_timeout is None else self.buffer_timeout
         closes, failed, lost = math.inf, 0, 0
         # Many failures in a row end the buffer, so a run in which no client can train ends.
@@ -145,7 +181,7 @@ class Asynchronous(Schedule, Settings):
                 if fit.outcome in ("dropped", "absent"):
                     lost += 1
                 else:
-                    yield self._flights.outcome(fit, engine)
+                    yield fit
                     lost, failed = 0, 0 if fit.number in self._buffer else failed + 1
                     if self._buffer == {fit.number}:  # its first update
                         closes = round(clock.seconds + timeout, 9)
@@ -154,7 +190,7 @@ class Asynchronous(Schedule, Settings):
 
             # Once the buffer ends, new clients start from the next version.
             if len(self._buffer) < self.buffer_size and clock.seconds < closes:
-                engine.submit(requests(self.start(clock)))
+                submit(self.start(clock))
 
     def accepted(self, number: int) -> None:
         self._buffer.add(number)
@@ -209,6 +245,12 @@ class _Flights:
         self._queue: list[tuple[float, float, int, Fit]] = []
         self._unmeasured: list[Fit] = []
         self._outcomes: dict[int, Outcome] = {}
+
+    def copy(self) -> "_Flights":
+        """Return the same fits in flight, with an order of their own."""
+        twin = copy.copy(self)
+        twin._queue, twin._unmeasured = [*self._queue], [*self._unmeasured]
+        return twin
 
     @property
     def all(self) -> list[Fit]:

@@ -1,5 +1,6 @@
 """Client sampling, and the start of fits on the virtual clock."""
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -114,6 +115,12 @@ class Launcher:
             f"second {clock.seconds:g} on; give schedule.availability a longer trace or a period, "
             f"or end the run earlier: the last aggregation was number {clock.round}"
         )
+
+    def copy(self) -> "Launcher":
+        """Return a launcher that goes on from here by itself."""
+        twin = copy.copy(self)
+        twin._starts = self._starts.copy()
+        return twin
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of fits.

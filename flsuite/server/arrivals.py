@@ -223,7 +223,7 @@ class Arrivals:
                 f"{first.reason}"
             )
         return FederationError(
-            f"round {first.round}: all {len(failures)} clients failed, client {first.client} with: "
+            f"round {record.round}: all {len(failures)} clients failed, client {first.client} with: "
             f"{first.reason}; the state of round {record.round - 1} is kept"
         )
 

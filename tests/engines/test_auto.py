@@ -15,7 +15,7 @@ from flsuite.engines import Auto, InProcess, Processes, Vectorized
 from flsuite.models import MLP, Classifier
 from flsuite.runs.preparation import worker_setup
 from flsuite.runs.session import choose_engine
-from flsuite.schedules import Asynchronous, Faults, Synchronous
+from flsuite.schedules import Asynchronous, Faults, Measured, Synchronous
 from tests.aggregators.federations import assert_same_models
 from tests.conftest import digits, trainer
 
@@ -66,7 +66,8 @@ def test_the_least_expected_time_is_taken(costs: dict[str, float]) -> None:
     ("settings", "reason"),
     [
         ({"aggregator": FedRoD()}, "FedRoD does more"),
-        ({"schedule": Asynchronous(concurrency=3), "aggregator": FedAvg()}, "there are no rounds"),
+        ({"schedule": Asynchronous(3, speeds=Measured())}, "durations are measured"),
+        ({"schedule": Asynchronous(3)}, "one client at a time"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
         ({"schedule": Synchronous(participation=1)}, "one client at a time"),
     ],
@@ -80,6 +81,12 @@ def test_without_stacks_the_reason_is_said(
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("engine: ")]
     assert f"no stacks: {reason}" in line or reason in line.partition("no stacks: ")[2]
     assert "\n" not in line and "InProcess() " in line
+
+
+def test_stacks_of_fits_in_flight_are_of_one_process(costs: dict[str, float]) -> None:
+    costs["stacked"] = 0.1
+    chosen, _ = choice(rounds=1000, schedule=Asynchronous(4, buffer_size=3))
+    assert isinstance(chosen, Vectorized) and (chosen.clients, chosen.workers) == (3, 1)
 
 
 def test_an_injected_death_needs_processes(costs: dict[str, float]) -> None:

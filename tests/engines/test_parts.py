@@ -278,10 +278,11 @@ def test_a_stack_has_whole_parts_of_one_broadcast() -> None:
     state = {"w": torch.zeros(3)}
     first, second = Broadcast(1, state, {}), Broadcast(1, state, {})
     requests = [
-        FitRequest(n, n, first if n < 7 else second, {}, part=n // 2 if n < 6 else None)
-        for n in range(9)
+        *(FitRequest(n, n, first, {}, part=n // 2) for n in range(6)),
+        FitRequest(6, 6, first, {}),  # it comes back alone
+        *(FitRequest(n, n, second, {}, adapts=1) for n in (7, 8)),
     ]
     jobs = [[request.number for request in job] for job in jobs_of(requests, True, stack=5)]
-    assert jobs == [[0, 1, 2, 3], [4, 5, 6], [7, 8]]
+    assert jobs == [[0, 1, 2, 3], [4, 5], [6], [7, 8]]
     alone = [[request.number for request in job] for job in jobs_of(requests, True)]
     assert alone == [[0, 1], [2, 3], [4, 5], [6], [7], [8]]
