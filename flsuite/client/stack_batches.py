@@ -63,7 +63,7 @@ class StackBatches:
     def _shape_of(self, batch: Any) -> Any:
         """Return what batches of a group have in common."""
         start = 1 if self.fills else 0
-        return tuple(part.shape[start:] for part in tree_leaves(batch))
+        return tuple(part.shape[start:] for part in _parts(batch))
 
     def _group(self, places: list[int], batches: Sequence[Any]) -> Group:
         own = [batches[place] for place in places]
@@ -101,4 +101,9 @@ def _filled(batch: Any, size: int, longest: int) -> Any:
 
 def _size(batch: Any) -> int:
     """Return the number of samples of a batch, or of its rows."""
-    return len(tree_leaves(batch)[0])
+    return _parts(batch)[0].shape[0]
+
+
+def _parts(batch: Any) -> list[Any]:
+    """Return the tensors of a batch, or its rows. This is called for each client in each step."""
+    return [batch] if isinstance(batch, torch.Tensor) else tree_leaves(batch)

@@ -153,7 +153,8 @@ class StackSteps:
         if self.second:
             self.second.change(gradients)
         for place in chain.from_iterable(group.places for group in groups):
-            self._show(step, place, gradients)
+            if self.members[place].callbacks:
+                self._show(step, place, gradients)
 
         clip(gradients, self.trainer)
         for name, parameter in self.parameters.items():
@@ -163,8 +164,7 @@ class StackSteps:
     def _show(self, step: int, place: int, gradients: State) -> None:
         """Let the callbacks of a client see its gradients, and change or replace them."""
         member = self.members[place]
-        if not (callbacks := _own(member)):
-            return
+        callbacks = _own(member)
         samples = self.samples.pop(place, {})
         shown = {}
         for name, parameter in member.module.named_parameters():

@@ -223,8 +223,8 @@ class Arrivals:
                 f"{first.reason}"
             )
         return FederationError(
-            f"round {record.round}: all {len(failures)} clients failed, client {first.client} with: "
-            f"{first.reason}; the state of round {record.round - 1} is kept"
+            f"round {record.round}: all {len(failures)} clients failed, client {first.client} "
+            f"with: {first.reason}; the state of round {record.round - 1} is kept"
         )
 
 
