@@ -65,6 +65,12 @@ class _Pairs(Callback):
     def __init__(self, settings: MetaGradient) -> None:
         self.settings = settings
         self.start: State = {}  # w, while the model holds w~
+        self.is_last_epoch = False
+
+    @property
+    def supports_stack(self) -> bool:
+        """Return whether a stack can take the steps: the Hessian takes more gradients in each."""
+        return self.settings.order == "first" or not self.settings.alpha
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_simple = pl_module.automatic_optimization and len(trainer.optimizers) == 1
@@ -73,6 +79,9 @@ class _Pairs(Callback):
                 "PerFedAvg steps once per two batches, with one optimizer and no scaler; set "
                 "precision to bf16-mixed, leave out accumulate_grad_batches, or change the model"
             )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.is_last_epoch = trainer.current_epoch + 1 >= (trainer.max_epochs or 1)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -86,7 +95,7 @@ class _Pairs(Callback):
         gradient = {name: torch.as_tensor(p.grad) for name, p in own.items()}
         if self.start:
             self._back_to_start(pl_module)
-        elif not _is_last_step(trainer):
+        elif not self._is_last_step(trainer):
             self.start = {name: p.detach().clone() for name, p in own.items()}
             for name, parameter in own.items():
                 parameter.data.sub_(gradient[name], alpha=self.settings.alpha)
@@ -103,6 +112,10 @@ class _Pairs(Callback):
             for name, value in gradient.items():
                 value.sub_(product[name], alpha=self.settings.alpha)
 
+    def _is_last_step(self, trainer: Trainer) -> bool:
+        is_last = trainer.is_last_batch and self.is_last_epoch
+        return is_last or trainer.global_step + 1 == trainer.max_steps
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._back_to_start(pl_module)  # of a pair that was cut off
 
@@ -116,9 +129,3 @@ class _Pairs(Callback):
         """Return the gradient of the loss on the current batch at other weights."""
         _, used = loss_and_gradient(trainer, module, at, *self.batch, in_full=in_full)
         return {name: used.get(name, torch.zeros_like(value)) for name, value in at.items()}
-
-
-def _is_last_step(trainer: Trainer) -> bool:
-    is_last_epoch = trainer.current_epoch + 1 >= (trainer.max_epochs or 1)
-    is_last = trainer.is_last_batch and is_last_epoch
-    return is_last or trainer.global_step + 1 == trainer.max_steps

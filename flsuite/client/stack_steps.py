@@ -152,19 +152,30 @@ class StackSteps:
             gradients = with_rows(gradients, group, self._gradients(step, group), self.parameters)
         if self.second:
             self.second.change(gradients)
-        for place in chain.from_iterable(group.places for group in groups):
-            if self.members[place].callbacks:
-                self._show(step, place, gradients)
+        resting = [
+            self._show(step, group, i, gradients)
+            for group in groups
+            for i, place in enumerate(group.places)
+            if self.members[place].callbacks
+        ]
+        for name in set().union(*resting):
+            if not all(name in names for names in resting):
+                raise RuntimeError(f"clients take steps of {name} at different times")
+            del gradients[name]
 
         clip(gradients, self.trainer)
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
         self.optimizer.step()
 
-    def _show(self, step: int, place: int, gradients: State) -> None:
-        """Let the callbacks of a client see its gradients, and change or replace them."""
+    def _show(self, step: int, group: Group, index: int, gradients: State) -> set[str]:
+        """Let the callbacks of a client see its gradients, and change or replace them.
+
+        Returns the parameters whose gradients they have taken away, so that they take no step.
+        """
+        place = group.places[index]
         member = self.members[place]
-        callbacks = _own(member)
+        callbacks, batches = _own(member), len(member.loader)
         samples = self.samples.pop(place, {})
         shown = {}
         for name, parameter in member.module.named_parameters():
@@ -175,12 +186,17 @@ class StackSteps:
                 parameter.grad = gradients[name][place]
         for callback in callbacks:
             at = member.trainer, member.module
-            if by_sample([callback]):
-                callback.on_train_batch_start(*at, None, step % len(member.loader))
+            if phases([callback]):
+                member.trainer.global_step = step
+                member.trainer.is_last_batch = step % batches + 1 == batches
+                callback.on_train_batch_start(*at, group.batch_of(index), step % batches)
+            elif by_sample([callback]):
+                callback.on_train_batch_start(*at, None, step % batches)
             callback.on_before_optimizer_step(*at, member.optimizer)
         for name, parameter in shown.items():
             if parameter.grad is not None and not _is_same(parameter.grad, gradients[name][place]):
                 gradients[name][place] = parameter.grad
+        return {name for name, parameter in shown.items() if parameter.grad is None}
 
     def _gradients(self, step: int, group: Group) -> State:
         """Return the gradients of a group's clients, and keep the rest of what the step gives."""

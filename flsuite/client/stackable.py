@@ -78,7 +78,7 @@ def by_sample(callbacks: Iterable[Callback]) -> bool:
 
 
 def phases(callbacks: Iterable[Callback]) -> bool:
-    """Return whether a callback trains other parameters in other epochs."""
+    """Return whether a callback does something else in some epochs or steps."""
     return any(
         type(one).on_train_epoch_start is not Callback.on_train_epoch_start for one in callbacks
     )
@@ -89,10 +89,12 @@ def stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Callb
 
     A callback that a stack can call has ``supports_stack = True``. Of the steps, it sees the
     gradients before the optimizer's, ``on_before_optimizer_step``, and neither batches nor the
-    forward pass. It may freeze parameters of the model in ``on_train_epoch_start``, the same ones
-    for all clients. One that reads gradients by sample learns the number of the batch right before,
-    in ``on_train_batch_start``. Second models and terms of features state their steps in functions
-    of tensors. Measurements of the trained model are left out: they come after the fit.
+    forward pass. One with ``on_train_epoch_start`` may freeze parameters there, and sees the batch
+    right before the gradients, in ``on_train_batch_start``. It may take gradients away, so that no
+    step follows. It does the same for all clients. One that reads gradients by sample learns the
+    number of the batch there, but not the batch. Second models and terms of features state their
+    steps in functions of tensors. Measurements of the trained model are left out: they come after
+    the fit.
     """
     attacks = setup.attack.callbacks(client) if setup.attack else []
     callbacks = [*attacks, *setup.aggregator.callbacks(client)]

@@ -39,6 +39,11 @@ class Group:
         size = tree_leaves(self.batch)[0].shape[1]
         return [size] * len(self.places) if self.sizes is None else self.sizes.tolist()
 
+    def batch_of(self, index: int) -> Any:
+        """Return the batch of one client."""
+        size = self.samples()[index]
+        return tree_map(lambda part: part[index, :size], self.batch)
+
 
 @dataclass
 class StackedStep:
@@ -212,7 +217,7 @@ def clip(gradients: State, trainer: ClientTrainer) -> None:
         gradients: Each ``(clients, ...)``.
         trainer: Gives the limit.
     """
-    if not (limit := trainer.gradient_clip_val):
+    if not (limit := trainer.gradient_clip_val) or not gradients:
         return
     if trainer.gradient_clip_algorithm == "value":
         for gradient in gradients.values():

@@ -33,6 +33,7 @@ from flsuite.aggregators import (
     FedProx,
     FedRep,
     FedRoD,
+    PerFedAvg,
     PFedMe,
 )
 from flsuite.attacks import LabelFlip
@@ -731,6 +732,18 @@ def test_head_and_body_are_trained_at_the_times_of_single_fits(
     close(stacks, 1e-12, method(head=head), data=data, rounds=4, **settings)
 
 
+@pytest.mark.parametrize("fit", FITS.values(), ids=FITS)
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+@pytest.mark.parametrize("partition", [IID(), Natural()], ids=["equal", "unequal"])
+def test_pairs_of_batches_are_those_of_single_fits(
+    partition: Any, epochs: int, fit: dict[str, Any], stacks: list[int]
+) -> None:
+    """With an odd number of batches, the last one is taken twice."""
+    data = Images(clients=6, partition=partition, batch_size=16, val_fraction=0.0)
+    settings = {"max_epochs": epochs, "keep_optimizers": True, **fit}
+    close(stacks, 1e-12, PerFedAvg(alpha=0.1), data=data, rounds=3, **settings)
+
+
 def test_a_fit_without_an_epoch_for_the_body_says_so() -> None:
     with pytest.raises(FlsuiteError, match="leaves no epoch for the body"):
         fitted(Vectorized(), FedRep(head_epochs=2))
@@ -773,6 +786,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a Trainer": ({"model": Reading(PLAIN.backbone, PLAIN.optimizer)}, "needs a Trainer"),
     "LBFGS": ({"model": Classifier(PLAIN.backbone, LBFGS)}, "one of SGD, Adam"),
     "hooks of the algorithm": ({"aggregator": FedRoD()}, "FedRoD does more"),
+    "more gradients": ({"aggregator": PerFedAvg(order="hessian_free")}, "PerFedAvg does more"),
     "accumulation": ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
     "limits": ({"limit_train_batches": 0.5}, "limit_train_batches"),
     "callbacks": ({"callbacks": [Seeing()]}, "callback of a single fit"),
