@@ -570,7 +570,7 @@ def test_fits_in_flight_train_together(settings: dict[str, Any], stacks: list[in
 
 
 @pytest.mark.parametrize("settings", ASYNCHRONOUS.values(), ids=ASYNCHRONOUS)
-@pytest.mark.parametrize("stop", [1, 2, 5])
+@pytest.mark.parametrize("stop", mostly_long({"1": 1, "2": 2, "5": 5}, "2"))
 def test_an_asynchronous_run_groups_the_same_fits_after_a_resume(
     settings: dict[str, Any], stop: int, tmp_path: Path, stacks: list[int]
 ) -> None:
