@@ -39,8 +39,8 @@ examples:
   flsuite test runs/quickstart/TIME-SEED --ckpt_path best
   flsuite partition --config configs/quickstart.yaml
   flsuite schedule --config configs/quickstart.yaml
-  flsuite sweep --config configs/sweeps/quickstart.yaml
-  flsuite report runs/quickstart --metric accuracy f1_macro --html report.html
+  flsuite sweep --config configs/sweeps/comparison.yaml
+  flsuite report runs/comparison --metric accuracy f1_macro --html report.html
 
 flsuite fit --help lists the options, --help=trainer Lightning's Trainer options, --help=KEY the
 classes that a key takes, such as trainer.aggregator, and --help=CLASS the arguments of a class.

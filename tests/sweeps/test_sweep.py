@@ -31,7 +31,7 @@ from tests.sweeps.sweeping import (
     write_sweep,
 )
 
-QUICKSTART = str(SWEEPS / "quickstart.yaml")
+QUICKSTART = str(SWEEPS / "comparison.yaml")
 SHORT = ("--trainer.rounds", "3", "--trainer.max_epochs", "1")
 SHIPPED = sorted(path for path in SWEEPS.glob("*.yaml") if path.stem != "wandb")
 
