@@ -91,7 +91,9 @@ class _Pairs(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        own = {k: p for k, p in pl_module.named_parameters() if p.grad is not None}
+        steps = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        named = pl_module.named_parameters()
+        own = {k: p for k, p in named if p.grad is not None and id(p) in steps}
         gradient = {name: torch.as_tensor(p.grad) for name, p in own.items()}
         if self.start:
             self._back_to_start(pl_module)

@@ -82,6 +82,7 @@ class DPSGD(FederationCallback, Settings):
             )
         loader.is_poisson = True
         self._loader, self._batch = loader, 0
+        self._trained = [p for p in pl_module.parameters() if p.requires_grad]
         self._mean_size = min(loader.data.batch_size, len(loader.data.train_rows(loader.client)))
         stream = f"dp_sgd/{loader.repeat}"
         self._generator = torch_generator(loader.seed, stream, loader.round, loader.client)
@@ -95,6 +96,11 @@ class DPSGD(FederationCallback, Settings):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._batch = batch_idx
+        if not all(p.requires_grad for p in self._trained):
+            raise FlsuiteError(
+                "DPSGD: the aggregator freezes layers in some epochs, as FedRep and FedBABU do; "
+                "choose another trainer.aggregator, or leave out DPSGD"
+            )
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer

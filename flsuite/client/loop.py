@@ -164,7 +164,8 @@ class LocalLoop:
 
         self._call("on_before_optimizer_step", optimizer)
         # Clip after the hooks, to include an algorithm's gradient term.
-        if trainer.gradient_clip_val:
+        # Without any gradient, torch cannot clip by value.
+        if trainer.gradient_clip_val and _has_gradients(optimizer):
             module.configure_gradient_clipping(
                 optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
             )
@@ -228,6 +229,10 @@ def takes_a_batch(module: LightningModule) -> bool:
     return is_param_in_hook_signature(step, "batch_idx", min_args=2) and not (
         is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
     )
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _is_every_batch(limit: int | float | None) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flsuite.aggregators.losses import changes_attributes, step_loss
 from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.aggregators.second_model import first_names
 from flsuite.client.allocator import keep_freed_memory
 from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.entries import Entries
@@ -181,7 +182,10 @@ class Stack:
     def _tensors(self, starts: Sequence[State], device: torch.device) -> dict[str, Tensor]:
         """Return all tensors of the models, each ``(clients, ...)``. Tied weights occur once."""
         own = chain(self.model.named_parameters(), self.model.named_buffers())
-        parts = {name: [s.get(name, value.detach()) for s in starts] for name, value in own}
+        names = first_names(self.model, starts[0])
+        # As in a fit by itself, the last copy of a tied weight counts.
+        firsts = [{names[entry]: value for entry, value in s.items()} for s in starts]
+        parts = {name: [s.get(name, value.detach()) for s in firsts] for name, value in own}
         return {name: stacked(p).to(device).contiguous() for name, p in parts.items()}
 
     def _member(

@@ -127,9 +127,12 @@ class StackSteps:
 
     def _start_callbacks(self) -> None:
         for member in self.members:
+            before = _frozen(member)
             for callback in _own(member):
                 callback.on_fit_start(member.trainer, member.module)
                 callback.on_train_start(member.trainer, member.module)
+            if _frozen(member) != before:
+                raise RuntimeError("a callback freezes parameters before the first epoch")
 
     def _begin_epochs(self, step: int) -> None:
         """Begin the epochs that start with this step. A callback may freeze parameters in it."""
@@ -140,8 +143,9 @@ class StackSteps:
                 member.trainer.current_epoch = step // len(member.loader)
                 for callback in _own(member):
                     callback.on_train_epoch_start(member.trainer, member.module)
-        own = self.members[0].module.named_parameters()
-        self.frozen = frozenset(name for name, p in own if not p.requires_grad)
+        self.frozen, *others = map(_frozen, self.members)
+        if any(names != self.frozen for names in others):
+            raise RuntimeError("a callback freezes other parameters for other clients")
 
     def _step(self, step: int, groups: Sequence[Group]) -> None:
         """Take one step of the clients that have a batch left."""
@@ -258,6 +262,13 @@ def _is_close(ours: Tensor, theirs: Tensor) -> bool:
 def _is_same(ours: Tensor, theirs: Tensor) -> bool:
     """Return whether two tensors are the same memory."""
     return ours.data_ptr() == theirs.data_ptr()
+
+
+def _frozen(member: Member) -> frozenset[str]:
+    """Return the parameters of a client's model that do not train now."""
+    if not member.callbacks:
+        return frozenset()
+    return frozenset(name for name, p in member.module.named_parameters() if not p.requires_grad)
 
 
 def _own(member: Member) -> list[Callback]:

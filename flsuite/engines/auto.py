@@ -86,7 +86,7 @@ class Auto(Delegate, Settings):
         requests: Sequence[FitRequest],
         fits: int,
         faults: Collection[Fault] = (),
-        is_asynchronous: bool = False,
+        at_once: int | None = None,
         measures: bool = False,
         before: Mapping[str, Any] | None = None,
     ) -> None:
@@ -97,7 +97,8 @@ class Auto(Delegate, Settings):
             requests: First fits of some of its clients, as many as train at a time.
             fits: The number of fits of the run.
             faults: Injected faults, which the engine must survive.
-            is_asynchronous: Whether the run has no rounds, so that stacks are of one process.
+            at_once: Number of fits that may train in one stack, where there are no rounds. Such
+                stacks are of one process. Default: the fits of a round.
             measures: Whether the schedule needs the seconds of each fit by itself.
             before: The settings of the run that is resumed, if any.
         """
@@ -110,11 +111,12 @@ class Auto(Delegate, Settings):
             return
         with isolate_rng():
             ways = self._plain(setup, requests)
-            why = "the run began without" if before is not None else self._fault(setup, requests)
+            size = min(self.clients, len(requests), at_once or self.clients)
+            why = "the run began without" if before is not None else _fault(setup, requests, size)
             why = "durations are measured" if measures else why
             if why is None:
-                stacks = self._stacks(setup, requests, ways[0].seconds)
-                ways += [way for way in stacks if way.engine.joins or not is_asynchronous]
+                stacks = self._stacks(setup, requests, size, ways[0].seconds)
+                ways += [way for way in stacks if way.engine.joins or at_once is None]
         ways = [way for way in ways if not {*faults} - way.engine.survives] or ways
         # Stacks round differently, so a small gain is not worth it.
         best = min(ways, key=lambda way: way.of(fits) / (_WORTH if way.engine.decides else 1.0))
@@ -132,22 +134,10 @@ class Auto(Delegate, Settings):
             ways.append(Way(Processes(workers=workers), alone / _gain(workers), _START))
         return ways
 
-    def _fault(self, setup: WorkerSetup, requests: Sequence[FitRequest]) -> str | None:
-        """Return why clients cannot train in stacks, or ``None`` if they can."""
-        if min(self.clients, len(requests)) < 2:
-            return "one client at a time"
-        try:
-            require_stackable(setup)
-            refuse_callbacks(requests[0])
-        except FlsuiteError as error:
-            return one_line(error, 160).split("; set trainer.engine")[0]
-        return None
-
     def _stacks(
-        self, setup: WorkerSetup, requests: Sequence[FitRequest], alone: float
+        self, setup: WorkerSetup, requests: Sequence[FitRequest], size: int, alone: float
     ) -> list[Way]:
         """Return stacks in this process, and in worker processes if there is enough to share."""
-        size = min(self.clients, len(requests))
         workers = self._workers(setup)
         seconds = _seconds_stacked(setup, requests, size, alone)
         ways = [Way(Vectorized(clients=size), seconds)]
@@ -165,6 +155,18 @@ class Auto(Delegate, Settings):
         has_gpus = kind in ("gpu", "cuda") or (kind in (None, "auto") and torch.cuda.is_available())
         room = torch.cuda.device_count() if has_gpus else cores()
         return room if self.workers is None else min(self.workers, max(room, 1))
+
+
+def _fault(setup: WorkerSetup, requests: Sequence[FitRequest], size: int) -> str | None:
+    """Return why clients cannot train in stacks of this size, or ``None`` if they can."""
+    if size < 2:
+        return "one client at a time"
+    try:
+        require_stackable(setup)
+        refuse_callbacks(requests[0])
+    except FlsuiteError as error:
+        return one_line(error, 160).split("; set trainer.engine")[0]
+    return None
 
 
 def _seconds_alone(setup: WorkerSetup, requests: Sequence[FitRequest]) -> float:

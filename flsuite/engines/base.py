@@ -43,9 +43,10 @@ class Engine(ABC):
         return False
 
     def join(self, numbers: Collection[int]) -> None:
-        """Let these pending fits train together, which affects the rounding of their results.
+        """Let these fits train together, which affects the rounding of their results.
 
-        Numbers of other fits are ignored.
+        Each trains with those of them that are pending when its outcome is needed. It replaces an
+        earlier call: what pending fits have trained with others is dropped.
         """
         return
 
@@ -118,24 +119,30 @@ class InProcess(Engine, Settings):
         return self._clients > 1
 
     def join(self, numbers: Collection[int]) -> None:
-        waiting = [n for n in self._jobs if n in numbers and n not in self._outcomes]
-        job = [request for n in waiting for request in self._jobs[n] if request.number == n]
-        self._jobs.update(dict.fromkeys(waiting, job))
+        self._together = frozenset(numbers)
+        self._outcomes.clear()
 
     @property
     def pending(self) -> Sequence[int]:
         return list(self._jobs)
 
     def collect(self, number: int) -> Outcome:
-        job = self._jobs.pop(number)
         if number not in self._outcomes:
+            job = self._joined(number) if number in self._together else self._jobs[number]
             # Sums depend on the number of threads, so it is set here instead of by torch.
             with threads_set(self.threads):
                 outcomes = self._runner.answer(job)
             self._outcomes.update(zip((r.number for r in job), outcomes, strict=True))
+        del self._jobs[number]
         return self._outcomes.pop(number)
 
+    def _joined(self, number: int) -> list[FitRequest]:
+        """Return the pending fits that train together with one of them."""
+        waiting = self._jobs.keys() & self._together - self._outcomes.keys()
+        return [request for n in sorted(waiting) for request in self._jobs[n]]
+
     def stop(self) -> None:
+        self._together = frozenset[int]()
         self._jobs: dict[int, list[FitRequest]] = {}
         self._outcomes: dict[int, Outcome] = {}
 

@@ -10,6 +10,8 @@ from torchmetrics.functional import classification as tm
 
 from flsuite.data.spec import DataSpec
 
+_RANKS = 2**20  # numbers that are ranked at a time
+
 
 def scores(
     outputs: Mapping[str, Tensor], y: Tensor, spec: DataSpec, auroc: bool = True
@@ -133,7 +135,16 @@ def _auroc(probabilities: Tensor, y: Tensor, classes: int) -> float | None:
     defined = pairs > 0
     if not defined.any() or (y.ndim == 1 and not defined.all()):
         return None
-    ranks = torch.from_numpy(rankdata(probabilities.double().numpy(), axis=0))
-    above = (ranks * positive).sum(0) - ones * (ones + 1) / 2
+    # Some columns at a time, because ranks need the memory of several copies.
+    width = max(1, _RANKS // len(y))
+    above = torch.cat(
+        [
+            (torch.from_numpy(rankdata(part.numpy(), axis=0)) * own).sum(0)
+            for part, own in zip(
+                probabilities.split(width, 1), positive.split(width, 1), strict=True
+            )
+        ]
+    )
+    above -= ones * (ones + 1) / 2
     value = float((above / pairs)[defined].mean())
     return None if math.isnan(value) else value

@@ -98,8 +98,8 @@ def choose_engine(run: Run, engine: Engine, setup: WorkerSetup, ckpt_path: str |
         before = parent_settings(Path(run.store.parent.run))
     federation, budget = run.federation, run.options.budget
     declared = federation.schedule.declarations
-    at_once = declared.cohort or declared.expected_updates or _IN_FLIGHT
-    cohort = max(1, min(at_once, federation.data.clients))
+    in_flight = declared.cohort or max(_IN_FLIGHT, declared.at_once)
+    cohort = max(1, min(in_flight, federation.data.clients))
     if setup.aggregator.pools:  # one fit on all samples
         cohort = 1
     engine.choose(
@@ -107,7 +107,7 @@ def choose_engine(run: Run, engine: Engine, setup: WorkerSetup, ckpt_path: str |
         federation.first_requests(run.callbacks.for_clients, cohort),
         fits=budget.max_client_updates or cohort * (budget.rounds or _ROUNDS),
         faults=declared.faults,
-        is_asynchronous=declared.is_asynchronous,
+        at_once=declared.at_once if declared.is_asynchronous else None,
         measures=declared.is_asynchronous and not declared.is_virtual,
         before=before,
     )
@@ -123,10 +123,14 @@ def require_engine(run: Run, engine: Engine) -> None:
     """
     declared = run.federation.schedule.declarations
     if engine.decides and declared.is_asynchronous and not (engine.joins and declared.is_virtual):
+        what = (
+            "in one process; set engine.workers to 1"
+            if declared.is_virtual
+            else "by durations known in advance; give schedule.speeds other ones than Measured"
+        )
         raise FlsuiteError(
-            f"trainer.engine: {type(engine).__name__} groups the clients that come back for one "
-            f"aggregation; {declared.name} needs engine.workers 1 and durations that are known, "
-            "not Measured; or set trainer.engine to Processes"
+            f"trainer.engine: with {declared.name}, {type(engine).__name__} groups fits {what}, or "
+            "set trainer.engine to Processes"
         )
     faults = declared.faults
     if fatal := [fault for fault in faults if fault not in engine.survives]:

@@ -62,6 +62,8 @@ class Asynchronous(Schedule, Settings):
             is_asynchronous=True,
             is_virtual=not isinstance(self.speeds, Measured),
             may_lose=self.availability is not None,
+            # The others start later.
+            at_once=math.ceil(min(self.concurrency, self.buffer_size) / 2),
             expected_updates=self.buffer_size,
         )
         if self.buffer_size > self.concurrency and self.buffer_timeout is None:
@@ -127,21 +129,20 @@ class Asynchronous(Schedule, Settings):
             FederationError: If no update has arrived, and none can be expected.
         """
         self._buffer = set()  # filled by :meth:`accepted`
-        together = self._awaited(engine, clock) if engine.joins else set()
+        if engine.joins:
+            engine.join(self._awaited(engine, clock))
 
         def submit(fits: list[Fit]) -> None:
             engine.submit(requests(fits))
 
         for fit in self._arriving(engine, clock, submit):
-            if together:
-                engine.join(together)
             yield self._flights.outcome(fit, engine)
 
     def _awaited(self, engine: Engine, clock: Clock) -> set[int]:
         """Return the fits that arrive for the next aggregation, also those that have not started.
 
         They can train together, because none of them depends on another, and a run that is resumed
-        after the last aggregation groups them again. If clients fail, more fits arrive, and these
+        after the last aggregation groups them again. If clients fail, other fits may arrive, which
         are not among them.
         """
         twin = copy.copy(self)

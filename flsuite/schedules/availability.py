@@ -13,6 +13,8 @@ from flsuite.random import numpy_generator
 from flsuite.schedules.base import Availability
 from flsuite.schedules.traces import check_clients, client_bounds, read_trace, trace_digest
 
+_TICK = 1e-9  # seconds; the clock has no shorter times, so that an interval's last one has passed
+
 
 @dataclass
 class Bernoulli(Availability, Settings):
@@ -93,7 +95,7 @@ class OnOff(Availability, Settings):
     def available(self, seconds: float) -> np.ndarray:
         _, phase = self._cycle(seconds)
         begun = np.searchsorted(self._starts, phase, side="right")
-        is_open = self._ends[:begun] > phase
+        is_open = self._ends[:begun] > phase + _TICK
 
         available = np.zeros(len(self._intervals), dtype=bool)
         available[self._owners[:begun][is_open]] = True
@@ -118,7 +120,7 @@ class OnOff(Availability, Settings):
         cycle, phase = self._cycle(started)
         starts, ends = self._intervals[client]
         at = int(np.searchsorted(starts, phase, side="right")) - 1
-        if at < 0 or ends[at] <= phase:
+        if at < 0 or ends[at] <= phase + _TICK:
             return started  # not available at the start either
 
         end = self._begin(cycle) + float(ends[at])

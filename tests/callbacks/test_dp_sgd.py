@@ -21,6 +21,7 @@ from flsuite.aggregators import (
     FedAvg,
     FedFisher,
     FedProx,
+    FedRep,
     PerFedAvg,
     RegMean,
 )
@@ -362,8 +363,12 @@ class Normalised(Backbone):
             {"aggregator": Ditto(), "engine": Vectorized(clients=2)},
             "trains at other weights, without the noise of DPSGD",
         ),
+        ({"aggregator": FedRep(), "max_epochs": 2}, "DPSGD: the aggregator freezes layers"),
     ],
-    ids=["batch_norm", "accumulation", "tasks", "fisher", "gram", "ditto", "meta", "stacked"],
+    ids=[
+        *("batch_norm", "accumulation", "tasks", "fisher", "gram", "ditto", "meta", "stacked"),
+        "frozen",
+    ],
 )
 def test_what_it_cannot_do_is_refused(kwargs: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(FlsuiteError, match=message) as error:

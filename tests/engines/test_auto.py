@@ -66,7 +66,7 @@ def test_the_least_expected_time_is_taken(costs: dict[str, float]) -> None:
     ("settings", "reason"),
     [
         ({"aggregator": FedRoD()}, "FedRoD does more"),
-        ({"schedule": Asynchronous(3, speeds=Measured())}, "durations are measured"),
+        ({"schedule": Asynchronous(6, speeds=Measured())}, "durations are measured"),
         ({"schedule": Asynchronous(3)}, "one client at a time"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
         ({"schedule": Synchronous(participation=1)}, "one client at a time"),
@@ -85,7 +85,7 @@ def test_without_stacks_the_reason_is_said(
 
 def test_stacks_of_fits_in_flight_are_of_one_process(costs: dict[str, float]) -> None:
     costs["stacked"] = 0.1
-    chosen, _ = choice(rounds=1000, schedule=Asynchronous(4, buffer_size=3))
+    chosen, _ = choice(rounds=1000, schedule=Asynchronous(6, buffer_size=5))
     assert isinstance(chosen, Vectorized) and (chosen.clients, chosen.workers) == (3, 1)
 
 

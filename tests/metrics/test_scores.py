@@ -1,5 +1,7 @@
 """Scores, by hand and against scikit-learn."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -156,6 +158,16 @@ def test_auroc_counts_ties_as_one_half(classes: int) -> None:
     columns = range(1, 2) if classes == 2 else range(classes)
     expected = [sk.roc_auc_score(y == k, steps[:, k]) for k in columns]
     assert found == pytest.approx(np.mean(expected), abs=1e-12)
+
+
+def test_auroc_ranks_some_columns_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(7, (60,), generator=generator)
+    outputs = {"scores": torch.rand(60, 7, generator=generator)}
+    whole = scores(outputs, y, spec(7))["auroc"]
+    for ranks in (1, 150):
+        monkeypatch.setattr(sys.modules["flsuite.metrics.scores"], "_RANKS", ranks)
+        assert scores(outputs, y, spec(7))["auroc"] == whole
 
 
 def test_auroc_of_numbers_that_are_none_is_left_out() -> None:

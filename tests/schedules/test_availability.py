@@ -40,6 +40,13 @@ def leaves(availability: Availability, client: int, started: float, seconds: flo
     return availability.leaves(client, 0, started, seconds)
 
 
+def test_a_client_is_not_there_for_less_than_the_clock_shows(trace: Path) -> None:
+    """The end of the interval in the second period is one rounding above 7.983."""
+    made = on_off(trace, "client,start,end\n0,3.196,3.983\n", clients=1, period=4.0)
+    assert available(made, 7.983) == [] and leaves(made, 0, 7.983, 0.3) == 7.983
+    assert made.next_start(7.983) == pytest.approx(11.196)
+
+
 # Always, Bernoulli
 
 

@@ -336,7 +336,7 @@ def held() -> int:
 # What is shipped
 
 
-@pytest.mark.parametrize("path", mostly_long({path.stem: path for path in SHIPPED}, "quickstart"))
+@pytest.mark.parametrize("path", mostly_long({path.stem: path for path in SHIPPED}, "comparison"))
 def test_a_shipped_sweep_can_be_built(path: Path) -> None:
     name = f"configs/sweeps/{path.name}"
     assert path.read_text().startswith(f"# flsuite sweep --config {name}\n")
