@@ -50,8 +50,11 @@ class UpdateStore:
         self.folder = folder
 
     def write(self, result: ClientResult) -> None:
-        """Store the result of a client's training."""
+        """Store the result of a client's training, the first one from a version of the model."""
         update, memory = result.update, result.memory
+        path = self._path(update.round, update.client)
+        if path.exists():  # without rounds, a client may train from one version several times
+            return
         content = {
             "state": update.state,
             "memory": {k: v for k, v in memory.items() if k in _FROM_TRAINING},
@@ -59,7 +62,6 @@ class UpdateStore:
             "metrics": result.training,
             "seconds": update.seconds - update.metrics.get("after_fit_seconds", 0.0),
         }
-        path = self._path(update.round, update.client)
         make_folder(path.parent)
         named = plain(content, f"the update of client {update.client}")
         replace_file(lambda temporary: save_tensors(named, temporary), path)

@@ -60,6 +60,13 @@ def test_later_rounds_train_and_private_parts_and_optimizers_come_along(tmp_path
     assert_equal(first, again)
 
 
+def test_a_client_that_trains_twice_from_one_version_keeps_its_first_model(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"schedule": Asynchronous(4, 3), "rounds": 5}
+    first = fitted(tmp_path / "a", FedBuff(), keep_updates=True, **settings)
+    again = fitted(None, FedBuff(), from_updates=str(tmp_path / "a"), **settings)
+    assert_equal(first, again)
+
+
 def test_clients_that_were_not_kept_train(tmp_path: Path) -> None:
     fitted(tmp_path / "a", keep_updates=True, schedule=Synchronous(2))
     whole, again = fitted(), fitted(from_updates=str(tmp_path / "a"))
