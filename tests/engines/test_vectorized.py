@@ -573,7 +573,9 @@ def test_fits_in_flight_train_together(settings: dict[str, Any], stacks: list[in
     close(stacks, 1e-5, **usual | settings)
 
 
-@pytest.mark.parametrize("settings", ASYNCHRONOUS.values(), ids=ASYNCHRONOUS)
+@pytest.mark.parametrize(
+    "settings", mostly_long(ASYNCHRONOUS, "FedBuff", "failures that end a buffer", "tasks")
+)
 @pytest.mark.parametrize("stop", mostly_long({"1": 1, "2": 2, "3": 3}, "2"))
 def test_an_asynchronous_run_groups_the_same_fits_after_a_resume(
     settings: dict[str, Any], stop: int, tmp_path: Path, stacks: list[int]
@@ -724,8 +726,11 @@ class Lists(Classifier):
         return [{"optimizer": super().configure_optimizers()}]
 
 
-@pytest.mark.parametrize("fit", FITS.values(), ids=FITS)
-@pytest.mark.parametrize("partition", [IID(), Natural()], ids=["equal", "unequal"])
+PARTITIONS = {"equal": IID(), "unequal": Natural()}
+
+
+@pytest.mark.parametrize("fit", mostly_long(FITS, "SGD"))
+@pytest.mark.parametrize("partition", PARTITIONS.values(), ids=PARTITIONS)
 @pytest.mark.parametrize("method", [FedRep, FedBABU])
 def test_head_and_body_are_trained_at_the_times_of_single_fits(
     method: type[Aggregator], partition: Any, fit: dict[str, Any], stacks: list[int]
@@ -737,9 +742,9 @@ def test_head_and_body_are_trained_at_the_times_of_single_fits(
     close(stacks, 1e-12, method(head=head), data=data, rounds=4, **settings)
 
 
-@pytest.mark.parametrize("fit", FITS.values(), ids=FITS)
-@pytest.mark.parametrize("epochs", [1, 2, 3])
-@pytest.mark.parametrize("partition", [IID(), Natural()], ids=["equal", "unequal"])
+@pytest.mark.parametrize("fit", mostly_long(FITS, "SGD"))
+@pytest.mark.parametrize("epochs", mostly_long({"1": 1, "2": 2, "3": 3}, "3"))
+@pytest.mark.parametrize("partition", PARTITIONS.values(), ids=PARTITIONS)
 def test_pairs_of_batches_are_those_of_single_fits(
     partition: Any, epochs: int, fit: dict[str, Any], stacks: list[int]
 ) -> None:
