@@ -31,7 +31,7 @@ PICTURES = {
     "your_own": 1,
 }
 # Run by the fast tests too.
-FIRST = {"acvae_cmga", "fedavg_by_hand", "quickstart"}
+FIRST = {"quickstart"}
 MOST_BYTES = 1_000_000
 LEAST_WIDTH = 500  # pixels of a figure
 

@@ -73,7 +73,7 @@ EVERY = PERSONAL | SHARED
 TWO_EPOCHS = {"max_epochs": 2}
 
 
-FIRST = ("apfl", "ditto", "fedala", "feddyn", "fedproto", "fedrod", "ifca", "moon", "perfedavg")
+FIRST = ("ditto", "fedala", "feddyn", "fedproto", "fedrod", "ifca", "moon", "perfedavg")
 
 
 @pytest.mark.parametrize("make", mostly_long(EVERY, *FIRST))

@@ -197,6 +197,7 @@ class AtTheEnd(FederationCallback):
             run.log_metric("beauty", float(round), split="test")
 
 
+@pytest.mark.long
 def test_the_scores_of_an_earlier_end_are_verified_too(tmp_path: Path, capsys: Any) -> None:
     """A callback may add them under any name."""
     own = ["--trainer.callbacks+", f"{__name__}.AtTheEnd"]

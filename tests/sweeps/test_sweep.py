@@ -250,6 +250,7 @@ def test_a_source_that_cannot_start_is_named_once() -> None:
     assert line.endswith("or name another method in the updates_from of a sweep")
 
 
+@pytest.mark.long
 def test_a_finished_source_without_models_is_named_before_anything_runs() -> None:
     methods = "{A: {}, B: {trainer.aggregator: OTFusion}}"
     name = write_sweep("s.yaml", methods, "updates_from: A")
@@ -313,6 +314,7 @@ def test_a_wrong_file_is_refused_before_anything_runs(capsys: pytest.CaptureFixt
     assert "there is no file none.yaml" in refused(capsys, "sweep", "--config", "none.yaml")
 
 
+@pytest.mark.long
 def test_the_check_keeps_no_cell_in_memory(tmp_path: Path) -> None:
     """A trainer and its run refer to each other, so only a collection frees a cell's data."""
     path = tmp_path / "sweep.yaml"
