@@ -23,6 +23,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+@pytest.mark.long
 def test_freed_memory_is_not_asked_for_again() -> None:
     # What glibc keeps by itself depends on where the system has put the program. With this
     # threshold it keeps nothing.

@@ -180,6 +180,7 @@ def test_an_edited_record_is_found(name: str, run: Path, capsys: Any) -> None:
     assert "does not verify" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_run_that_was_extended_is_verified(run: Path) -> None:
     cli("resume", str(run), "--trainer.rounds", "6")
     assert verified(str(run), "--at", "2", "--rounds", "4")
