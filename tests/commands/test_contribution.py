@@ -127,6 +127,7 @@ def test_after_one_round_the_estimate_is_exact() -> None:
     assert kept.score({2}, "accuracy") == pytest.approx(*scores("alone", "val"), abs=1e-8)
 
 
+@pytest.mark.long
 def test_both_are_compared_in_one_table(capsys: Any) -> None:
     cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, *KEEPS)
     cli("contribution", "run", "--output", "out", "--by", "both")
@@ -202,6 +203,7 @@ def test_an_estimate_needs_what_a_run_keeps(capsys: Any) -> None:
     assert "such as that after round 1; fit it with --trainer.keep_rounds 1" in line
 
 
+@pytest.mark.long
 def test_forks_of_another_run_or_moment_are_not_taken_for_ones_own() -> None:
     cli("fit", "--config", QUICKSTART, "--run_dir", "a/run", *SHORT)
     cli("fit", "--config", QUICKSTART, "--run_dir", "b/run", *SHORT, "--seed_everything", "7")

@@ -262,6 +262,7 @@ def test_a_finished_source_without_models_is_named_before_anything_runs() -> Non
     assert "delete the folder if a sweep made it" in line
 
 
+@pytest.mark.long
 def test_all_that_cannot_begin_is_named_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
