@@ -163,8 +163,8 @@ class LocalLoop:
                 scaler.unscale_(optimizer)
 
         self._call("on_before_optimizer_step", optimizer)
-        # Clip after the hooks, to include an algorithm's gradient term.
-        # Without any gradient, torch cannot clip by value.
+        # Clip after the hooks, to include an algorithm's gradient term. A hook may have taken all
+        # gradients away, and torch cannot clip an empty list by value.
         if trainer.gradient_clip_val and _has_gradients(optimizer):
             module.configure_gradient_clipping(
                 optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm

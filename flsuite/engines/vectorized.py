@@ -24,10 +24,11 @@ class Vectorized(Delegate, Settings):
 
     It takes models with one of torch's elementwise optimizers, and algorithms that change gradients
     (FedProx, SCAFFOLD), train a second model (Ditto), add a term of the features (MOON) or freeze
-    layers in some epochs (FedRep), and ``DPSGD``, whose gradients by sample take the memory of a
-    whole batch of models per client. It refuses others before the first round. Attackers train one
-    by one, and so do the clients of a worker that has died. A step's ``batch_idx`` counts over the
-    whole fit, and what a model logs is its mean over the last epoch.
+    layers in some epochs (FedRep, of which clients with as many batches train together), and
+    ``DPSGD``, whose gradients by sample take the memory of a whole batch of models per client. It
+    refuses others before the first round. Attackers train one by one, and so do the clients of a
+    worker that has died. A step's ``batch_idx`` counts over the whole fit, and what a model logs is
+    its mean over the last epoch.
 
     Args:
         clients: Clients per stack.

@@ -62,7 +62,7 @@ class Asynchronous(Schedule, Settings):
             is_asynchronous=True,
             is_virtual=not isinstance(self.speeds, Measured),
             may_lose=self.availability is not None,
-            # The others start later.
+            # An estimate: the other fits start only after some of these have come back.
             at_once=math.ceil(min(self.concurrency, self.buffer_size) / 2),
             expected_updates=self.buffer_size,
         )

@@ -72,7 +72,7 @@ class Declarations:
         may_be_empty: Whether a round may have no clients at all. The change of such a round is 0.
         faults: The kinds of injected faults.
         cohort: Number of clients that a round starts. 0 if there are no rounds.
-        at_once: Number of fits for one aggregation that wait at the same time, about. 0 if unknown.
+        at_once: About how many fits of one aggregation can train at the same time. 0 if unknown.
         expected_updates: Number of updates that an aggregation waits for, if no client is lost. 0
             if unknown.
         sees_updates: Whether cohorts depend on what clients have sent.
