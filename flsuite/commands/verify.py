@@ -57,7 +57,8 @@ def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
         raise FederationError(f"{run} does not verify: it cannot be done again, as said above")
 
     found, other = compare(run, again, start, stop), environment_differs(run)
-    what = f"{found.rows} rows and {found.weights} states of rounds {start + 1} to {stop}"
+    states = f" and {found.weights} states" if found.weights else ""
+    what = f"{found.rows} rows{states} of rounds {start + 1} to {stop}"
     later = [round for round in sorted(kept_rounds(run)) if round > start]
     if later and later[0] > stop:
         how = f"--at {start} --rounds {later[0] - start}"
