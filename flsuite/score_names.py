@@ -15,24 +15,41 @@ HIGHER_IS_BETTER = {
 _SPLIT_PREFIX = re.compile(r"^(val|valid|validation|test|eval)[_/]")
 _STATISTIC = re.compile(r"_(client_mean|client_worst|client_std|worst|std|first_five)$")
 _LOW = {
-    *("bpc", "brier", "cer", "distance", "ece", "entropy", "error", "hamming", "kl", "logloss"),
-    *("loss", "mae", "mape", "mse", "nll", "perplexity", "ppl", "rmse", "smape", "wer"),
+    *("bpc", "brier", "cer", "distance", "ece", "entropy", "error", "forgetting", "hamming", "kl"),
+    *("logloss", "loss", "mae", "mape", "mse", "nll", "perplexity", "ppl", "reconstruction"),
+    *("rmse", "smape", "std", "wer"),
 }
 _HIGH = {
-    *("acc", "accuracy", "ap", "auc", "auprc", "auroc", "bleu", "corr", "correlation", "dice"),
-    *("f1", "iou", "jaccard", "kappa", "map", "mcc", "mrr", "ndcg", "pearson", "precision", "psnr"),
-    *("r2", "recall", "rouge", "sensitivity", "spearman", "specificity", "ssim", "variance"),
+    *("acc", "accuracy", "agreement", "ap", "auc", "auprc", "auroc", "bleu", "corr"),
+    *(
+        "correlation",
+        "dice",
+        "explained",
+        "f1",
+        "iou",
+        "jaccard",
+        "kappa",
+        "map",
+        "mcc",
+        "mrr",
+        "ndcg",
+    ),
+    *("pearson", "precision", "psnr", "r2", "recall", "rouge", "sensitivity", "spearman"),
+    *("specificity", "ssim", "transfer"),
 }
 
 
 def lower_is_better(name: str) -> bool | None:
-    """Return whether low values of a score are better, judging by the words in its name.
+    """Return whether low values of a score are better, judging by the last word that tells.
 
-    ``None`` if the words do not decide or contradict each other.
+    ``dice_loss`` is a loss. In a name with a slash, the first part with such a word counts, because
+    the rest names a class. ``None`` if no word tells.
     """
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    low, high = bool(words & _LOW), bool(words & _HIGH)
-    return None if low == high else low
+    for part in name.lower().split("/"):
+        telling = [word for word in re.split(r"[^a-z0-9]+", part) if word in _LOW | _HIGH]
+        if telling:
+            return telling[-1] in _LOW
+    return None
 
 
 def require_score(owner: str, **names: str) -> None:

@@ -142,6 +142,18 @@ def test_the_monitor_may_be_a_logged_number(tmp_path: Path) -> None:
         fitted("regression", monitor="accuracy")
 
 
+def test_of_two_names_of_a_score_the_splits_own_counts() -> None:
+    class Twice(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log_dict({"val_loss": 1.0, "loss": 7.0, "test_loss": 9.0})
+
+        test_step = validation_step
+
+    made = trainer(rounds=1)
+    made.fit(Twice(), points())
+    assert made.test()[0]["loss"] == 9.0 and made.validate()[0]["loss"] == 1.0
+
+
 def test_the_suites_scores_are_added_for_logits() -> None:
     class WithLogits(Net):
         def logits(self, x: torch.Tensor) -> torch.Tensor:

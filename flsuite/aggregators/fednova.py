@@ -102,6 +102,10 @@ class _Worth(Callback):
         # One optimizer's steps are counted, without those that a gradient scaler skips.
         if optimizer is not trainer.optimizers[0] or skips_step(trainer, optimizer):
             return
+        # A step of private parameters alone, as in a warm-up, moves nothing that is sent.
+        shared = self.client.global_state
+        if not any(p.grad is not None for k, p in pl_module.named_parameters() if k in shared):
+            return
         if self.optimizer is None:
             self.number = torch.zeros(1, dtype=torch.float64, requires_grad=True)
             first = optimizer.param_groups[0]

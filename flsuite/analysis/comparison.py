@@ -1,7 +1,6 @@
 """Paired comparisons of methods: differences over common seeds, with intervals and p-values."""
 
 import itertools
-import warnings
 from typing import Literal, get_args
 
 import numpy as np
@@ -28,8 +27,9 @@ def compare(
     ``difference`` is the mean over seeds of the test score of ``method`` minus the test score of
     ``other``. ``low`` and ``high`` bound its 95 % interval, and ``p`` is the two-sided p-value.
     Both come from the paired t-test (:func:`scipy.stats.ttest_rel`). ``p_holm`` is the p-value with
-    Holm's correction over all pairs of the table. A pair with a single common seed has no interval
-    and no p-value. A pair without common seeds is left out.
+    Holm's correction over all pairs of the table. A pair with a single common seed, or with equal
+    differences on all seeds, has no interval and no p-value. A pair without common seeds is left
+    out.
 
     Args:
         results: A table from :func:`~flsuite.analysis.load`.
@@ -127,18 +127,17 @@ def _tables(results: pd.DataFrame) -> list[pd.DataFrame]:
 def paired(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, float]:
     """Return the mean difference, its 95 % interval and the p-value of the paired t-test.
 
-    With fewer than two pairs, interval and p-value are NaN. If all scores are equal, the p-value is
-    NaN.
+    With fewer than two pairs, interval and p-value are NaN. So they are if all differences are
+    equal, because a few equal ones say nothing about their spread.
     """
     from scipy.stats import ttest_rel
 
-    difference = float(np.mean(ours - theirs)) if len(ours) else float("nan")
-    if len(ours) < 2:
+    differences = ours - theirs
+    difference = float(np.mean(differences)) if len(ours) else float("nan")
+    if len(ours) < 2 or np.ptp(differences) <= 1e-12 * np.abs([ours, theirs]).max():
         return difference, float("nan"), float("nan"), float("nan")
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # equal differences are valid input
-        test = ttest_rel(ours, theirs)
-        interval = test.confidence_interval(0.95)
+    test = ttest_rel(ours, theirs)
+    interval = test.confidence_interval(0.95)
     return difference, float(interval.low), float(interval.high), float(test.pvalue)
 
 

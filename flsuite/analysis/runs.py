@@ -173,32 +173,6 @@ def logged_scores(
     return score_names.main_scores(names, monitor)
 
 
-_UP = (
-    "accuracy",
-    "f1_macro",
-    "balanced_accuracy",
-    "auroc",
-    "probe_",
-    "task_",
-    "backward_",
-    "forward_",
-    "sample_agreement",
-)
-_DOWN = ("loss", "nll", "kl", "reconstruction", "forgetting", "flow_nll")
-
-
-def lower_is_better(metric: str) -> bool | None:
-    """Return whether low values of a score are better, or ``None`` if unknown.
-
-    If it is unknown, no round can be called the best.
-    """
-    metric = metric.removeprefix("all_clients/")
-    if metric.endswith("_std") or metric.startswith(_DOWN):
-        return True
-    # Any other name was logged by a user's model.
-    return False if metric.startswith(_UP) else score_names.lower_is_better(metric)
-
-
 def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dict[str, float]:
     """Return the test scores of one run, or nothing if it has no such score.
 
@@ -221,12 +195,12 @@ def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dic
     scores = {"last": float(test.iloc[-1]), "mean_last": float(test.iloc[-last:].mean())}
 
     validation = validation[validation.index.isin(test.index)].dropna()
-    if len(validation) and lower_is_better(monitor) is not None:
-        losses = validation if lower_is_better(monitor) else -validation
+    if len(validation) and score_names.lower_is_better(monitor) is not None:
+        losses = validation if score_names.lower_is_better(monitor) else -validation
         picked = validation.index[int(losses.argmin())]  # the first on a tie
         scores |= {"picked": float(test[picked]), "picked_round": float(picked)}
 
-    if (lower := lower_is_better(metric)) is not None:
+    if (lower := score_names.lower_is_better(metric)) is not None:
         scores["best_on_test"] = float(test.min() if lower else test.max())
     return scores
 

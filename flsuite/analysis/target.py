@@ -10,8 +10,9 @@ from flsuite.analysis.axes import AXES, require_axis
 from flsuite.analysis.groups import Group
 from flsuite.analysis.panels import by_experiment, panel_grid
 from flsuite.analysis.results import only
-from flsuite.analysis.runs import curve, lower_is_better, of_last_task, score_rows
+from flsuite.analysis.runs import curve, of_last_task, score_rows
 from flsuite.errors import FlsuiteError
+from flsuite.score_names import lower_is_better
 
 
 def point_of_target(scores: pd.Series, target: float, lower: bool) -> float | None:

@@ -153,6 +153,11 @@ class DPSGD(FederationCallback, Settings):
                 "DPSGD: tasks in sequence change a client's samples, which epsilon takes as fixed; "
                 "leave out TaskSequence"
             )
+        if run.federation.schedule.declarations.sees_updates:
+            raise FlsuiteError(
+                "DPSGD: losses of clients, which have no noise, decide who takes part; set "
+                "trainer.schedule.sampling to uniform"
+            )
         _refuse_measured_extras(run.federation)
         _refuse_unsupported(run.evaluator.model)
         epsilon(RandomDraw(2, 1.0, True), 1.0, 1, self.delta)  # fails now if its package is missing

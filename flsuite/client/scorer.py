@@ -79,7 +79,9 @@ class EvaluationSteps:
             run(self.model, dataloaders=batches, verbose=False)
         resident.restore()
 
-        logged = {score_name(k): float(v) for k, v in trainer.callback_metrics.items()}
+        # Of several names of one score, such as loss and val_loss, the split's own counts.
+        by_name = sorted(trainer.callback_metrics.items(), key=lambda one: one[0].startswith(split))
+        logged = {score_name(name): float(value) for name, value in by_name}
         if not logged:
             raise FlsuiteError(
                 f"model: {step} of {type(self.model).__name__} logs nothing to score by; call "

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flsuite.analysis.listing import State, list_runs
-from flsuite.analysis.runs import lower_is_better
 from flsuite.commands.arguments import CommandParser
 from flsuite.errors import FlsuiteError
+from flsuite.score_names import lower_is_better
 
 _FILTERS = ("method", "data", "partition")
 _SORTS = ("run", "score", "rounds", "age")

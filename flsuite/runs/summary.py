@@ -153,8 +153,11 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
 def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:
     """Return a mapping from row labels to score names, with the monitor first."""
     monitor = score_of(monitor)  # its statistics over clients have rows of their own
-    main = main_scores((name for name in names if name != "round"), monitor)
-    rows: dict[str, tuple[str, ...]] = {_LABELS.get(n, f"global {n}"): (n,) for n in main}
+    known = [name for name in names if name != "round"]
+    main = main_scores(known, monitor)
+    # Of models of their own, this is the mean over the clients' models.
+    plain = "models' {}, mean" if f"{monitor}_worst" in known else "global {}"
+    rows: dict[str, tuple[str, ...]] = {_LABELS.get(n, plain.format(n)): (n,) for n in main}
     for name in [name for name in main if name in (monitor, "accuracy", "loss")]:
         statistics = f"{name}_client_mean", f"{name}_client_worst"
         rows[f"clients' {name}, mean/worst"] = statistics

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import yaml
-
 from flsuite.errors import FlsuiteError
 from flsuite.files import replace_file
 
@@ -63,9 +61,11 @@ def measure(run_dir: Path, seconds: float) -> Outcome:
         FlsuiteError: If a file of the run is damaged.
     """
     # Imported late: pandas and matplotlib are not needed earlier.
-    from flsuite.analysis.runs import curve, lower_is_better, of_last_task, read_metrics
+    from flsuite.analysis.groups import monitor_of
+    from flsuite.analysis.runs import curve, of_last_task, read_metrics
+    from flsuite.score_names import lower_is_better
 
-    monitor = _monitor(run_dir / "config.yaml")
+    monitor = monitor_of(run_dir)
     is_lower = lower_is_better(monitor)
     table = of_last_task(read_metrics(run_dir))
     test, validation = curve(table, monitor, "test"), curve(table, monitor, "val").dropna()
@@ -91,18 +91,6 @@ def seconds_so_far(run_dir: Path) -> float:
         return float(row["wall_s"])
     except (KeyError, ValueError):  # a kill may leave half a row
         return 0.0
-
-
-def _monitor(config: Path) -> str:
-    """Return the score that picks a run's round, from its config."""
-    try:
-        return str(
-            yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"].get("monitor", "accuracy")
-        )
-    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise FlsuiteError(
-            f"{config} is damaged; delete its folder to run the cell again"
-        ) from error
 
 
 def _finite(values: Iterable[float]) -> float | None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from flsuite.sweeps.outcome import Outcome
 from flsuite.sweeps.plan import Cell, label_of
 from flsuite.sweeps.queue import Queue
+from flsuite.sweeps.tuning import Contest
 
 
 def print_status(queue: Queue) -> None:
@@ -21,7 +22,7 @@ def print_status(queue: Queue) -> None:
     for seed in queue.sweep.seeds:
         table.add_column(f"seed {seed}", justify="right")
     for contest in queue.contests:
-        name = f"{contest.method} {label_of(contest.point)}".strip()
+        name = _name(contest)
         results = queue.results(contest)
         if contest in queue.without_winner():
             table.add_row(name, *("failed" for _ in queue.sweep.seeds))
@@ -30,15 +31,25 @@ def print_status(queue: Queue) -> None:
         else:
             table.add_row(name, *(_cell_text(queue, cell) for cell in results))
 
-    outcomes = [o for cell in queue.known() if not cell.is_trial and (o := queue.outcome(cell))]
-    if outcomes:
-        table.caption = f"test {outcomes[0].monitor}, in the round picked on validation data"
+    table.caption = _caption(queue)
     console = Console()
     console.print(table)
     print(_counts(queue))
     print(estimate(queue))
     for line in (*failures(queue), *strangers(queue)):
         print(line)
+
+
+def _caption(queue: Queue) -> str | None:
+    """Return what the scores in the grid are. Personal methods may have another one."""
+    methods: dict[str, dict[str, None]] = {}
+    for cell in queue.known():
+        if not cell.is_trial and (outcome := queue.outcome(cell)):
+            methods.setdefault(outcome.monitor, {})[cell.method] = None
+    scores = [f"{monitor} of {', '.join(names)}" for monitor, names in methods.items()]
+    if len(methods) == 1:
+        scores = list(methods)
+    return f"test {'; '.join(scores)}, in the round picked on validation data" if scores else None
 
 
 def print_cells(queue: Queue) -> None:
@@ -76,7 +87,7 @@ def failures(queue: Queue) -> list[str]:
         if queue.state(cell) == "failed"
     ]
     return lines + [
-        f"failed: {contest.method} {label_of(contest.point)}: none of its trials has a score"
+        f"failed: {_name(contest)}: none of its trials has a score"
         for contest in queue.without_winner()
     ]
 
@@ -197,6 +208,10 @@ def _counts(queue: Queue) -> str:
     counts = queue.counts()
     others = [f"{counts[s]} {s}" for s in ("running", "failed", "waiting") if counts[s]]
     return ", ".join([f"{counts['done']} of {queue.size} cells are done", *others])
+
+
+def _name(contest: Contest) -> str:
+    return f"{contest.method} {label_of(contest.point)}".strip()
 
 
 def _cell_text(queue: Queue, cell: Cell) -> str:

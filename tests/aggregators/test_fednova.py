@@ -8,7 +8,8 @@ import torch
 from torch.optim import SGD
 
 from flsuite.aggregators import FedAvg, FedNova
-from flsuite.data import Dirichlet, Synthetic
+from flsuite.data import Digits, Dirichlet, Synthetic
+from flsuite.models import MLP, FusedSpaceFed
 from tests.aggregators.federations import Quadratic, Quadratics, federation, run, table_model
 
 STEPS = (20, 2)
@@ -95,3 +96,11 @@ def test_a_schedule_may_change_the_momentum() -> None:
     data = Synthetic(samples=60, clients=1, batch_size=1000)
     made = run(FedNova(), 1, data, model=Cycled(plain.backbone, plain.optimizer), max_epochs=4)
     assert made.federation.log.server["tau_eff"] == pytest.approx(4.0)
+
+
+def test_a_warm_up_of_private_layers_counts_no_steps() -> None:
+    """Three batches of a warm-up epoch move the encoder alone, and three the rest."""
+    model = FusedSpaceFed(latent_dim=4, backbone=MLP((8,)), warmup_epochs=1, momentum=0.0)
+    data = Digits(clients=1, train_samples=96, batch_size=32, val_fraction=0.0)
+    made = run(FedNova(), 1, data, model=model)
+    assert made.federation.log.server["tau_eff"] == pytest.approx(3.0)

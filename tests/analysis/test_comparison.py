@@ -93,11 +93,14 @@ def test_methods_without_a_common_seed_are_no_pair(tmp_path: Path) -> None:
     assert compare(load(tmp_path), score="last").empty
 
 
-def test_scores_that_are_equal_have_no_p_value(tmp_path: Path) -> None:
-    write(tmp_path, "FedAvg", {1: 0.5, 2: 0.6})
-    write(tmp_path, "FedProx", {1: 0.5, 2: 0.6})
-    (row,) = compare(load(tmp_path)).to_dict("records")
-    assert row["difference"] == 0 and np.isnan(row["p"])
+@pytest.mark.parametrize("ahead", [0.0, 0.01])
+def test_equal_differences_have_no_p_value(tmp_path: Path, ahead: float) -> None:
+    """Their spread is that of rounding, and a p-value would be next to zero."""
+    write(tmp_path, "FedAvg", {1: 0.41, 2: 0.39})
+    write(tmp_path, "FedProx", {1: 0.41 - ahead, 2: 0.39 - ahead})
+    (row,) = compare(load(tmp_path), score="last").to_dict("records")
+    assert row["difference"] == pytest.approx(ahead, abs=1e-12)
+    assert np.isnan([row["low"], row["high"], row["p"], row["p_holm"]]).all()
 
 
 def test_the_default_score_is_that_of_a_report(

@@ -33,7 +33,7 @@ from flsuite.engines import InProcess, Processes, Vectorized
 from flsuite.metrics.privacy import RandomDraw, epsilon
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone, ResNet20
-from flsuite.schedules import Faults, Synchronous
+from flsuite.schedules import Faults, PowerOfChoice, Synchronous
 from tests.conftest import classifier, equal_states, trainer
 
 pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
@@ -364,10 +364,11 @@ class Normalised(Backbone):
             "trains at other weights, without the noise of DPSGD",
         ),
         ({"aggregator": FedRep(), "max_epochs": 2}, "DPSGD: the aggregator freezes layers"),
+        ({"schedule": Synchronous(2, PowerOfChoice())}, "losses of clients, which have no noise"),
     ],
     ids=[
         *("batch_norm", "accumulation", "tasks", "fisher", "gram", "ditto", "meta", "stacked"),
-        "frozen",
+        *("frozen", "losses"),
     ],
 )
 def test_what_it_cannot_do_is_refused(kwargs: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -189,6 +189,13 @@ def test_dirichlet_proportions_level_what_redraws_cannot(
     assert min(sizes) >= min_samples and sum(sizes) == 546
 
 
+@pytest.mark.parametrize("min_samples", [51, 200])
+def test_dirichlet_balanced_refuses_sizes_that_the_data_cannot_give(min_samples: int) -> None:
+    partition = DirichletBalanced(1.0, QuantitySkew(min_samples=min_samples))
+    with pytest.raises(FlsuiteError, match=r"lower QuantitySkew.min_samples or data.clients"):
+        partition(np.repeat([0, 1], 250), 10, np.random.default_rng(0))
+
+
 def test_dirichlet_balanced_keeps_the_drawn_mix_where_data_is_abundant() -> None:
     clients, classes, size, seed = 5, 4, 20_000, 3
     mix = np.random.default_rng(seed).dirichlet(np.full(classes, 0.5), size=clients)

@@ -9,7 +9,7 @@ from sklearn import metrics as sk
 from torch import Tensor
 
 from flsuite.data.spec import DataSpec, Task
-from flsuite.metrics import class_accuracy, scores, summary
+from flsuite.metrics import class_accuracy, lower_is_better, scores, summary
 
 
 def spec(classes: int, task: Task = "multiclass", names: tuple[str, ...] = ()) -> DataSpec:
@@ -185,3 +185,25 @@ def test_summary() -> None:
         "accuracy_worst": 0.7,
         "accuracy_std": 0.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "is_low"),
+    [
+        ("accuracy", False),
+        ("task_loss", True),
+        ("probe_mse", True),
+        ("dice_loss", True),
+        ("accuracy_error", True),
+        ("backward_transfer", False),
+        ("explained_variance", False),
+        ("accuracy_std", True),
+        ("all_clients/accuracy_client_worst", False),
+        ("accuracy/loss", False),  # of a class of this name
+        ("gamma", None),
+    ],
+)
+def test_the_last_word_that_tells_says_which_values_are_better(
+    name: str, is_low: bool | None
+) -> None:
+    assert lower_is_better(name) is is_low

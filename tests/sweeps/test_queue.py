@@ -20,7 +20,7 @@ from flsuite.sweeps.queue import Queue
 from flsuite.sweeps.reading import Sweep, Tuning
 from flsuite.sweeps.status import SweepProgress, estimate, failures, print_cells, print_status
 from flsuite.sweeps.tuning import COLUMNS, draw
-from tests.analysis.made_runs import made_run, settings
+from tests.analysis.made_runs import Row, made_run, settings
 
 SWEEP = Sweep(
     name="s",
@@ -128,12 +128,37 @@ def test_a_damaged_mark_is_named(tmp_path: Path) -> None:
 def test_damaged_files_of_a_cell_are_named_and_end_no_worker(tmp_path: Path) -> None:
     made_run(tmp_path / "run", settings("FedAvg", 1), [("global", "test", "accuracy", [0.5])])
     assert (seconds_so_far(tmp_path / "run"), measure(tmp_path / "run", 1.0).test) == (3.0, 0.5)
-    for content in (b"trainer: [", b"\xff", b"", b"trainer: 3"):
-        (tmp_path / "run" / "config.yaml").write_bytes(content)
-        with pytest.raises(FlsuiteError, match=r"config\.yaml is damaged; delete its folder"):
+    for content in (b"trainer: [", b"\xff", b"", b"seed: x"):
+        (tmp_path / "run" / "settings.yaml").write_bytes(content)
+        with pytest.raises(FlsuiteError, match=r"settings\.yaml (is not valid YAML|does not hold)"):
             measure(tmp_path / "run", 1.0)
     (tmp_path / "run" / "metrics.csv").write_bytes(b"round,wall_s\n1,\xff\n")
     assert seconds_so_far(tmp_path / "run") == 0.0
+
+
+def test_the_score_is_the_one_that_picks_the_runs_round(tmp_path: Path) -> None:
+    """The run has derived it: personal models are picked by the mean over clients."""
+    rows: list[Row] = [
+        ("global", split, metric, values)
+        for split in ("val", "test")
+        for metric, values in {"accuracy": [0.5, 0.2], "accuracy_client_mean": [0.6, 0.9]}.items()
+    ]
+    content = settings("Ditto", 1, monitor="accuracy_client_mean")
+    found = measure(made_run(tmp_path / "run", content, rows), 1.0)
+    assert found == Outcome(1.0, "accuracy_client_mean", False, 0.9, 0.9)
+
+
+def test_a_grid_names_the_scores_of_its_methods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue = Queue(replace(SWEEP, grid={}), tmp_path)
+    for cell in queue.known():
+        queue.begin(cell)
+        monitor = "accuracy" if cell.method == "A" else "accuracy_client_mean"
+        queue.finish(cell, replace(outcome(), monitor=monitor))
+    print_status(queue)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "test accuracy of A; accuracy_client_mean of B, in the round picked" in out
 
 
 def test_the_estimate_is_the_time_of_the_method(tmp_path: Path) -> None:

@@ -32,13 +32,20 @@ class CountPartition(AssignedPartition, Settings):
             rng: The only source of randomness.
         """
 
-    def client_of(self, labels: Array, clients: int, rng: Generator, ids: Array | None) -> Array:
-        if self.min_samples * clients > len(labels):
+    def require_enough(self, samples: int, clients: int) -> None:
+        """Refuse data that cannot give ``min_samples`` to every client.
+
+        Raises:
+            FlsuiteError: If it cannot.
+        """
+        if self.min_samples * clients > samples:
             raise FlsuiteError(
-                f"{clients} clients cannot have {self.min_samples} each of {len(labels)} training "
+                f"{clients} clients cannot have {self.min_samples} each of {samples} training "
                 f"samples; lower {type(self).__name__}.min_samples or data.clients"
             )
 
+    def client_of(self, labels: Array, clients: int, rng: Generator, ids: Array | None) -> Array:
+        self.require_enough(len(labels), clients)
         seen = labels if self.needs_labels else np.zeros_like(labels)
         classes = np.unique(seen, return_inverse=True)[1]
         sizes = np.bincount(classes)

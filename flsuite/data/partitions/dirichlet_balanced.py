@@ -29,7 +29,8 @@ class DirichletBalanced(CountPartition):
         sizes: How many samples each client has. Default: equal sizes.
 
     Raises:
-        FlsuiteError: If ``alpha`` is out of range, or there are more clients than samples.
+        FlsuiteError: If ``alpha`` is out of range, or there are more clients than samples, or too
+            few for ``sizes``.
     """
 
     alpha: PositiveFloat
@@ -41,6 +42,7 @@ class DirichletBalanced(CountPartition):
         total = sizes.sum()
         missing = np.full(clients, total // clients)
         if self.sizes is not None:
+            self.sizes.require_enough(int(total), clients)
             missing = self.sizes.counts(np.array([total]), clients, rng)[0]
         counts = np.zeros((len(left), clients), dtype=np.int64)
 

@@ -1,4 +1,4 @@
-"""The page's headline: which method is ahead, and which methods are level with it."""
+"""The page's headline: which method has the best mean, and which methods it is ahead of."""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ import pandas as pd
 from flsuite.analysis.comparison import Score
 from flsuite.analysis.groups import Group
 from flsuite.analysis.report import group_row, score_cell
-from flsuite.analysis.runs import lower_is_better
+from flsuite.score_names import lower_is_better
 
 
 def headline(groups: Sequence[Group], pairs: pd.DataFrame, metric: str, score: Score) -> list[str]:
     """Return a sentence per partition on the method with the best mean.
 
-    Another method is level with it if the 95 % interval of their difference contains zero.
+    It is ahead of another if their p-value, with Holm's correction over all pairs, is below 0.05.
 
     Args:
         groups: The experiments.
@@ -48,33 +48,31 @@ def headline(groups: Sequence[Group], pairs: pd.DataFrame, metric: str, score: S
 def _sentence(
     best: str, others: Sequence[str], shown: dict[str, str], pairs: pd.DataFrame, what: str
 ) -> str:
-    verdicts = {name: _verdict(best, name, pairs) for name in others}
-    level, ahead, single = (
-        [name for name in others if verdicts[name] == verdict]
-        for verdict in ("level", "ahead", "single")
-    )
-    if not (level or ahead):
+    p_values = {name: _p_value(best, name, pairs) for name in others}
+    if all(p is None for p in p_values.values()):
         return f"{shown[best]} has the best {what}; to say that it is ahead takes two common seeds"
-    if level:
-        parts = [f"{shown[best]} is level with {_listed(level, shown)} in {what}"]
-        parts += [f"ahead of {_listed(ahead, shown)}"] if ahead else []
-    else:
-        parts = [f"{shown[best]} has the best mean {what}"]
+    known = {name: p for name, p in p_values.items() if p is not None}
+    ahead = [name for name, p in known.items() if p < _SIGNIFICANT]
+    level = [name for name in known if name not in ahead]
+    single = [name for name in others if name not in known]
+    parts = [f"{shown[best]} has the best mean {what}"]
+    parts += [f"ahead of {_listed(ahead, shown)}"] if ahead else []
+    parts += [f"these seeds do not tell it from {_listed(level, shown)}"] if level else []
     parts += [f"too few common seeds to compare {_listed(single, shown)}"] if single else []
     return "; ".join(parts)
 
 
-def _verdict(best: str, other: str, pairs: pd.DataFrame) -> str:
-    """Return ``ahead`` or ``level`` for the best method, or ``single`` without enough seeds."""
+def _p_value(best: str, other: str, pairs: pd.DataFrame) -> float | None:
+    """Return the corrected p-value of a difference, or ``None`` without two common seeds."""
     names = pairs[["method", "other"]].apply(frozenset, axis=1)
     for row in pairs[names == {best, other}].to_dict("records"):
         if row["seeds"] > 1:
-            # Equal scores have an interval of zero width, or none.
-            return "ahead" if row["low"] > 0 or row["high"] < 0 else "level"
-    return "single"
+            return 1.0 if math.isnan(row["p_holm"]) else float(row["p_holm"])  # equal scores
+    return None
 
 
 _MOST_NAMES = 3
+_SIGNIFICANT = 0.05
 
 
 def _listed(names: Sequence[str], shown: dict[str, str]) -> str:

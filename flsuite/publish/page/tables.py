@@ -12,8 +12,8 @@ from flsuite.analysis.comparison import shown_interval, shown_p
 from flsuite.analysis.groups import Group
 from flsuite.analysis.labels import differing, setting_text
 from flsuite.analysis.report import averaged_scores, group_row, score_cell
-from flsuite.analysis.runs import lower_is_better
 from flsuite.analysis.target import amount_cell, target_table
+from flsuite.score_names import lower_is_better
 
 
 @dataclass(frozen=True)
