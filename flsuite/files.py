@@ -17,6 +17,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+FAILED = "failed.txt"
+"""The file in the folder of a sweep's run that says why it failed."""
+
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # some network disks cannot flush folders
 _FULL_DISK_BYTES = 1 << 16  # below this, the disk is taken to be full
 

@@ -247,8 +247,8 @@ class ClientUpdate:
         )
         if name is not None:
             return (
-                f"{name} is not finite; lower the learning rate, or clip gradients with "
-                "trainer.gradient_clip_val or the model's own clip"
+                f"{name} is not finite; lower the learning rate, clip gradients with "
+                "trainer.gradient_clip_val, or look for such numbers in the samples"
             )
         return None
 

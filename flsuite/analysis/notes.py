@@ -1,9 +1,11 @@
-"""Notes for the reader on finished runs that cannot be compared."""
+"""Notes for the reader on finished runs that cannot be compared, or mean something else."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from flsuite.analysis.groups import Group
 from flsuite.analysis.runs import curve
+from flsuite.files import FAILED
 
 _MOST_LINES = 5  # runs that are named one by one
 
@@ -29,7 +31,15 @@ def uneven(groups: Sequence[Group]) -> list[str]:
         low, high = min(early.values()), max(early.values())
         last = f"round {low}" if low == high else f"rounds {low} to {high}"
         return [f"{len(early)} of {len(ends)} runs end with {last} of {most}"]
-    return [f"{folder} ends with round {end} of {most}" for folder, end in early.items()]
+    return [
+        f"{folder} ends with round {end} of {most}{_why(folder)}" for folder, end in early.items()
+    ]
+
+
+def _why(folder: Path) -> str:
+    """Return why a run of a sweep failed, if it did."""
+    mark = folder / FAILED
+    return f" ({mark.read_text(encoding='utf-8').strip()})" if mark.is_file() else ""
 
 
 def _share_budget(groups: Sequence[Group], setting: str, column: str) -> bool:
@@ -38,6 +48,21 @@ def _share_budget(groups: Sequence[Group], setting: str, column: str) -> bool:
     is_common = limit is not None and all(g.settings.get(setting) == limit for g in groups)
     ends = [table[column].max() for group in groups for table in group.runs.values()]
     return is_common and min(ends) >= limit
+
+
+def own_models(groups: Sequence[Group], metrics: Sequence[str]) -> list[str]:
+    """Return a line per score that is of one global model in some groups, and of many in others."""
+    lines = []
+    for metric in metrics:
+        owns = [_has_score(group, f"{metric}_worst", "test") for group in groups]
+        if any(owns) and not all(owns):
+            names = dict.fromkeys(g.method for g, own in zip(groups, owns, strict=True) if own)
+            lines.append(
+                f"{metric} of {', '.join(names)} is the mean over the clients' own models, each on "
+                f"the whole test split; --metric {metric}_client_mean scores the models of all "
+                "methods on each client's own test samples"
+            )
+    return lines
 
 
 def measured(groups: Sequence[Group], x: str) -> list[str]:

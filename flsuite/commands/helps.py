@@ -38,7 +38,7 @@ examples:
   flsuite verify runs/quickstart/TIME-SEED
   flsuite test runs/quickstart/TIME-SEED --ckpt_path best
   flsuite partition --config configs/quickstart.yaml
-  flsuite schedule --config configs/quickstart.yaml
+  flsuite schedule --config configs/asynchronous/quickstart.yaml
   flsuite sweep --config configs/sweeps/comparison.yaml
   flsuite report runs/comparison --metric accuracy f1_macro --html report.html
 

@@ -19,7 +19,7 @@ from flsuite.analysis.comparison import (
     shown_p,
 )
 from flsuite.analysis.groups import Group, find_runs, group_runs
-from flsuite.analysis.notes import apart, measured, repeated, uneven
+from flsuite.analysis.notes import apart, measured, own_models, repeated, uneven
 from flsuite.analysis.report import (
     averaged_text,
     default_metrics,
@@ -78,6 +78,7 @@ def report(args: list[str]) -> None:
     if tuning is not None:
         console.print(_shown_tuning(tuning))
     notes = [*uneven(groups), *repeated(groups), *measured(groups, request.x)]
+    notes += own_models(groups, request.metric)
     for line in notes:
         console.print(line)
 

@@ -44,6 +44,8 @@ def require_run(command: str, folder: Path) -> Path:
         fault = "has no config.yaml and metrics.csv" if folder.is_dir() else "is not a folder"
         runs = _nearest(folder)
         hint = f"; did you mean {' or '.join(runs)}?" if runs else "; see flsuite ls"
+        if folder.is_file() and folder.suffix in (".yaml", ".yml"):
+            hint = f"; did you mean --config {folder}?"
         raise FlsuiteError(f"{command}: {folder} is not a run, it {fault}{hint}")
     if not _is_request(_read(folder / "config.yaml")):
         raise FlsuiteError(

@@ -136,6 +136,7 @@ Field = str | Callable[[Any], Any] | Sequence[Any]
 _LABELS = ("targets", "labels")  # attributes of torchvision datasets
 _LIMIT = 2 << 30  # maximum bytes of a split in memory
 _PROBED = 16  # samples read twice, to detect random transforms
+_CHUNK = 64  # samples read in one call
 
 
 def require_map_style(owner: str, **datasets: Any) -> None:
@@ -145,6 +146,11 @@ def require_map_style(owner: str, **datasets: Any) -> None:
             raise FlsuiteError(
                 f"{owner}: {name} must be a map-style dataset, with __len__ and __getitem__, got "
                 f"{type(dataset).__name__}"
+            )
+        if isinstance(dataset, (tuple, list)) and isinstance(dataset[0], (Tensor, np.ndarray)):
+            raise FlsuiteError(
+                f"{owner}: {name} must be a dataset of samples, got a {type(dataset).__name__} of "
+                "tensors or arrays; wrap tensors in torch.utils.data.TensorDataset(x, y)"
             )
         if not len(dataset):
             raise FlsuiteError(f"{owner}: {name} has no samples")
@@ -162,8 +168,9 @@ def read_split(
         dataset: The samples.
         collate: The function from a list of samples to a batch. Default: torch's own.
         workers: Processes that prefetch samples that are not in memory.
-        in_memory: Whether to keep samples in memory. Default: if they are pairs of a tensor and a
-            number or a tensor, the same on every reading, and take less than 2 GiB.
+        in_memory: Whether to keep samples in memory. Default: if they are pairs of a tensor or
+            array and a number, tensor or array, the same on every reading, and take less than
+            2 GiB.
 
     Raises:
         FlsuiteError: If samples cannot be kept in memory as requested.
@@ -177,8 +184,8 @@ def read_split(
             return split
     if in_memory:
         raise FlsuiteError(
-            "data.in_memory needs pairs of a tensor and a number or a tensor, all of one shape, "
-            "and no collate function; leave it out"
+            "data.in_memory needs pairs of a tensor or array and a number, tensor or array, all of "
+            "one shape, and no collate function; leave it out"
         )
 
     rows = torch.arange(len(dataset))
@@ -192,7 +199,8 @@ def read_field(dataset: Any, field: Field | None, name: str) -> np.ndarray | Non
 
     Args:
         dataset: The samples.
-        field: The source of the values. Default: the attribute ``targets`` or ``labels``.
+        field: The source of the values. Default: the attribute ``targets`` or ``labels``, else the
+            second entries of samples that are integers.
         name: The argument's name, for messages.
 
     Raises:
@@ -200,6 +208,8 @@ def read_field(dataset: Any, field: Field | None, name: str) -> np.ndarray | Non
     """
     if field is None:
         values = _attribute(dataset, _LABELS)
+        if values is None and _is_whole(_second(next(_samples(dataset)))):
+            values = [_second(sample) for sample in _samples(dataset)]
     elif isinstance(field, str):
         values = _named(dataset, field, name)
     elif callable(field):
@@ -239,11 +249,21 @@ def _named(dataset: Any, field: str, name: str) -> Any:
 
 
 def _samples(dataset: Any) -> Iterator[Any]:
-    """Yield all samples, one by one."""
-    for number in range(len(dataset)):
-        with readable():
-            sample = _sample(dataset, number)
-        yield sample
+    """Yield all samples."""
+    for first in range(0, len(dataset), _CHUNK):
+        yield from _seeded(dataset, list(range(first, min(first + _CHUNK, len(dataset)))), 0)
+
+
+def _second(sample: Any) -> Any:
+    """Return the second entry of a pair, or ``None``."""
+    return sample[1] if isinstance(sample, (tuple, list)) and len(sample) == 2 else None
+
+
+def _is_whole(value: Any) -> bool:
+    """Return whether a value is one whole number, which a class may be."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not (value.is_floating_point() or value.is_complex())
+    return np.size(value) == 1 and np.issubdtype(np.asarray(value).dtype, np.integer)
 
 
 def _attribute(dataset: Any, names: Sequence[str]) -> Any:
@@ -269,16 +289,22 @@ def _is_plain(dataset: Any) -> bool:
     first, again = (_seeded(dataset, probed, seed) for seed in (0, 1))
     if not all(isinstance(s, (tuple, list)) and len(s) == 2 for s in first):
         return False
-    (x, y), *_ = first
-    if not isinstance(x, Tensor) or not isinstance(y, (int, float, np.number, Tensor)):
+    plain = Tensor, np.ndarray, int, float, np.number
+    if not isinstance(first[0][0], plain[:2]) or not isinstance(first[0][1], plain):
         return False
-    shapes = {(s[0].shape, torch.as_tensor(s[1]).shape) for s in first}
-    size = len(dataset) * (x.numel() * x.element_size() + 8 * torch.as_tensor(y).numel())
+    try:
+        first, again = (
+            [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in pairs] for pairs in (first, again)
+        )
+    except TypeError:  # such as arrays of words
+        return False
+    shapes = {(x.shape, y.shape) for x, y in first}
+    size = len(dataset) * (first[0][0].nbytes + 8 * first[0][1].numel())
     # A random transform must not be frozen to a single draw.
     same = all(
-        torch.equal(a[0], b[0]) and torch.equal(torch.as_tensor(a[1]), torch.as_tensor(b[1]))
-        for a, b in zip(first, again, strict=True)
-        if a[0].shape == b[0].shape
+        torch.equal(x, other_x) and torch.equal(y, other_y)
+        for (x, y), (other_x, other_y) in zip(first, again, strict=True)
+        if x.shape == other_x.shape
     )
     return len(shapes) == 1 and size <= _LIMIT and same
 
@@ -291,6 +317,7 @@ def _in_memory(dataset: Any) -> DataSplit | None:
         y = torch.stack([torch.as_tensor(sample[1]) for sample in samples])
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError):
         return None
+    # Python's and numpy's numbers are float64, and models are float32.
     return DataSplit(x, y.float() if y.dtype == torch.float64 else y)
 
 

@@ -117,7 +117,11 @@ class FeatureSkew(Skew, Settings):
 
     def change(self, x: Tensor, y: Tensor, spec: DataSpec, draws: Draws) -> None:
         if x.dtype != torch.uint8 or x.ndim != 4:
-            raise FlsuiteError("data.skew: FeatureSkew changes images, and these are none")
+            raise FlsuiteError(
+                "data.skew: FeatureSkew changes images of flsuite's own datasets, as bytes "
+                f"(n, height, width, channels), and these samples are {x.dtype} {tuple(x.shape)}; "
+                "leave it out"
+            )
         # Late, because most runs do not need torchvision, whose import takes a second.
         from torchvision.transforms import InterpolationMode
         from torchvision.transforms.v2 import functional as T

@@ -45,8 +45,8 @@ def require_finite(**trees: Any) -> None:
     for part, tree in trees.items():
         if name := non_finite(tree, part):
             raise ValueError(
-                f"{name} is not finite; lower the learning rate, or clip gradients with "
-                "trainer.gradient_clip_val or the model's own clip"
+                f"{name} is not finite; lower the learning rate, clip gradients with "
+                "trainer.gradient_clip_val, or look for such numbers in the samples"
             )
 
 

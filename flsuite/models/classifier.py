@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite.data.spec import DataSpec
+from flsuite.errors import FlsuiteError
 from flsuite.models.backbones import Backbone, LeNet5
 from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.declarations import mean_over_samples
@@ -57,6 +58,9 @@ class Classifier(ClientModel):
             checkpoint of this model, or a state dict of it or of its network. The last linear layer
             starts at random if the file is for another number of classes. Default: random weights.
 
+    Raises:
+        FlsuiteError: If the backbone is a network itself.
+
     Attributes:
         content_digests: Digests of the weight files, by the argument that names the file.
             ``None`` for a file that was not read, because other weights follow.
@@ -70,6 +74,12 @@ class Classifier(ClientModel):
         pretrained: str | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(backbone, nn.Module):
+            raise FlsuiteError(
+                "Classifier: backbone must be a Backbone, whose build(shape, outputs) returns the "
+                f"network, got the network {type(backbone).__name__}; write such a class, or a "
+                "LightningModule with your network"
+            )
         self.backbone = backbone
         self.optimizer = optimizer
         self.private = tuple(private)

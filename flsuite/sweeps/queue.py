@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import make_folder, replace_file
+from flsuite.files import FAILED, make_folder, replace_file
 from flsuite.sweeps.outcome import Outcome, read_outcome, write_outcome
 from flsuite.sweeps.plan import Cell, cell
 from flsuite.sweeps.reading import Sweep
@@ -24,7 +24,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_FAILED = "failed.txt"
 
 CellState = Literal["done", "failed", "running", "waiting"]
 
@@ -157,7 +156,7 @@ class Queue:
     def begin(self, cell: Cell) -> Path:
         """Create the folder of a claimed cell, and clear an earlier failure."""
         folder = make_folder(self.run_dir(cell))
-        (folder / _FAILED).unlink(missing_ok=True)
+        (folder / FAILED).unlink(missing_ok=True)
         self._failed_before.pop(cell, None)
         return folder
 
@@ -169,7 +168,7 @@ class Queue:
 
     def fail(self, cell: Cell, line: str) -> None:
         """Mark a claimed cell as failed, with the reason in one line."""
-        path = self.run_dir(cell) / _FAILED
+        path = self.run_dir(cell) / FAILED
         replace_file(lambda temporary: temporary.write_text(f"{line}\n", encoding="utf-8"), path)
         if cell.is_trial:
             self.note_tuning()
@@ -177,7 +176,7 @@ class Queue:
     def reason(self, cell: Cell) -> str:
         """Return the reason why a cell failed."""
         try:
-            return (self.run_dir(cell) / _FAILED).read_text(encoding="utf-8").strip()
+            return (self.run_dir(cell) / FAILED).read_text(encoding="utf-8").strip()
         except OSError:  # another process tries it again
             return ""
 
@@ -203,7 +202,7 @@ class Queue:
     def _failure(self, cell: Cell) -> int | None:
         """Return the time stamp of a cell's failure, or ``None`` if it has not failed."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            return (self.run_dir(cell) / _FAILED).stat().st_mtime_ns
+            return (self.run_dir(cell) / FAILED).stat().st_mtime_ns
         return None
 
 

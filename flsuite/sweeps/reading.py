@@ -136,6 +136,8 @@ class _Reader:
             if key not in known:
                 close = difflib.get_close_matches(str(key), known, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
+                if key in ("model", "data", "trainer", "seed_everything"):
+                    hint = f"a run's config is for flsuite fit --config {self.path}"
                 raise self.error(place, f"has an unknown key {key!r}; {hint}")
 
     def find_config(self, name: Any, path: Path) -> Path:
@@ -150,7 +152,11 @@ class _Reader:
 
     def methods(self, content: Any) -> dict[str, Overrides]:
         if not isinstance(content, dict) or not content:
-            raise self.error("methods", "must map at least one name to the keys that it changes")
+            raise self.error(
+                "methods",
+                "must map at least one name to the keys that it changes, such as FedProx: "
+                "{trainer.aggregator: FedProx}",
+            )
         for name in content:
             if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _TUNING_KEYS:
                 raise self.error(

@@ -101,7 +101,7 @@ def test_a_run_resumes(tmp_path: Path) -> None:
 
 def test_a_table_has_no_images() -> None:
     module = Synthetic(clients=3, skew=FeatureSkew(rotation=10.0))
-    with pytest.raises(FlsuiteError, match="changes images"):
+    with pytest.raises(FlsuiteError, match="changes images of flsuite"):
         module.setup()
 
 

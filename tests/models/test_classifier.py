@@ -120,6 +120,11 @@ def test_targets_that_are_no_classes_are_one_line(model: Any) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_network_in_place_of_a_backbone_is_one_line() -> None:
+    with pytest.raises(FlsuiteError, match=r"whose build\(shape, outputs\) returns the network"):
+        Classifier(torch.nn.Linear(4, 2))  # type: ignore[arg-type]
+
+
 def test_a_federation_learns_labels() -> None:
     made = trainer(rounds=5, max_epochs=4)
     module = Labels(clients=3, batch_size=5)

@@ -20,6 +20,8 @@ from flsuite.errors import FlsuiteError
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
 _CONFIGS = (".yaml", ".yml", ".json")  # a file with a class, which the parser reads
+_SPLITS = ("clients", "partition", "labels", "ids", "bins", "val_fraction")
+_SWEEPS = ("methods", "grid", "seeds", "overrides", "tune", "updates_from")
 _PARTS = ("rule", "objective", "transforms", "server_optimizer")
 _LIBRARIES = ("flsuite", "lightning", "torch", "torchmetrics")
 
@@ -163,6 +165,10 @@ class _Checked:
         meant = nearest_key(name, known, self._all_keys())
         if name in _PARTS and at == ("trainer", "aggregator"):
             hint = f"; {self._class_name(at)} has its own; class_path Aggregator takes all four"
+        elif name in _SPLITS and at == ("data",):
+            hint = f"; FromDataModule takes it, with {self._class_name(at)} as its data"
+        elif name in _SWEEPS and not at:
+            hint = f"; {place.file or 'this'} is a sweep: flsuite sweep --config {place.file}"
         elif meant is not None:
             hint = f" (did you mean {place.named((*at, meant) if meant in known else meant)}?)"
         elif at and at != ("trainer",):

@@ -36,8 +36,7 @@ class FromDataModule(MapStyleModule):
         partition: The rule that splits them. Default: :class:`~flsuite.data.partitions.IID`. A
             partition by class needs ``labels``.
         **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Arguments about
-            batches, files and images have no effect.
-            files and images have no effect.
+            batches and files have no effect.
     """
 
     def __init__(
@@ -106,7 +105,10 @@ class FromDataModule(MapStyleModule):
         name = f"{split}_dataloader"
         if not is_overridden(name, self.data, LightningDataModule):
             return None
-        loader = getattr(self.data, name)()
+        try:
+            loader = getattr(self.data, name)()
+        except NotImplementedError:
+            return None
         if isinstance(loader, (list, tuple)) and len(loader) == 1:
             loader = loader[0]
         if loader is None or (isinstance(loader, (list, tuple)) and not loader):

@@ -34,16 +34,17 @@ class MapStyleModule(FederatedDataModule):
     Args:
         labels: One class per sample, for the partition and the class counts: the name of a field, a
             function of a sample, or the values of the training samples. Default: the datasets'
-            ``targets`` or ``labels``, or targets that are integers.
+            ``targets`` or ``labels``, or second entries of samples that are integers.
         ids: The natural owner of each sample, given like ``labels``, for ``Natural``.
         bins: Number of quantiles into which numeric labels, or else the targets, are cut, as
             classes for the partition.
         workers: Processes that prefetch samples that do not fit into memory. Worker processes of an
             engine read without them.
         in_memory: Whether to keep samples in memory as tensors. Default: if each is a pair of a
-            tensor and a number or a tensor, all have one shape and are the same on every reading,
-            and they take less than 2 GiB.
-        **kwargs: Arguments of ``FederatedDataModule``.
+            tensor or array and a number, tensor or array, all have one shape and are the same on
+            every reading, and they take less than 2 GiB.
+        **kwargs: Arguments of ``FederatedDataModule``. ``resize`` and ``rgb`` are refused, and
+            ``standardize`` has no effect: the datasets transform their samples themselves.
     """
 
     def __init__(
@@ -56,6 +57,12 @@ class MapStyleModule(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        if self.resize is not None or self.rgb:
+            name = "rgb" if self.resize is None else "resize"
+            raise FlsuiteError(
+                f"{type(self).__name__}: {name} is for flsuite's own image data; leave data.{name} "
+                "out, and transform the images in the dataset"
+            )
         self.labels = labels
         self.ids = ids
         self.bins = bins
@@ -77,7 +84,7 @@ class MapStyleModule(FederatedDataModule):
             for name, dataset in datasets.items()
         }
 
-        values = {name: self._values(dataset, name) for name, dataset in datasets.items()}
+        values = {name: self._values(one, name, splits[name]) for name, one in datasets.items()}
         if self.bins is not None and values["train"] is None:
             values = {name: _numbers(split) for name, split in splits.items()}
         classes, names, task = self._classes(splits, values)
@@ -88,15 +95,17 @@ class MapStyleModule(FederatedDataModule):
 
         first = datasets["train"][0]
         x = first[0] if isinstance(first, (tuple, list)) and len(first) == 2 else None
-        shape = tuple(x.shape) if isinstance(x, Tensor) else ()
+        shape = tuple(x.shape) if isinstance(x, (Tensor, np.ndarray)) else ()
         spec = DataSpec(shape, len(names), task, names)
         return PublishedSplits(spec, done["train"], done["test"], done.get("val"))
 
-    def _values(self, dataset: Any, split: str) -> np.ndarray | None:
+    def _values(self, dataset: Any, name: str, split: DataSplit) -> np.ndarray | None:
         """Return the label of each sample, or ``None`` if there are none."""
         is_given = self.labels is not None and not isinstance(self.labels, str)
-        if is_given and not callable(self.labels) and split != "train":
+        if is_given and not callable(self.labels) and name != "train":
             return read_field(dataset, None, "labels")  # the values are those of train
+        if self.labels is None and _holds_classes(split):
+            return split.y.numpy()
         return read_field(dataset, self.labels, "labels")
 
     def _owners(self, dataset: Any, split: str) -> Tensor | None:
@@ -119,10 +128,7 @@ class MapStyleModule(FederatedDataModule):
 
         The task is a classification only if the targets of the samples are the classes.
         """
-        train = splits["train"]
-        targets = None if isinstance(train, StoredSplit) else train.y
-        is_classes = targets is not None and targets.ndim == 1 and not targets.is_floating_point()
-        if self.labels is None and is_classes:
+        if self.labels is None and _holds_classes(splits["train"]):
             tops = [int(split.y.max()) for split in splits.values()]
             if min(int(split.y.min()) for split in splits.values()) < 0:
                 raise FlsuiteError(
@@ -165,8 +171,8 @@ class FromDataset(MapStyleModule):
         partition: The rule that splits them. Default: :class:`~flsuite.data.partitions.IID`. A
             partition by class needs ``labels``.
         batch_size: Samples per batch.
-        **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Arguments about files
-            and images have no effect: the datasets transform their samples themselves.
+        **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Those about files
+            have no effect.
     """
 
     def __init__(
@@ -199,6 +205,12 @@ def _with(split: DataSplit, classes: Tensor | None, ids: Tensor | None, task: Ta
         return replace(split, y=classes, ids=ids)
     y = split.y.long() if task == "multiclass" else split.y
     return replace(split, y=y, labels=classes, ids=ids)
+
+
+def _holds_classes(split: DataSplit) -> bool:
+    """Return whether the targets are in memory and may be classes."""
+    is_read = not isinstance(split, StoredSplit)
+    return is_read and split.y.ndim == 1 and not split.y.is_floating_point()
 
 
 def _numbers(split: DataSplit) -> np.ndarray | None:
