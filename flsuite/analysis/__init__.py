@@ -15,7 +15,7 @@ from flsuite.analysis.partition import (
     partitions_figure,
     task_plan_figure,
 )
-from flsuite.analysis.report import report_figure, report_markdown, report_table
+from flsuite.analysis.report import report_markdown, report_table
 from flsuite.analysis.results import Results, load
 from flsuite.analysis.run_figure import run_figure
 from flsuite.analysis.runs import read_metrics, read_partition
@@ -50,7 +50,6 @@ __all__ = [
     "read_metrics",
     "read_partition",
     "read_timeline",
-    "report_figure",
     "report_markdown",
     "report_table",
     "run_figure",

@@ -67,9 +67,13 @@ def curves_figure(
             if rows > 1:
                 panel.set_title(partition, fontsize=10)
 
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    if len(labels) > 1:
-        panels[0][0].legend(handles, labels, frameon=False, fontsize=8)
+    # A method may be missing in the first panel.
+    drawn = [panel.get_legend_handles_labels() for line in panels for panel in line]
+    known = {label: handle for pair in drawn for handle, label in zip(*pair, strict=True)}
+    if len(known) > 1:
+        ncols = max(1, int(14 * figure.get_figwidth()) // (6 + max(map(len, known))))
+        place = {"loc": "outside lower center", "ncols": ncols, "frameon": False, "fontsize": 8}
+        figure.legend([*known.values()], [*known], **place)
     return figure
 
 
@@ -98,16 +102,13 @@ def _from_table(
     if results.empty:
         raise FlsuiteError("curves_figure: the table has no rows; choose other runs")
     require_axis(x, results, "the table")
-    return {
-        str(partition): {
-            metric: {
-                str(method): seed_curves(rows, x)
-                for method, rows in only(of_one, metric, split).groupby("method", observed=True)
-            }
-            for metric in metrics
-        }
-        for partition, of_one in results.groupby("partition", observed=True)
-    }
+    by_partition: dict[str, dict[str, Lines]] = {}
+    for metric in metrics:
+        of_score = only(results, metric, split).groupby(["partition", "method"], observed=True)
+        for (partition, method), rows in of_score:
+            lines = by_partition.setdefault(str(partition), {name: {} for name in metrics})
+            lines[metric][str(method)] = seed_curves(rows, x)
+    return by_partition
 
 
 def seed_curves(rows: pd.DataFrame, x: str = "round") -> pd.DataFrame:
@@ -159,6 +160,8 @@ def label_axes(panel: Axes, metric: str, split: str, x: str) -> None:
     """Name the axes of a panel of curves, and give it a grid."""
     panel.set(xlabel=AXES[x].label, ylabel=f"{split} {metric.replace('_', ' ')}".strip())
     panel.xaxis.set_major_locator(MaxNLocator(integer=AXES[x].is_whole))
+    # Ticks that depend on the panel's size would change after the layout, and cut off its label.
+    panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
 

@@ -4,11 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
-from flsuite.analysis.curves import draw_band, label_axes
 from flsuite.analysis.groups import Group
-from flsuite.analysis.panels import new_figure
 from flsuite.analysis.runs import curve, logged_scores, of_last_task, run_scores
 from flsuite.analysis.target import target_cell, target_columns, target_title
 from flsuite.errors import FlsuiteError, likeliest
@@ -165,37 +162,3 @@ def score_cell(row: Mapping[Any, Any], name: str) -> str:
     if pd.isna(mean):
         return ""
     return f"{mean:.3f}" if pd.isna(spread) else f"{mean:.3f} ± {spread:.3f}"
-
-
-def report_figure(
-    groups: Sequence[Group],
-    metrics: Sequence[str] = ("accuracy",),
-    split: str = "test",
-    x: str = "round",
-    target: float | None = None,
-) -> Figure:
-    """Draw the global scores: the mean of each group's runs, and their range.
-
-    Args:
-        groups: The experiments.
-        metrics: Names of scores, one panel each.
-        split: ``test`` or ``val``.
-        x: The axis. See :meth:`Group.curves` for axes on which runs have different points.
-        target: A score to draw as a dashed line.
-    """
-    height = 3.6 + 0.2 * len(groups)
-    figure = new_figure(max(5.2, 4.6 * len(metrics)), height)
-    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
-    for panel, metric in zip(panels, metrics, strict=True):
-        for group in groups:
-            curves = group.curves(metric, split, x)
-            # About 14 characters of the legend fit in an inch.
-            width = int(14 * figure.get_figwidth())
-            draw_band(panel, curves, f"{group.label} ({curves.shape[1]})", x, width)
-        if target is not None:
-            panel.axhline(target, color="0.4", linestyle="--", linewidth=0.8)
-        label_axes(panel, metric, split, x)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8
-    )
-    return figure

@@ -108,6 +108,8 @@ def run_command(command: str, args: list[str]) -> int:
             return _complain(one_line(error), 2)
         except FederationError as error:
             return _complain(one_line(error), 1)
+        except BrokenPipeError:  # the reader, such as head, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         except OSError as error:  # a full or read-only disk, a missing folder
             return _complain(with_place(error), 1)
         except KeyboardInterrupt:

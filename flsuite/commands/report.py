@@ -18,12 +18,12 @@ from flsuite.analysis.comparison import (
     shown_interval,
     shown_p,
 )
+from flsuite.analysis.curves import curves_figure
 from flsuite.analysis.groups import Group, find_runs, group_runs
 from flsuite.analysis.notes import apart, measured, own_models, repeated, uneven
 from flsuite.analysis.report import (
     averaged_text,
     default_metrics,
-    report_figure,
     report_markdown,
     report_table,
     require_score,
@@ -241,7 +241,10 @@ def _write(
     for metric in request.metric:
         for line in apart(groups, metric, request.split, request.x):
             console.print(line)
-    report_figure(groups, request.metric, **target).savefig(folder / "report.png")
+    figure = curves_figure(
+        results, request.metric, split=request.split, x=request.x, target=request.target
+    )
+    figure.savefig(folder / "report.png")
 
     pairs = pd.concat([own.assign(metric=name) for name, own in comparisons.items()])
     if len(pairs):

@@ -10,9 +10,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from flsuite.aggregators import FedAvg
-from flsuite.analysis import find_runs, group_runs, report_figure, report_markdown, report_table
+from flsuite.analysis import curves_figure, find_runs, group_runs, report_markdown, report_table
 from flsuite.analysis.axes import AXES
 from flsuite.analysis.notes import apart
+from flsuite.analysis.results import results_of
 from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping, RoundProgress
 from flsuite.commands.main import main
 from flsuite.data import FederatedDataModule, TaskSequence
@@ -82,7 +83,7 @@ def test_groups_and_figures_by_hand(runs: Path) -> None:
         "| FedAvg | accuracy | 2 | 0.500 ± 0.141 | 0.350 ± 0.354 | 0.675 ± 0.035 | 0.850 ± 0.071 |"
         in markdown
     )
-    assert len(report_figure(groups).axes[0].lines) == 2
+    assert len(curves_figure(results_of(groups), "accuracy").axes[0].lines) == 2
 
 
 def test_a_parameter_tells_groups_of_one_class_apart(tmp_path: Path) -> None:
@@ -491,7 +492,7 @@ def test_curves_of_runs_with_different_times_share_their_points(races: Path) -> 
     assert sorted(curves.loc[3.0]) == [0.1, 0.2, 0.4]
     assert average.curves("accuracy", "test").index.tolist() == [1, 2, 3]
 
-    panel = report_figure([average], x="bytes", target=0.7).axes[0]
+    panel = curves_figure(results_of([average]), "accuracy", x="bytes", target=0.7).axes[0]
     curve, target = panel.lines
     assert list(curve.get_xdata()) == [1.0, 2.0, 3.0] and panel.get_xlabel().startswith("MB")
     assert set(target.get_ydata()) == {0.7} and target.get_linestyle() == "--"
