@@ -339,6 +339,20 @@ def held() -> int:
 # What is shipped
 
 
+@pytest.mark.parametrize(
+    ("sweep", "method"), [("fusedspacefed", "FusedSpaceFed-tuned"), ("realignment", "tuned")]
+)
+def test_the_tuned_setting_of_a_sweep_is_that_of_its_config(sweep: str, method: str) -> None:
+    folder = SWEEPS.parent / "fusedspacefed"
+    published, tuned = (
+        yaml.safe_load((folder / f"{name}.yaml").read_text())["model"]["init_args"]
+        for name in ("breastmnist", "breastmnist-tuned")
+    )
+    changed = yaml.safe_load((SWEEPS / f"{sweep}.yaml").read_text())["methods"][method]
+    own = {k.removeprefix("model."): v for k, v in changed.items() if k.startswith("model.")}
+    assert own == {k: v for k, v in tuned.items() if published.get(k) != v}
+
+
 @pytest.mark.parametrize("path", mostly_long({path.stem: path for path in SHIPPED}, "comparison"))
 def test_a_shipped_sweep_can_be_built(path: Path) -> None:
     name = f"configs/sweeps/{path.name}"
