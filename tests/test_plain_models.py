@@ -145,7 +145,7 @@ def test_the_monitor_may_be_a_logged_number(tmp_path: Path) -> None:
 def test_of_two_names_of_a_score_the_splits_own_counts() -> None:
     class Twice(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log_dict({"val_loss": 1.0, "loss": 7.0, "test_loss": 9.0})
+            self.log_dict({"val_loss": 1.0, "temperature": 3.0, "loss": 7.0, "test_loss": 9.0})
 
         test_step = validation_step
 

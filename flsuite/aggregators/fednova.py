@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from torch.optim import Optimizer
 
 from flsuite.aggregators.aggregator import Aggregator
@@ -99,12 +100,11 @@ class _Worth(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        # One optimizer's steps are counted, without those that a gradient scaler skips.
-        if optimizer is not trainer.optimizers[0] or skips_step(trainer, optimizer):
-            return
-        # A step of private parameters alone, as in a warm-up, moves nothing that is sent.
-        shared = self.client.global_state
-        if not any(p.grad is not None for k, p in pl_module.named_parameters() if k in shared):
+        shared = [p for k, p in pl_module.named_parameters() if k in self.client.global_state]
+        counted, moves = _of_shared(trainer.optimizers, shared)
+        # One optimizer's steps are counted, without those that a gradient scaler skips, and those
+        # of private parameters alone, as in a warm-up, which move nothing that is sent.
+        if optimizer is not counted or not moves or skips_step(trainer, optimizer):
             return
         if self.optimizer is None:
             self.number = torch.zeros(1, dtype=torch.float64, requires_grad=True)
@@ -125,6 +125,17 @@ class _Worth(Callback):
         self.client.extras["plain_steps"] = moved
         if self.optimizer is not None and (state := self.optimizer.state.get(self.number)):
             self.client.memory["optimizer"] = clone(state)
+
+
+def _of_shared(
+    optimizers: Sequence[Optimizer], shared: Sequence[Tensor]
+) -> tuple[Optimizer | None, bool]:
+    """Return the first optimizer with a shared parameter, and whether one has a gradient."""
+    for optimizer in optimizers:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if own := [p for p in shared if id(p) in held]:
+            return optimizer, any(p.grad is not None for p in own)
+    return None, False
 
 
 def _goes_on(optimizer: Optimizer) -> bool:

@@ -132,7 +132,8 @@ def paired(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, f
     """
     from scipy.stats import ttest_rel
 
-    differences = ours - theirs
+    with np.errstate(invalid="ignore"):  # infinite losses
+        differences = ours - theirs
     difference = float(np.mean(differences)) if len(ours) else float("nan")
     if len(ours) < 2 or np.ptp(differences) <= 1e-12 * np.abs([ours, theirs]).max():
         return difference, float("nan"), float("nan"), float("nan")
@@ -174,6 +175,11 @@ def comparison_note(table: pd.DataFrame, metric: str, score: Score) -> str:
     if seeds < 2:
         return f"Test {metric} {place}. Intervals and p-values need two common seeds per pair."
     pairs = int(table["p"].notna().sum())
+    if not pairs:
+        return (
+            f"Test {metric} {place}: mean difference over common seeds. All seeds have the same "
+            "difference, so that there are no p-values."
+        )
     note = (
         f"Test {metric} {place}: mean difference over common seeds, 95 % interval and p-value of "
         f"the paired t-test, and p-value with Holm's correction over {pairs} "

@@ -1,5 +1,6 @@
 """Figures of scores over rounds, time and work, and of the dissimilarity of gradients."""
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from flsuite.analysis.axes import AXES, aligned, require_axis
@@ -14,6 +16,8 @@ from flsuite.analysis.panels import by_experiment, legend_right, new_figure, pan
 from flsuite.analysis.results import only, require_results
 from flsuite.analysis.runs import curve, read_metrics
 from flsuite.errors import FlsuiteError
+
+_LINES = ("-", "--", ":", "-.")
 
 
 def curves_figure(
@@ -55,26 +59,40 @@ def curves_figure(
         label for line in by_partition.values() for lines in line.values() for label in lines
     )
     # Some labels have no score in a panel. The others must keep their colors there.
-    colors = {label: f"C{n % 10}" for n, label in enumerate(names)}
-
+    looks = {label: (f"C{n % 10}", _LINES[n // 10 % len(_LINES)]) for n, label in enumerate(names)}
+    several = isinstance(runs, pd.DataFrame) and runs["partition"].nunique() > 1
+    drawn: dict[str, Line2D] = {}
     for line, (partition, by_metric) in zip(panels, by_partition.items(), strict=True):
         for panel, (metric, lines) in zip(line, by_metric.items(), strict=True):
+            label_axes(panel, metric, split, x)
+            panel.set_title(partition if several else "", fontsize=10)
+            if not lines:
+                panel.set_axis_off()
             for label, curves in lines.items():
-                draw_band(panel, curves, label, x, color=colors[label])
+                look = looks[label]
+                drawn[textwrap.fill(label, 60)] = draw_band(panel, curves, label, x, *look)
             if target is not None and metric == metrics[0]:
                 panel.axhline(target, color="0.4", linestyle="--", linewidth=0.8)
-            label_axes(panel, metric, split, x)
-            if rows > 1:
-                panel.set_title(partition, fontsize=10)
-
-    # A method may be missing in the first panel.
-    drawn = [panel.get_legend_handles_labels() for line in panels for panel in line]
-    known = {label: handle for pair in drawn for handle, label in zip(*pair, strict=True)}
-    if len(known) > 1:
-        ncols = max(1, int(14 * figure.get_figwidth()) // (6 + max(map(len, known))))
-        place = {"loc": "outside lower center", "ncols": ncols, "frameon": False, "fontsize": 8}
-        figure.legend([*known.values()], [*known], **place)
+    _add_legend(figure, drawn)
     return figure
+
+
+def _add_legend(figure: Figure, lines: Mapping[str, Line2D]) -> None:
+    """Add a legend below all panels, for which the figure grows."""
+    if not lines:
+        return
+    longest = max(len(part) for label in lines for part in label.split("\n"))
+    columns = max(1, int(14 * figure.get_figwidth()) // (6 + longest))
+    height = 0.18 * sum(1 + label.count("\n") for label in lines) / columns
+    figure.set_figheight(figure.get_figheight() + height)
+    figure.legend(
+        [*lines.values()],
+        [*lines],
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=8,
+    )
 
 
 Lines = dict[str, pd.DataFrame]
@@ -108,7 +126,13 @@ def _from_table(
         for (partition, method), rows in of_score:
             lines = by_partition.setdefault(str(partition), {name: {} for name in metrics})
             lines[metric][str(method)] = seed_curves(rows, x)
-    return by_partition
+    return {name: by_partition[name] for name in sorted(by_partition, key=_by_number)}
+
+
+def _by_number(name: str) -> list[tuple[float, str]]:
+    """Return a key that sorts ``alpha=3`` before ``alpha=10``."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", name)
+    return [(float(part), "") if n % 2 else (0.0, part) for n, part in enumerate(parts)]
 
 
 def seed_curves(rows: pd.DataFrame, x: str = "round") -> pd.DataFrame:
@@ -129,24 +153,25 @@ def draw_band(
     curves: pd.DataFrame,
     label: str,
     x: str,
-    width: int = 40,
     color: str | None = None,
-) -> None:
-    """Draw the mean of curves, and their range as a band.
+    style: str = "-",
+) -> Line2D:
+    """Draw the mean of curves, and their range as a band, and return the line.
 
     Args:
         panel: The panel to draw in.
         curves: One column per run, indexed by the axis.
-        label: The label, wrapped at ``width`` characters.
+        label: The label.
         x: The axis.
-        width: Maximum characters per line of the label.
         color: The color. Default: the panel's next color.
+        style: The style of the line.
     """
     points = curves.index * AXES[x].scale
     line = panel.plot(
         points,
         curves.mean(axis=1),
-        label=textwrap.fill(label, width),
+        style,
+        label=textwrap.fill(label, 40),
         color=color,
         linewidth=1.6,
         marker="o" if len(points) == 1 else None,  # a line of one point is invisible
@@ -154,6 +179,7 @@ def draw_band(
     if curves.shape[1] > 1:
         low, high = curves.min(axis=1), curves.max(axis=1)
         panel.fill_between(points, low, high, color=line.get_color(), alpha=0.15, lw=0)
+    return line
 
 
 def label_axes(panel: Axes, metric: str, split: str, x: str) -> None:

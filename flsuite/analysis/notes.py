@@ -39,7 +39,8 @@ def uneven(groups: Sequence[Group]) -> list[str]:
 def _why(folder: Path) -> str:
     """Return why a run of a sweep failed, if it did."""
     mark = folder / FAILED
-    return f" ({mark.read_text(encoding='utf-8').strip()})" if mark.is_file() else ""
+    reason = mark.read_text(encoding="utf-8", errors="replace") if mark.is_file() else ""
+    return f" ({reason.strip()})" if reason else ""
 
 
 def _share_budget(groups: Sequence[Group], setting: str, column: str) -> bool:
@@ -50,17 +51,17 @@ def _share_budget(groups: Sequence[Group], setting: str, column: str) -> bool:
     return is_common and min(ends) >= limit
 
 
-def own_models(groups: Sequence[Group], metrics: Sequence[str]) -> list[str]:
+def own_models(groups: Sequence[Group], metrics: Sequence[str], split: str) -> list[str]:
     """Return a line per score that is of one global model in some groups, and of many in others."""
     lines = []
     for metric in metrics:
-        owns = [_has_score(group, f"{metric}_worst", "test") for group in groups]
+        owns = [_has_score(group, f"{metric}_worst", split) for group in groups]
         if any(owns) and not all(owns):
             names = dict.fromkeys(g.method for g, own in zip(groups, owns, strict=True) if own)
             lines.append(
                 f"{metric} of {', '.join(names)} is the mean over the clients' own models, each on "
-                f"the whole test split; --metric {metric}_client_mean scores the models of all "
-                "methods on each client's own test samples"
+                f"the whole {split} split; --metric {metric}_client_mean scores the models of all "
+                f"methods on each client's own {split} samples"
             )
     return lines
 

@@ -195,7 +195,7 @@ def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dic
     scores = {"last": float(test.iloc[-1]), "mean_last": float(test.iloc[-last:].mean())}
 
     validation = validation[validation.index.isin(test.index)].dropna()
-    if len(validation) and score_names.lower_is_better(monitor) is not None:
+    if len(validation):
         losses = validation if score_names.lower_is_better(monitor) else -validation
         picked = validation.index[int(losses.argmin())]  # the first on a tie
         scores |= {"picked": float(test[picked]), "picked_round": float(picked)}

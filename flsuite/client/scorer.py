@@ -79,9 +79,11 @@ class EvaluationSteps:
             run(self.model, dataloaders=batches, verbose=False)
         resident.restore()
 
-        # Of several names of one score, such as loss and val_loss, the split's own counts.
-        by_name = sorted(trainer.callback_metrics.items(), key=lambda one: one[0].startswith(split))
-        logged = {score_name(name): float(value) for name, value in by_name}
+        logged: dict[str, float] = {}
+        for name, value in trainer.callback_metrics.items():
+            # Of several names of one score, such as loss and val_loss, the split's own counts.
+            if score_name(name) not in logged or name.startswith(split):
+                logged[score_name(name)] = float(value)
         if not logged:
             raise FlsuiteError(
                 f"model: {step} of {type(self.model).__name__} logs nothing to score by; call "

@@ -78,7 +78,7 @@ def report(args: list[str]) -> None:
     if tuning is not None:
         console.print(_shown_tuning(tuning))
     notes = [*uneven(groups), *repeated(groups), *measured(groups, request.x)]
-    notes += own_models(groups, request.metric)
+    notes += own_models(groups, request.metric, request.split)
     for line in notes:
         console.print(line)
 

@@ -1,8 +1,9 @@
 """Map-style torch datasets as splits: in memory if possible, else read batch by batch."""
 
+import logging
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch.utils.data import (
 from flsuite.data.spec import DataSplit
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.random import seed_cpu, torch_generator
+
+log = logging.getLogger("flsuite")
 
 
 @dataclass
@@ -112,7 +115,8 @@ def fetch(dataset: Any, numbers: list[int]) -> list[Any]:
         UnreadableSampleError: If reading a sample raises.
     """
     if hasattr(dataset, "__getitems__"):
-        return list(dataset.__getitems__(numbers))
+        with suppress(Exception):  # the samples one by one show which it is
+            return list(dataset.__getitems__(numbers))
     return [_sample(dataset, number) for number in numbers]
 
 
@@ -147,13 +151,13 @@ def require_map_style(owner: str, **datasets: Any) -> None:
                 f"{owner}: {name} must be a map-style dataset, with __len__ and __getitem__, got "
                 f"{type(dataset).__name__}"
             )
-        if isinstance(dataset, (tuple, list)) and isinstance(dataset[0], (Tensor, np.ndarray)):
-            raise FlsuiteError(
-                f"{owner}: {name} must be a dataset of samples, got a {type(dataset).__name__} of "
-                "tensors or arrays; wrap tensors in torch.utils.data.TensorDataset(x, y)"
-            )
         if not len(dataset):
             raise FlsuiteError(f"{owner}: {name} has no samples")
+        if isinstance(dataset, tuple) and isinstance(dataset[0], (Tensor, np.ndarray)):
+            raise FlsuiteError(
+                f"{owner}: {name} must be a dataset of samples, got a tuple of tensors or arrays; "
+                "wrap tensors in torch.utils.data.TensorDataset(x, y)"
+            )
 
 
 def read_split(
@@ -208,8 +212,7 @@ def read_field(dataset: Any, field: Field | None, name: str) -> np.ndarray | Non
     """
     if field is None:
         values = _attribute(dataset, _LABELS)
-        if values is None and _is_whole(_second(next(_samples(dataset)))):
-            values = [_second(sample) for sample in _samples(dataset)]
+        values = _whole_seconds(dataset) if values is None else values
     elif isinstance(field, str):
         values = _named(dataset, field, name)
     elif callable(field):
@@ -254,16 +257,32 @@ def _samples(dataset: Any) -> Iterator[Any]:
         yield from _seeded(dataset, list(range(first, min(first + _CHUNK, len(dataset)))), 0)
 
 
-def _second(sample: Any) -> Any:
-    """Return the second entry of a pair, or ``None``."""
-    return sample[1] if isinstance(sample, (tuple, list)) and len(sample) == 2 else None
+def _whole_seconds(dataset: Any) -> list[int] | None:
+    """Return the second entries of samples if all are whole numbers, which classes may be."""
+    values: list[int] = []
+    try:
+        (first,) = _seeded(dataset, [0], 0)
+        if _whole_second(first) is None:
+            return None  # without reading the others
+        for sample in _samples(dataset):
+            if (value := _whole_second(sample)) is None:
+                return None
+            values.append(value)
+    except FlsuiteError as error:
+        log.warning("the classes of the samples are not known: %s", error)
+        return None
+    return values
 
 
-def _is_whole(value: Any) -> bool:
-    """Return whether a value is one whole number, which a class may be."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not (value.is_floating_point() or value.is_complex())
-    return np.size(value) == 1 and np.issubdtype(np.asarray(value).dtype, np.integer)
+def _whole_second(sample: Any) -> int | None:
+    value = sample[1] if isinstance(sample, (tuple, list)) and len(sample) == 2 else None
+    if isinstance(value, Tensor) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        return None
+    return int(value)
 
 
 def _attribute(dataset: Any, names: Sequence[str]) -> Any:
@@ -293,10 +312,8 @@ def _is_plain(dataset: Any) -> bool:
     if not isinstance(first[0][0], plain[:2]) or not isinstance(first[0][1], plain):
         return False
     try:
-        first, again = (
-            [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in pairs] for pairs in (first, again)
-        )
-    except TypeError:  # such as arrays of words
+        first, again = ([(_tensor(x), _tensor(y)) for x, y in pairs] for pairs in (first, again))
+    except (TypeError, ValueError, RuntimeError):  # such as arrays of words
         return False
     shapes = {(x.shape, y.shape) for x, y in first}
     size = len(dataset) * (first[0][0].nbytes + 8 * first[0][1].numel())
@@ -309,12 +326,19 @@ def _is_plain(dataset: Any) -> bool:
     return len(shapes) == 1 and size <= _LIMIT and same
 
 
+def _tensor(value: Any) -> Tensor:
+    """Return a value as a tensor. An array may be flipped, or in another byte order."""
+    if isinstance(value, np.ndarray):
+        value = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
+    return torch.as_tensor(value)
+
+
 def _in_memory(dataset: Any) -> DataSplit | None:
     """Return a dataset's samples as two tensors, or ``None`` if that is impossible."""
     samples = _seeded(dataset, list(range(len(dataset))), 0)
     try:
-        x = torch.stack([torch.as_tensor(sample[0]) for sample in samples])
-        y = torch.stack([torch.as_tensor(sample[1]) for sample in samples])
+        x = torch.stack([_tensor(sample[0]) for sample in samples])
+        y = torch.stack([_tensor(sample[1]) for sample in samples])
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError):
         return None
     # Python's and numpy's numbers are float64, and models are float32.

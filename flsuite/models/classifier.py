@@ -74,7 +74,7 @@ class Classifier(ClientModel):
         pretrained: str | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(backbone, nn.Module):
+        if isinstance(backbone, nn.Module) and not isinstance(backbone, Backbone):
             raise FlsuiteError(
                 "Classifier: backbone must be a Backbone, whose build(shape, outputs) returns the "
                 f"network, got the network {type(backbone).__name__}; write such a class, or a "

@@ -21,8 +21,7 @@ class Outcome:
         seconds: Seconds that the cell took, including all restarts.
         monitor: The score that picks a round.
         lower_is_better: Whether low values of this score are better.
-        val: The best value of the score on validation data. ``None`` without validation data, or if
-            it is unknown whether high or low values are better.
+        val: The best value of the score on validation data. ``None`` without validation data.
         test: The value on test data in that round, or in the last round without validation data.
     """
 
@@ -66,11 +65,11 @@ def measure(run_dir: Path, seconds: float) -> Outcome:
     from flsuite.score_names import lower_is_better
 
     monitor = monitor_of(run_dir)
-    is_lower = lower_is_better(monitor)
+    is_lower = bool(lower_is_better(monitor))  # as the run takes it
     table = of_last_task(read_metrics(run_dir))
     test, validation = curve(table, monitor, "test"), curve(table, monitor, "val").dropna()
-    if validation.empty or is_lower is None:
-        return Outcome(seconds, monitor, bool(is_lower), None, _finite(test.iloc[-1:]))
+    if validation.empty:
+        return Outcome(seconds, monitor, is_lower, None, _finite(test.iloc[-1:]))
     # argmin returns the first round on a tie.
     picked = validation.index[int((validation if is_lower else -validation).argmin())]
     scores = _finite(validation[[picked]]), _finite(test[test.index == picked])

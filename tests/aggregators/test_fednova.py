@@ -98,6 +98,33 @@ def test_a_schedule_may_change_the_momentum() -> None:
     assert made.federation.log.server["tau_eff"] == pytest.approx(4.0)
 
 
+def test_the_optimizer_of_the_shared_layers_is_counted() -> None:
+    """The first optimizer has private ones, and its steps set the others' gradients to none."""
+
+    class Toggled(type(table_model())):  # type: ignore[misc]
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, private=("network.1",))
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            own = [p for k, p in self.named_parameters() if k.startswith("network.1")]
+            rest = [p for k, p in self.named_parameters() if not k.startswith("network.1")]
+            return [SGD(own, lr=0.1), SGD(rest, lr=0.1)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                self.toggle_optimizer(optimizer)
+                self.zero_grad()
+                self.manual_backward(super().training_step(batch, batch_idx))
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+
+    plain = table_model()
+    data = Synthetic(samples=60, clients=1, batch_size=1000)
+    made = run(FedNova(), 1, data, model=Toggled(plain.backbone, plain.optimizer), max_epochs=4)
+    assert made.federation.log.server["tau_eff"] == pytest.approx(4.0)
+
+
 def test_a_warm_up_of_private_layers_counts_no_steps() -> None:
     """Three batches of a warm-up epoch move the encoder alone, and three the rest."""
     model = FusedSpaceFed(latent_dim=4, backbone=MLP((8,)), warmup_epochs=1, momentum=0.0)

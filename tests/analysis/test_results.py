@@ -162,6 +162,17 @@ def test_curves_are_means_in_a_band_by_partition(results: Results) -> None:
     assert by_bytes.get_xlabel() == "MB sent and received"
 
 
+def test_partitions_go_by_their_numbers_and_the_legend_has_every_line(tmp_path: Path) -> None:
+    methods = tuple(f"Method{number}" for number in range(12))
+    figure = curves_figure(load(made_grid(tmp_path, methods, (3, 10), (1,))), ["accuracy"])
+    figure.draw_without_rendering()
+    assert [panel.get_title()[-4:] for panel in figure.axes] == ["a=3)", "=10)"]
+    (legend,) = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == set(methods)
+    looks = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}
+    assert len(looks) == 12 and figure.axes[0].get_position().height > 0.3
+
+
 def test_a_score_that_no_run_has_is_named(results: Results) -> None:
     with pytest.raises(FlsuiteError, match="the global test score 'f1'"):
         curves_figure(results, ["f1"])

@@ -207,6 +207,16 @@ def test_what_is_right_is_let_through(args: str) -> None:
     assert typos("--config", QUICKSTART, *args.split()) == []
 
 
+def test_a_sweep_is_named_once_and_the_data_module_that_splits() -> None:
+    Path("s.yaml").write_text("config: x.yaml\nseeds: [1]\nmethods: {A: {}}\nworkers: 2\n")
+    assert typos("--config", "s.yaml") == ["s.yaml: this is a sweep: flsuite sweep --config s.yaml"]
+    plain = "lightning.pytorch.demos.boring_classes.BoringDataModule"
+    (line,) = typos("--data", plain, "--data.clients", "5")
+    assert line == (
+        "unknown key --data.clients; FromDataModule takes it, with BoringDataModule as its data"
+    )
+
+
 @pytest.mark.parametrize("command", ["validate", "test", "predict", "partition", "schedule"])
 def test_every_command_with_a_config_looks_for_them(command: str) -> None:
     (line,) = typos("--config", QUICKSTART, "--trainer.rouns", "3", command=command)

@@ -127,6 +127,63 @@ def test_arrays_and_their_classes_are_read_as_tensors_are(noise: float) -> None:
             assert set(y.tolist()) == {int(y[0])} and torch.equal(x[:, 0, 0].int() % 2, y.int())
 
 
+class Entries(Arrays):
+    """Arrays with noise, and a second entry of another kind."""
+
+    def __init__(self, second: Callable[[int], Any]) -> None:
+        super().__init__(noise=0.1)
+        self.second = second
+
+    def __getitem__(self, number: int) -> Any:
+        return super().__getitem__(number)[0], self.second(number)
+
+
+def unreadable(number: int) -> int:
+    if number == 30:
+        raise OSError("scan_30.png is truncated")
+    return number % 2
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda number: [[1, 2, 3], [4]],
+        lambda number: list(range(1 + number % 3)),
+        lambda number: torch.arange(1 + number % 3),
+        lambda number: torch.tensor([number % 2]),
+        lambda number: None if number == 17 else number % 2,
+        lambda number: bool(number % 2),
+        unreadable,
+    ],
+    ids=["boxes", "tags", "tokens", "of shape (1,)", "with a gap", "truth values", "damaged"],
+)
+def test_second_entries_that_are_no_classes_need_none(second: Callable[[int], Any]) -> None:
+    """A sample that cannot be read fails its client, and not the run."""
+    data = split(Entries(second), Entries(second), collate=list)
+    assert isinstance(data.train, StoredSplit) and data.spec.task == "other"
+
+
+def test_an_array_may_be_flipped_or_in_another_byte_order() -> None:
+    class Odd(Arrays):
+        def __getitem__(self, number: int) -> Any:
+            x, y = super().__getitem__(number)
+            return x.astype(">f4")[:, ::-1], y
+
+    data = split(Odd(), Odd())
+    assert torch.equal(data.train.x[:, 0, 0], torch.arange(40.0))
+
+
+def test_bins_cut_whole_numbers_too() -> None:
+    samples = TensorDataset(torch.rand(60, 3), torch.arange(60) * 7)
+    data = split(samples, samples, bins=3, partition=Dirichlet(0.3))
+    assert data.spec.num_classes == 3 and data.spec.task == "other"
+
+
+def test_classes_are_read_where_the_training_samples_alone_are_in_memory() -> None:
+    data = split(Arrays(), Arrays(noise=0.1))
+    assert isinstance(data.test, StoredSplit) and data.spec.task == "multiclass"
+
+
 def test_tensors_are_not_copied() -> None:
     train = blobs(50, 0)
     data = split(train, blobs(20, 1), val=blobs(10, 2))

@@ -173,12 +173,13 @@ def test_a_legend_and_a_target_are_those_of_the_partition(tmp_path: Path) -> Non
     assert "FedProx" in shown and "0 of 3 reach it" in shown
 
 
-def pair(method: str, other: str, p: float, seeds: int = 3) -> dict[str, Any]:
+def pair(method: str, other: str, p: float, seeds: int = 3, by: float = 0.2) -> dict[str, Any]:
     return {
         "partition": "Dirichlet(alpha=0.3)",
         "method": method,
         "other": other,
         "seeds": seeds,
+        "difference": by,
         "p_holm": p,
     }
 
@@ -189,7 +190,8 @@ def pair(method: str, other: str, p: float, seeds: int = 3) -> dict[str, Any]:
         ([pair("FedAvg", "FedProx", 0.04)], "; ahead of FedProx (0.320"),
         ([pair("FedProx", "FedAvg", 0.04)], "; ahead of FedProx (0.320"),
         ([pair("FedProx", "FedAvg", 0.06)], "; these seeds do not tell it from FedProx (0.320"),
-        ([pair("FedAvg", "FedProx", math.nan)], "; these seeds do not tell it from FedProx"),
+        ([pair("FedAvg", "FedProx", math.nan, by=0.0)], "; these seeds do not tell it from"),
+        ([pair("FedAvg", "FedProx", math.nan)], "; the same difference on all seeds from FedProx"),
         ([pair("FedAvg", "FedProx", math.nan, 1)], "takes two common seeds"),
     ],
 )

@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
 _CONFIGS = (".yaml", ".yml", ".json")  # a file with a class, which the parser reads
 _SPLITS = ("clients", "partition", "labels", "ids", "bins", "val_fraction")
-_SWEEPS = ("methods", "grid", "seeds", "overrides", "tune", "updates_from")
+_SWEEPS = (*("config", "grid", "methods", "overrides", "seeds", "tune", "updates_from", "workers"),)
 _PARTS = ("rule", "objective", "transforms", "server_optimizer")
 _LIBRARIES = ("flsuite", "lightning", "torch", "torchmetrics")
 
@@ -162,13 +162,14 @@ class _Checked:
             return (*at, name), known[name]
         if signature.is_open:
             return None
+        if name in _SWEEPS and not at and place.file:  # once for all of them
+            self._refuse(place, f"this is a sweep: flsuite sweep --config {place.file}")
+            return None
         meant = nearest_key(name, known, self._all_keys())
         if name in _PARTS and at == ("trainer", "aggregator"):
             hint = f"; {self._class_name(at)} has its own; class_path Aggregator takes all four"
-        elif name in _SPLITS and at == ("data",):
+        elif name in _SPLITS and at == ("data",) and "clients" not in known:
             hint = f"; FromDataModule takes it, with {self._class_name(at)} as its data"
-        elif name in _SWEEPS and not at:
-            hint = f"; {place.file or 'this'} is a sweep: flsuite sweep --config {place.file}"
         elif meant is not None:
             hint = f" (did you mean {place.named((*at, meant) if meant in known else meant)}?)"
         elif at and at != ("trainer",):

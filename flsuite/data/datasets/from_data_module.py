@@ -107,7 +107,10 @@ class FromDataModule(MapStyleModule):
             return None
         try:
             loader = getattr(self.data, name)()
-        except NotImplementedError:
+        except NotImplementedError as error:
+            place = error.__traceback__ and error.__traceback__.tb_next
+            if place and place.tb_next:  # raised by what the method calls
+                raise
             return None
         if isinstance(loader, (list, tuple)) and len(loader) == 1:
             loader = loader[0]

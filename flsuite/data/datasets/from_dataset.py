@@ -128,12 +128,13 @@ class MapStyleModule(FederatedDataModule):
 
         The task is a classification only if the targets of the samples are the classes.
         """
-        if self.labels is None and _holds_classes(splits["train"]):
+        held = all(_holds_classes(split) for split in splits.values())
+        if self.labels is None and self.bins is None and held:
             tops = [int(split.y.max()) for split in splits.values()]
             if min(int(split.y.min()) for split in splits.values()) < 0:
                 raise FlsuiteError(
                     f"{type(self).__name__}: targets of classes must be 0 or above; number them "
-                    "from 0, or give data.labels"
+                    "from 0, make them floats if they are no classes, or give data.labels"
                 )
             names = tuple(str(number) for number in range(max(tops) + 1))
             return dict.fromkeys(splits), names, "multiclass"
@@ -240,7 +241,7 @@ def _task(classes: dict[str, Tensor | None], splits: dict[str, DataSplit]) -> Ta
         labels = classes[name]
         assert labels is not None
         if not isinstance(split, StoredSplit):
-            if not torch.equal(split.y.long().flatten(), labels):
+            if split.y.ndim != 1 or not torch.equal(split.y.long(), labels):
                 return "other"
             continue
         # Enough samples to see whether the labels are the targets.
@@ -248,7 +249,8 @@ def _task(classes: dict[str, Tensor | None], splits: dict[str, DataSplit]) -> Ta
         with readable():
             batch = next(split.batches([probed]))
         y = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
-        if not isinstance(y, Tensor) or y.is_floating_point() or y.ndim != 1:
+        # The dtypes that torch's cross-entropy takes.
+        if not isinstance(y, Tensor) or y.dtype not in (torch.int64, torch.uint8) or y.ndim != 1:
             return "other"
         if not torch.equal(y, labels[probed]):
             return "other"

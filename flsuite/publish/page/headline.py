@@ -53,21 +53,26 @@ def _sentence(
         return f"{shown[best]} has the best {what}; to say that it is ahead takes two common seeds"
     known = {name: p for name, p in p_values.items() if p is not None}
     ahead = [name for name, p in known.items() if p < _SIGNIFICANT]
-    level = [name for name in known if name not in ahead]
+    same = [name for name, p in known.items() if math.isnan(p)]
+    level = [name for name in known if name not in (*ahead, *same)]
     single = [name for name in others if name not in known]
     parts = [f"{shown[best]} has the best mean {what}"]
     parts += [f"ahead of {_listed(ahead, shown)}"] if ahead else []
     parts += [f"these seeds do not tell it from {_listed(level, shown)}"] if level else []
+    parts += [f"the same difference on all seeds from {_listed(same, shown)}"] if same else []
     parts += [f"too few common seeds to compare {_listed(single, shown)}"] if single else []
     return "; ".join(parts)
 
 
 def _p_value(best: str, other: str, pairs: pd.DataFrame) -> float | None:
-    """Return the corrected p-value of a difference, or ``None`` without two common seeds."""
+    """Return the corrected p-value of a difference, or ``None`` without two common seeds.
+
+    It is 1 if all scores are equal, and NaN if all differences are, but not the scores.
+    """
     names = pairs[["method", "other"]].apply(frozenset, axis=1)
     for row in pairs[names == {best, other}].to_dict("records"):
         if row["seeds"] > 1:
-            return 1.0 if math.isnan(row["p_holm"]) else float(row["p_holm"])  # equal scores
+            return float(row["p_holm"]) if row["difference"] else 1.0
     return None
 
 
