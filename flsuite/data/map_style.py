@@ -212,7 +212,7 @@ def read_field(dataset: Any, field: Field | None, name: str) -> np.ndarray | Non
     """
     if field is None:
         values = _attribute(dataset, _LABELS)
-        values = _whole_seconds(dataset) if values is None else values
+        values = _classes_in_pairs(dataset) if values is None else values
     elif isinstance(field, str):
         values = _named(dataset, field, name)
     elif callable(field):
@@ -257,15 +257,15 @@ def _samples(dataset: Any) -> Iterator[Any]:
         yield from _seeded(dataset, list(range(first, min(first + _CHUNK, len(dataset)))), 0)
 
 
-def _whole_seconds(dataset: Any) -> list[int] | None:
-    """Return the second entries of samples if all are whole numbers, which classes may be."""
+def _classes_in_pairs(dataset: Any) -> list[int] | None:
+    """Return the second entries of all samples, or ``None`` if one is not a whole number."""
     values: list[int] = []
     try:
         (first,) = _seeded(dataset, [0], 0)
-        if _whole_second(first) is None:
+        if _class_in_pair(first) is None:
             return None  # without reading the others
         for sample in _samples(dataset):
-            if (value := _whole_second(sample)) is None:
+            if (value := _class_in_pair(sample)) is None:
                 return None
             values.append(value)
     except FlsuiteError as error:
@@ -274,7 +274,8 @@ def _whole_seconds(dataset: Any) -> list[int] | None:
     return values
 
 
-def _whole_second(sample: Any) -> int | None:
+def _class_in_pair(sample: Any) -> int | None:
+    """Return the second entry of a pair if it is a whole number, which may be a class."""
     value = sample[1] if isinstance(sample, (tuple, list)) and len(sample) == 2 else None
     if isinstance(value, Tensor) and value.ndim == 0:
         value = value.item()
