@@ -21,21 +21,9 @@ _LOW = {
 }
 _HIGH = {
     *("acc", "accuracy", "agreement", "ap", "auc", "auprc", "auroc", "bleu", "corr"),
-    *(
-        "correlation",
-        "dice",
-        "explained",
-        "f1",
-        "iou",
-        "jaccard",
-        "kappa",
-        "map",
-        "mcc",
-        "mrr",
-        "ndcg",
-    ),
-    *("pearson", "precision", "psnr", "r2", "recall", "rouge", "sensitivity", "spearman"),
-    *("specificity", "ssim", "transfer"),
+    *("correlation", "dice", "explained", "f1", "iou", "jaccard", "kappa", "map", "mcc", "mrr"),
+    *("ndcg", "pearson", "precision", "psnr", "r2", "recall", "rouge", "sensitivity"),
+    *("spearman", "specificity", "ssim", "transfer"),
 }
 
 

@@ -96,15 +96,19 @@ class _Worth(Callback):
     def __init__(self, client: ClientContext, mu: float) -> None:
         self.client, self.mu = client, mu
         self.optimizer: Optimizer | None = None
+        self.counted: Optimizer | None = None
+        self.shared: list[Tensor] = []
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        shared = [p for k, p in pl_module.named_parameters() if k in self.client.global_state]
-        counted, moves = _of_shared(trainer.optimizers, shared)
+        if self.counted is None:
+            shared = [p for k, p in pl_module.named_parameters() if k in self.client.global_state]
+            self.counted, self.shared = _of_shared(trainer.optimizers, shared)
         # One optimizer's steps are counted, without those that a gradient scaler skips, and those
         # of private parameters alone, as in a warm-up, which move nothing that is sent.
-        if optimizer is not counted or not moves or skips_step(trainer, optimizer):
+        moves = any(p.grad is not None for p in self.shared)
+        if optimizer is not self.counted or not moves or skips_step(trainer, optimizer):
             return
         if self.optimizer is None:
             self.number = torch.zeros(1, dtype=torch.float64, requires_grad=True)
@@ -129,13 +133,13 @@ class _Worth(Callback):
 
 def _of_shared(
     optimizers: Sequence[Optimizer], shared: Sequence[Tensor]
-) -> tuple[Optimizer | None, bool]:
-    """Return the first optimizer with a shared parameter, and whether one has a gradient."""
+) -> tuple[Optimizer | None, list[Tensor]]:
+    """Return the first optimizer with a shared parameter, and those that it has."""
     for optimizer in optimizers:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if own := [p for p in shared if id(p) in held]:
-            return optimizer, any(p.grad is not None for p in own)
-    return None, False
+            return optimizer, own
+    return None, []
 
 
 def _goes_on(optimizer: Optimizer) -> bool:

@@ -81,6 +81,7 @@ def _add_legend(figure: Figure, lines: Mapping[str, Line2D]) -> None:
     """Add a legend below all panels, for which the figure grows."""
     if not lines:
         return
+    # About 14 characters fit in an inch, and the line before a label takes six.
     longest = max(len(part) for label in lines for part in label.split("\n"))
     columns = max(1, int(14 * figure.get_figwidth()) // (6 + longest))
     height = 0.18 * sum(1 + label.count("\n") for label in lines) / columns
