@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
 _CONFIGS = (".yaml", ".yml", ".json")  # a file with a class, which the parser reads
 _SPLITS = ("clients", "partition", "labels", "ids", "bins", "val_fraction")
-_SWEEPS = (*("config", "grid", "methods", "overrides", "seeds", "tune", "updates_from", "workers"),)
+_SWEEPS = ("config", "grid", "methods", "overrides", "seeds", "tune", "updates_from", "workers")
 _PARTS = ("rule", "objective", "transforms", "server_optimizer")
 _LIBRARIES = ("flsuite", "lightning", "torch", "torchmetrics")
 
