@@ -109,23 +109,13 @@ def run_command(command: str, args: list[str]) -> int:
         except FederationError as error:
             return _complain(one_line(error), 1)
         except OSError as error:  # a full or read-only disk, a missing folder
-            return 1 if _is_output_closed() else _complain(with_place(error), 1)
+            return _complain(with_place(error), 1)
         except KeyboardInterrupt:
             how = COMMANDS[command].after_interrupt
             if termination.has_come:
                 return _complain(f"terminated{how}", TERMINATED)
             return _complain(f"interrupted{how}", 130)
     return 0
-
-
-def _is_output_closed() -> bool:
-    """Return whether the reader of the output, such as ``head``, has seen enough."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return True
-    return False
 
 
 def _versions() -> str:
