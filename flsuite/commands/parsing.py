@@ -229,9 +229,13 @@ def _takes_null(cls: Any, name: str) -> bool:
 def config_name(paths: Any, default: str) -> str:
     """Return the name of the last config file given.
 
-    For the ``config.yaml`` in a run's folder, return the name of the run.
+    For the ``config.yaml`` of the run ``runs/NAME/TIME-SEED``, return ``NAME``. For that of
+    ``runs/NAME``, return ``NAME-again``, because the run itself is there.
     """
     last = [Path(str(path)) for path in paths or []][-1:]
     if not last:
         return default
-    return last[0].resolve().parent.parent.name if last[0].name == "config.yaml" else last[0].stem
+    folder = last[0].resolve().parent
+    if last[0].name != "config.yaml" or not (folder / "settings.yaml").exists():
+        return last[0].stem
+    return f"{folder.name}-again" if folder.parent.name == "runs" else folder.parent.name

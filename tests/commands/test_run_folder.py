@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from flsuite.analysis import read_metrics
+from flsuite.commands.parsing import config_name
 from flsuite.commands.run_folder import with_run_folder
 from flsuite.errors import FlsuiteError
 from tests.commands.command import QUICKSTART, cli, refused
@@ -80,3 +81,16 @@ def test_a_run_from_python_says_so(tmp_path: Path) -> None:
     trainer(rounds=1, run_dir=tmp_path / "run").fit(classifier(), digits())
     with pytest.raises(FlsuiteError, match="was run from Python"):
         with_run_folder("test", [str(tmp_path / "run")])
+
+
+def test_the_default_name_is_that_of_the_config_or_of_the_run(tmp_path: Path) -> None:
+    deep, flat = tmp_path / "runs" / "digits" / "1", tmp_path / "runs" / "first"
+    for folder in (deep, flat):
+        folder.mkdir(parents=True)
+        (folder / "settings.yaml").touch()
+
+    assert config_name([], "flsuite") == "flsuite"
+    assert config_name(["a.yaml", "configs/quickstart.yaml"], "") == "quickstart"
+    assert config_name([deep / "config.yaml"], "") == "digits"
+    assert config_name([flat / "config.yaml"], "") == "first-again"
+    assert config_name([tmp_path / "config.yaml"], "") == "config", "not that of a run"
