@@ -192,6 +192,39 @@ def comparison_note(table: pd.DataFrame, metric: str, score: Score) -> str:
     )
 
 
+PAIR_HEADINGS = ("difference of", "seeds", "mean", "95 % interval", "p", "p (Holm)")
+
+
+def pair_cells(table: pd.DataFrame) -> list[tuple[str, ...]]:
+    """Return the pairs of :func:`compare` as texts, in the order of ``PAIR_HEADINGS``."""
+    return [
+        (
+            f"{row['method']} - {row['other']}",
+            f"{row['seeds']}",
+            f"{row['difference']:+.4f}",
+            shown_interval(row["low"], row["high"]),
+            shown_p(row["p"]),
+            shown_p(row["p_holm"]),
+        )
+        for row in table.to_dict("records")
+    ]
+
+
+def comparison_markdown(table: pd.DataFrame, metric: str, score: Score) -> str:
+    """Write the pairs of :func:`compare` as Markdown, with :func:`comparison_note`.
+
+    It is empty if no two methods share two seeds. The arguments are those of the note.
+    """
+    if not (table["seeds"] > 1).any():
+        return ""
+    parts = [comparison_note(table, metric, score)]
+    for partition, own in table.groupby("partition", sort=False):
+        title = f"{partition}:\n\n" if table["partition"].nunique() > 1 else ""
+        rows = [PAIR_HEADINGS, ("---",) * len(PAIR_HEADINGS), *pair_cells(own)]
+        parts.append(title + "\n".join(f"| {' | '.join(row)} |" for row in rows))
+    return "\n\n".join(parts) + "\n"
+
+
 def shown_interval(low: float, high: float) -> str:
     """Return an interval as text, empty if there is none."""
     return "" if np.isnan(low) else f"{low:+.4f} to {high:+.4f}"

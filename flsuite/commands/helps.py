@@ -127,8 +127,8 @@ over all pairs. For a sweep, the tuning budget is shown too.
                       scores of the last round by two settings, one table per combination of the
                       others; --output writes cross.csv, cross.md (with spreads, and the round
                       picked on validation data) and a heat map per metric
-  --output FOLDER     write report.csv, report.md, report.png (curves with their range),
-                      comparison.csv (pairs) and target.csv (all axes) there
+  --output FOLDER     write report.csv, report.md (with the pairs), report.png (curves with
+                      their range), comparison.csv (pairs) and target.csv (all axes) there
   --html FILE         write one page that needs no other file and no network: sortable tables,
                       curves with bands, clients, partition, and how to run each row again; needs
                       pip install 'flsuite[report]'

@@ -12,11 +12,12 @@ from rich.table import Table
 
 from flsuite.analysis.axes import AXES
 from flsuite.analysis.comparison import (
+    PAIR_HEADINGS,
     compare,
+    comparison_markdown,
     comparison_note,
     default_score,
-    shown_interval,
-    shown_p,
+    pair_cells,
 )
 from flsuite.analysis.curves import curves_figure
 from flsuite.analysis.groups import Group, find_runs, group_runs
@@ -181,23 +182,16 @@ def _print_target(
 
 def _print_comparison(console: Console, table: pd.DataFrame, results: Results, metric: str) -> None:
     """Print the paired differences, if any two methods share two seeds."""
-    if table["p"].isna().all() and not (table["seeds"] > 1).any():
+    if not (table["seeds"] > 1).any():
         return
     for partition, own in table.groupby("partition", sort=False):
         title = _title(f"test {metric}, paired by seed", partition, table)
         shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        shown.add_column("difference of", overflow="fold", min_width=14)
-        for heading in ("seeds", "mean", "95 % interval", "p", "p (Holm)"):
+        shown.add_column(PAIR_HEADINGS[0], overflow="fold", min_width=14)
+        for heading in PAIR_HEADINGS[1:]:
             shown.add_column(heading, justify="right", no_wrap=True)
-        for row in own.to_dict("records"):
-            shown.add_row(
-                f"{row['method']} - {row['other']}",
-                f"{row['seeds']}",
-                f"{row['difference']:+.4f}",
-                shown_interval(row["low"], row["high"]),
-                shown_p(row["p"]),
-                shown_p(row["p_holm"]),
-            )
+        for cells in pair_cells(own):
+            shown.add_row(*cells)
         console.print(shown)
     console.print(comparison_note(table, metric, default_score(results, metric)[0]))
 
@@ -237,7 +231,12 @@ def _write(
     folder = make_folder(Path(request.output))
     written = ["report.csv", "report.md", "report.png"]
     table.to_csv(folder / "report.csv", index=False)
-    (folder / "report.md").write_text(report_markdown(table, **target), encoding="utf-8")
+    pages = [report_markdown(table, **target)]
+    pages += [
+        comparison_markdown(own, name, default_score(results, name)[0])
+        for name, own in comparisons.items()
+    ]
+    (folder / "report.md").write_text("\n".join(filter(None, pages)), encoding="utf-8")
     for metric in request.metric:
         for line in apart(groups, metric, request.split, request.x):
             console.print(line)

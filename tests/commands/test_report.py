@@ -577,6 +577,9 @@ def test_pairs_are_compared_and_written(tmp_path: Path, capsys: pytest.CaptureFi
     (row,) = pd.read_csv(tmp_path / "out" / "comparison.csv").to_dict("records")
     assert row["p"] == pytest.approx(1 - (12 / 14) ** 0.5)
     assert row["high"] == pytest.approx(0.02 + 4.302653 * 0.01 / 3**0.5)
+    markdown = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    pair = "| FedAdam - FedAvg | 3 | +0.0200 | -0.0048 to +0.0448 | 0.0742 | 0.0742 |"
+    assert pair in markdown.splitlines() and "Holm's correction over 1 pair." in markdown
 
 
 def test_against_compares_with_one_method(
