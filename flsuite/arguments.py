@@ -118,6 +118,40 @@ def require_known(owner: type, names: Iterable[str], base: type) -> None:
             raise FlsuiteError(f"{owner.__name__}: there is no argument {name!r}{hint}")
 
 
+MISSING = object()
+_UNSTORED = "_unstored_arguments"
+
+
+def stored_argument(obj: Any, name: str) -> Any:
+    """Return the value that an object stores for an argument of its ``__init__``, or ``MISSING``.
+
+    It is in an attribute of this name or with a leading underscore, in Lightning's hyperparameters,
+    or kept by :func:`create`.
+    """
+    for attribute in (name, f"_{name}"):
+        value = getattr(obj, attribute, MISSING)
+        is_own_method = inspect.ismethod(value) and value.__self__ is obj
+        if name != "self" and value is not MISSING and not is_own_method:
+            return value
+    kept = vars(obj) if hasattr(obj, "__dict__") else {}
+    # Lightning's save_hyperparameters() stores them here.
+    value = kept.get("_hparams", {}).get(name, MISSING)
+    return kept.get(_UNSTORED, {}).get(name, MISSING) if value is MISSING else value
+
+
+def create(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """Create an object from a config, and keep the arguments that it does not store itself.
+
+    A run's settings need them, or runs that differ in them would look the same.
+    """
+    obj = cls(*args, **kwargs)
+    unstored = {k: v for k, v in kwargs.items() if stored_argument(obj, k) is MISSING}
+    if unstored:
+        with contextlib.suppress(AttributeError, TypeError):  # it has slots
+            setattr(obj, _UNSTORED, unstored)
+    return obj
+
+
 def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's settings with former argument names replaced by the present ones.
 

@@ -33,7 +33,7 @@ from flsuite.aggregators.rules.base import (
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.aggregators.server_optimizers.step import require_step, stepped
 from flsuite.aggregators.transforms.base import Transform
-from flsuite.arguments import check_init
+from flsuite.arguments import MISSING, check_init, stored_argument
 from flsuite.errors import FederationError, FlsuiteError, require_instance
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.state import State, StateLayout, Tree, cast, divided, scaled
@@ -99,12 +99,16 @@ class Aggregator:
     def described(self) -> dict[str, Any]:
         """Return the arguments that a config can set, as recorded in a run's settings.
 
-        Values set by a preset itself are excluded. If a preset extends an argument, the original
+        Values set by a preset itself are excluded, unless the preset does not store its own
+        arguments, which only these values show then. If a preset extends an argument, the original
         value is in an attribute with a leading underscore.
         """
         cls: Any = type(self)
-        names = (name for name in _settable(cls) if hasattr(self, name))
-        return {name: vars(self).get(f"_{name}", getattr(self, name)) for name in names}
+        values = {name: stored_argument(self, name) for name in _settable(cls)}
+        known = {name: value for name, value in values.items() if value is not MISSING}
+        if len(known) < len(values):
+            known |= {"rule": self.rule, "objective": self.objective}
+        return {name: vars(self).get(f"_{name}", value) for name, value in known.items()}
 
     def with_parts(self, given: Named, **parts: Any) -> "Aggregator":
         """Return a copy with some parts replaced, by name.

@@ -15,6 +15,7 @@ from jsonargparse._typehints import get_all_subclass_paths
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 
+from flsuite.arguments import create
 from flsuite.commands.plain_types import in_words, options_of
 from flsuite.commands.static.suggestions import nearest, nearest_key
 from flsuite.errors import FlsuiteError, one_line, with_place
@@ -58,6 +59,11 @@ class OneLineParser(LightningArgumentParser):
         added = super().add_class_arguments(class_type, *args, **kwargs)
         self.add_argument("--save_dir", type=str | Path, default="", help="Default: the run's.")
         return [*added, "save_dir"]
+
+    def instantiate(self, namespace: Any, *args: Any, **kwargs: Any) -> Any:
+        """Create the objects of a config. What they do not store of it is kept."""
+        ours = [*(kwargs.pop("instantiators", None) or ()), (create, object, True)]
+        return super().instantiate(namespace, *args, instantiators=ours, **kwargs)
 
     def parse_command(self, args: list[str] | None = None) -> Namespace:
         """Parse the arguments of a command. (``parse_args`` is also called for nested classes.)"""

@@ -3,7 +3,7 @@
 A resume refuses a run whose settings differ, and ``flsuite report`` groups runs by them. Describing
 an object is the inverse of instantiating a config. It relies on one convention: a class that a
 config can name stores each parameter of its ``__init__`` under the same name, or under that name
-with a leading underscore.
+with a leading underscore. What a class does not store is kept if a config has created the object.
 """
 
 import enum
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
+from flsuite.arguments import MISSING, stored_argument
 from flsuite.errors import FlsuiteError
 from flsuite.runs.options import RunOptions
 from flsuite.state import raw_bytes
@@ -34,7 +35,6 @@ WEIGHTS = ("initial_weights", "given_weights")
 """
 _UNREAD = ", content not read"
 _SCALARS = (str, int, float, bool, type(None))
-_MISSING = object()
 
 
 def run_settings(
@@ -121,8 +121,8 @@ def init_args(obj: Any) -> dict[str, Any]:
                 parameter.POSITIONAL_OR_KEYWORD,
                 parameter.KEYWORD_ONLY,
             )
-            value = _stored(obj, parameter.name) if is_named else _MISSING
-            if value is not _MISSING:
+            value = stored_argument(obj, parameter.name) if is_named else MISSING
+            if value is not MISSING:
                 arguments.setdefault(parameter.name, describe(value))
         if not any(p.kind == p.VAR_KEYWORD for p in parameters):
             break
@@ -250,19 +250,6 @@ def refuse_mismatch(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Pa
             f"these settings do not fit {path}: {'; '.join(named[:3])}{more}; use the run's "
             "settings, or start a new run"
         )
-
-
-def _stored(obj: Any, name: str) -> Any:
-    """Return the value that an object stores for a parameter, or ``_MISSING``."""
-    for attribute in (name, f"_{name}"):
-        value = getattr(obj, attribute, _MISSING)
-        is_own_method = inspect.ismethod(value) and value.__self__ is obj
-        if name != "self" and value is not _MISSING and not is_own_method:
-            return value
-    # Lightning's save_hyperparameters() stores them here.
-    return (
-        vars(obj).get("_hparams", {}).get(name, _MISSING) if hasattr(obj, "__dict__") else _MISSING
-    )
 
 
 def _describe_partial(obj: functools.partial[Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from tests.commands.command import cli, refused
 
 MODEL = """
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from flsuite.aggregators import FedAvg, Proximal
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -40,6 +41,25 @@ class Faulty(Net):
 
 class Unscored(Net):
     test_step = LightningModule.test_step
+
+
+class Unstored(Net):
+    def __init__(self, rate: float = 0.1):
+        super().__init__(lr=1.0)
+        self.factor = rate / 2
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.factor)
+
+
+class Prox(FedAvg):
+    def __init__(self, strength: float = 0.1, **kwargs):
+        super().__init__(objective=Proximal(strength), **kwargs)
+
+
+class Counter(Callback):
+    def __init__(self, start: int):
+        self.count = start + 1
 
 
 class MyData(LightningDataModule):
@@ -92,6 +112,24 @@ def test_clients_and_partition_of_a_plain_data_module(capsys: pytest.CaptureFixt
     assert "training samples" in capsys.readouterr().out
     rounds = ("--trainer.rounds", "1", "--run_dir", "run", *FAST)
     assert cli("fit", "--model", "my_package.Net", *wrapped, *split, *rounds) == 0
+
+
+def test_arguments_that_a_class_does_not_store_are_settings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = ("--model", "my_package.Unstored", "--data", "my_package.MyData")
+    own += ("--trainer.aggregator", "my_package.Prox", "--trainer.callbacks", "my_package.Counter")
+    rounds = ("--trainer.callbacks.start", "3", "--run_dir", "run", *FAST)
+    assert cli("fit", *own, *rounds, "--model.rate", "0.2", "--trainer.rounds", "1") == 0
+    settings = yaml.safe_load(Path("run/settings.yaml").read_text())
+    assert settings["model"]["init_args"]["rate"] == 0.2
+    assert settings["aggregator"]["init_args"]["strength"] == 0.1
+    assert [one["init_args"] for one in settings["callbacks"]] == [{"start": 3}]
+
+    again = ("resume", "run", "--trainer.rounds", "2")
+    line = refused(capsys, *again, "--trainer.aggregator.strength", "0.5")
+    assert "aggregator.strength is 0.5 here and 0.1 there" in line
+    assert cli(*again) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from flsuite.aggregators import (
     DPFedAvg,
     FedAdagrad,
     FedAdam,
+    FedAvg,
     FedProx,
     FedYogi,
     LocalOnly,
+    Proximal,
 )
 from flsuite.analysis import group_runs
 from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping
@@ -52,6 +54,16 @@ def test_a_preset_is_described_by_what_a_config_can_set() -> None:
     private = DPFedAvg(noise_multiplier=1.0, transforms=[ClipUpdates(2.0)])
     assert describe(private)["init_args"]["transforms"] == [describe(ClipUpdates(2.0))]
     assert len(private.transforms) == 2
+
+
+def test_a_preset_that_does_not_store_its_arguments_is_described_by_its_parts() -> None:
+    class Unstored(FedAvg):
+        def __init__(self, strength: float, **kwargs: Any) -> None:
+            super().__init__(objective=Proximal(strength), **kwargs)
+
+    weak, strong = (describe(Unstored(strength))["init_args"] for strength in (0.1, 0.2))
+    assert weak["objective"]["init_args"] == {"mu": 0.1}
+    assert weak["private"] == [] and weak != strong
 
 
 @pytest.mark.parametrize(
