@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from flsuite.aggregators.features import FeatureTerm
 from flsuite.aggregators.part import Statistic
 from flsuite.arguments import PositiveFloat, Settings, SmallProbability
 from flsuite.callbacks.base import FederationCallback
 from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.lightning_internals import scaler_of
-from flsuite.messages import ClientResult, Outcome
+from flsuite.messages import ClientContext, ClientResult, Outcome
 from flsuite.metrics.privacy import RandomDraw, Release, epsilon, epsilon_of, kept_logging
 from flsuite.models.modes import kept_modes
 from flsuite.random import torch_generator
@@ -28,6 +29,7 @@ from flsuite.runs.run import Run
 from flsuite.server.federation import Federation
 
 _LEFT_OVER = {"activations", "max_batch_len"}
+_BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 
 @dataclass(eq=False)
@@ -159,6 +161,7 @@ class DPSGD(FederationCallback, Settings):
                 "trainer.schedule.sampling to uniform"
             )
         _refuse_measured_extras(run.federation)
+        _refuse_seen_batches(run.federation)
         _refuse_unsupported(run.evaluator.model)
         epsilon(RandomDraw(2, 1.0, True), 1.0, 1, self.delta)  # fails now if its package is missing
 
@@ -231,6 +234,30 @@ def _refuse_measured_extras(federation: Federation) -> None:
             f"DPSGD: clients of {federation.aggregator.name} also send {', '.join(measured)} "
             "without noise; choose another trainer.aggregator, or leave out DPSGD"
         )
+
+
+def _refuse_seen_batches(federation: Federation) -> None:
+    """Refuse an algorithm of the user that sees batches in a fit, except in a term of the features.
+
+    What it adds to gradients or weights comes after the noise. Those of flsuite that see batches
+    are refused where they train without noise.
+
+    Raises:
+        FlsuiteError: If it does. The message names the callback.
+    """
+    data, server = federation.data, federation.server
+    counts = data.samples(0), data.class_counts(0)
+    client = ClientContext(0, 1, *counts, federation.state, {}, {}, layout=server.layout)
+    for callback in federation.aggregator.callbacks(client):
+        kind = type(callback)
+        seen = [name for name in _BATCH_HOOKS if getattr(kind, name) is not getattr(Callback, name)]
+        is_known = isinstance(callback, FeatureTerm) or kind.__module__.startswith("flsuite.")
+        if seen and not is_known:
+            raise FlsuiteError(
+                f"DPSGD: {kind.__name__}.{seen[0]} of the objective or rule sees samples, which "
+                "its change of gradients or weights would reveal without noise; leave the method "
+                "out, state the objective as a FeatureTerm, or leave out DPSGD"
+            )
 
 
 def _refuse_unsupported(model: LightningModule) -> None:

@@ -14,6 +14,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.images import Augment, Scaling, fit_scaling, resize_images
 from flsuite.data.loader import TrainLoader
 from flsuite.data.partitions import IID, Partition, partition_labels
+from flsuite.data.partitions.base import checked_rows
 from flsuite.data.rows import RaggedIndex, Rows
 from flsuite.data.skews import Skew, skewed
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
@@ -214,7 +215,8 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         rng = numpy_generator(self.partition_seed, "partition")
         partition = self.partition or IID()
         _check_labels(partition, published.spec)
-        rows = partition(labels, self.clients, rng, ids)
+        split = partition(labels, self.clients, rng, ids)
+        rows = checked_rows(partition, split, len(labels), self.clients)
 
         # A published validation split is the default, and an explicit fraction replaces it.
         default_fraction = 0.1 if val is None else 0.0

@@ -22,6 +22,7 @@ from flsuite.aggregators import (
     FedFisher,
     FedProx,
     FedRep,
+    Objective,
     PerFedAvg,
     RegMean,
 )
@@ -343,6 +344,22 @@ class Normalised(Backbone):
         return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(flat), nn.Linear(flat, outputs))
 
 
+class SeesBatches(Callback):
+    """Adds the mean of the batch to the gradients, after the noise."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.mean = batch[0].mean()
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        for parameter in module.parameters():
+            parameter.grad += self.mean
+
+
+class Leak(Objective):
+    def callbacks(self, client: Any) -> list[Callback]:
+        return [SeesBatches()]
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -363,12 +380,13 @@ class Normalised(Backbone):
             {"aggregator": Ditto(), "engine": Vectorized(clients=2)},
             "trains at other weights, without the noise of DPSGD",
         ),
+        ({"aggregator": FedAvg(objective=Leak())}, r"SeesBatches\.on_train_batch_start of the obj"),
         ({"aggregator": FedRep(), "max_epochs": 2}, "DPSGD: the aggregator freezes layers"),
         ({"schedule": Synchronous(2, PowerOfChoice())}, "losses of clients, which have no noise"),
     ],
     ids=[
         *("batch_norm", "accumulation", "tasks", "fisher", "gram", "ditto", "meta", "stacked"),
-        *("frozen", "losses"),
+        *("own", "frozen", "losses"),
     ],
 )
 def test_what_it_cannot_do_is_refused(kwargs: dict[str, Any], message: str, tmp_path: Path) -> None:

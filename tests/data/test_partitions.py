@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from flsuite.data.partitions import (
     SoleOwner,
     partition_labels,
 )
+from flsuite.data.partitions.base import checked_rows
 from flsuite.data.partitions.counts import assign_by_counts
 from flsuite.errors import FlsuiteError
 
@@ -432,3 +434,34 @@ def test_infeasible(
 ) -> None:
     with pytest.raises(FlsuiteError, match=message):
         partition(labels, 4, np.random.default_rng(0), ids)
+
+
+class Own(Partition):
+    """A partition of a user, which returns fixed rows."""
+
+    def __init__(self, *rows: list[int]) -> None:
+        self.rows = rows
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[np.ndarray]:
+        return [np.array(own, dtype=np.int64) for own in self.rows]
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (([0, 1], [2]), "Own returned 2 arrays for 3 clients"),
+        (([0, 1], [], [2]), "Own left client 1 without samples"),
+        (([0], [1], [2, 9]), "Own returned row 9, and there are 9"),
+        (([0], [-1], [2]), "Own returned row -1, and there are 9"),
+        (([0, 1], [1, 2], [3]), "Own returned some rows twice"),
+    ],
+    ids=["few", "empty", "outside", "negative", "overlap"],
+)
+def test_a_split_that_is_none_is_refused(rows: tuple[list[int], ...], reason: str) -> None:
+    with pytest.raises(FlsuiteError, match=f"data.partition: {reason}; return one array of rows"):
+        checked_rows(own := Own(*rows), own(), samples=9, clients=3)
+
+
+def test_rows_in_another_order_are_the_same_split() -> None:
+    rows = checked_rows(own := Own([7, 4], [0, 8, 1], [5]), own(), samples=9, clients=3)
+    assert [part.tolist() for part in rows] == [[4, 7], [0, 1, 8], [5]]

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import numpy as np
 from numpy.random import Generator
@@ -48,6 +48,37 @@ class Partition(PlainArguments, ABC):
         Raises:
             FlsuiteError: If the request cannot be met. The message names the parameter to change.
         """
+
+
+def checked_rows(
+    partition: Partition, rows: Sequence[np.ndarray], samples: int, clients: int
+) -> Rows:
+    """Return what a partition has returned, each client's rows in ascending order.
+
+    Raises:
+        FlsuiteError: If it is not one array per client of rows that exist, without overlap.
+    """
+
+    def refuse(reason: str) -> NoReturn:
+        raise FlsuiteError(
+            f"data.partition: {type(partition).__name__} {reason}; return one array of rows per "
+            "client, each with at least one, and no row twice"
+        )
+
+    if len(rows) != clients:
+        refuse(f"returned {len(rows)} arrays for {clients} clients")
+    stored = Rows.of(rows)
+    if empty := np.flatnonzero(stored.lengths() == 0).tolist():
+        refuse(f"left client {empty[0]} without samples")
+    if stored.values.min() < 0 or stored.values.max() >= samples:
+        outside = stored.values.max() if stored.values.max() >= samples else stored.values.min()
+        refuse(f"returned row {outside}, and there are {samples}")
+    owners = stored.client_of(samples)
+    if np.count_nonzero(owners >= 0) < len(stored.values):
+        refuse("returned some rows twice")
+    grows = np.diff(stored.values) > 0
+    grows[stored.offsets[1:-1] - 1] = True  # from one client to the next
+    return stored if grows.all() else Rows.of_clients(owners, clients)
 
 
 class AssignedPartition(Partition):
