@@ -70,7 +70,7 @@ def features_at(
     head: str,
     weights: Mapping[str, Tensor],
     batch: Any,
-    index: int,
+    index: int | Tensor,
 ) -> Tensor:
     """Return what a head reads at other weights, ``(n, features)``, without gradients.
 

@@ -22,7 +22,7 @@ def loss_at(
     module: LightningModule,
     weights: Mapping[str, Tensor],
     batch: Any,
-    index: int,
+    index: int | Tensor,
     in_full: bool = False,
     ends: dict[str, Tensor] | None = None,
 ) -> Tensor:
@@ -68,7 +68,7 @@ def step_loss(
     module: LightningModule,
     tensors: Mapping[str, Tensor],
     batch: Any,
-    index: int,
+    index: int | Tensor,
     log: Callable[..., None] | None = None,
     ends: dict[str, Tensor] | None = None,
 ) -> Tensor:
@@ -78,7 +78,7 @@ def step_loss(
         module: The model.
         tensors: Parameters and buffers by name. Buffers change as in a training step.
         batch: A batch on the device of the tensors.
-        index: Its number in the epoch.
+        index: Its number in the epoch. A tensor in a stack of clients.
         log: Receives what the model logs. Default: it is dropped.
         ends: Receives the buffers after the step, also those that the step has replaced.
 
@@ -187,7 +187,7 @@ class _Step(nn.Module):
         super().__init__()
         self.module, self.ends = module, ends
 
-    def forward(self, batch: Any, index: int) -> Tensor:
+    def forward(self, batch: Any, index: int | Tensor) -> Tensor:
         step: Any = self.module.training_step
         takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         output = step(batch, index) if takes_index else step(batch)

@@ -6,6 +6,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flsuite.client.stack_member import Member
@@ -40,12 +41,14 @@ class StackBatches:
 
     def __iter__(self) -> Iterator[list[Group]]:
         streams = [self._of(member.loader, member.epochs) for member in self.members]
-        for batches in zip_longest(*streams):
+        lengths = torch.tensor([len(member.loader) for member in self.members])
+        for step, batches in enumerate(zip_longest(*streams)):
             alike: dict[Any, list[int]] = {}
             for place, batch in enumerate(batches):
                 if batch is not None:
                     alike.setdefault(self._shape_of(batch), []).append(place)
-            yield [self._group(places, batches) for places in alike.values()]
+            index = (step % lengths).to(self.trainer.strategy.root_device)
+            yield [self._group(places, batches, index) for places in alike.values()]
 
     def first(self) -> Any:
         """Return the first batch of the first client."""
@@ -65,21 +68,21 @@ class StackBatches:
         start = 1 if self.fills else 0
         return tuple(part.shape[start:] for part in _parts(batch))
 
-    def _group(self, places: list[int], batches: Sequence[Any]) -> Group:
-        own = [batches[place] for place in places]
+    def _group(self, places: list[int], batches: Sequence[Any], index: Tensor) -> Group:
+        own, at = [batches[place] for place in places], self._at(places)
         sizes = [_size(batch) for batch in own]
         if len({*sizes}) == 1:
-            return Group(places, self._index(places), self._read(own))
+            return Group(places, at, self._read(own), index[at])
         filled = [_filled(batch, size, max(sizes)) for batch, size in zip(own, sizes, strict=True)]
         count = torch.tensor(sizes, device=self.trainer.strategy.root_device)
-        return Group(places, self._index(places), self._read(filled), count)
+        return Group(places, at, self._read(filled), index[at], count)
 
     def _of(self, loader: TrainLoader, epochs: int) -> Iterator[Any]:
         """Yield a client's batches, or only their rows where they are read at once."""
         for _ in range(epochs):
             yield from loader.rows() if self._reads_rows else loader
 
-    def _index(self, places: list[int]) -> Any:
+    def _at(self, places: list[int]) -> Any:
         is_all = len(places) == len(self.members)
         device = self.trainer.strategy.root_device
         return slice(None) if is_all else torch.tensor(places, device=device)

@@ -109,8 +109,9 @@ class StackSteps:
         try:
             batch = tree_map(lambda part: part[None], batches.mixed())
             size = torch.tensor([tree_leaves(batch)[0].shape[1]], device=self.losses.device)
+            first = torch.zeros(1, dtype=torch.int64, device=self.losses.device)
             with torch.random.fork_rng():
-                step = partial(self.loss.step, parameters, others, batch, 0, held)
+                step = partial(self.loss.step, parameters, others, batch, first, held)
                 whole, by_sample = step(), step(sizes=size)
         except Exception:  # a step may fail on one sample, as with BatchNorm
             return False
@@ -212,7 +213,8 @@ class StackSteps:
         sizes = group.sizes
         if self.by_sample and sizes is None:
             sizes = torch.tensor(group.samples(), device=self.losses.device)
-        done = self.loss.step(leaves, others, group.batch, step, held, sizes, self.by_sample)
+        own = group.batch, group.index
+        done = self.loss.step(leaves, others, *own, held, sizes, self.by_sample)
         if not self.by_sample and done.gradients.keys() != self.parameters.keys() - self.frozen:
             raise RuntimeError("the loss depends on other parameters in some of the steps")
 

@@ -25,6 +25,7 @@ class Group:
         places: Their places in the stack.
         at: The same as an index of the first axis.
         batch: Their batches, ``(clients, batch, ...)``.
+        index: The numbers of the batches in their clients' epochs, int64 ``(clients,)``.
         sizes: How many samples of a batch count, ``(clients,)``. The others fill up smaller
             batches. Default: all.
     """
@@ -32,6 +33,7 @@ class Group:
     places: Sequence[int]
     at: Any
     batch: Any
+    index: Tensor
     sizes: Tensor | None = None
 
     def samples(self) -> list[int]:
@@ -84,7 +86,7 @@ class StackedLoss:
         parameters: State,
         others: State,
         batch: Any,
-        index: int,
+        index: Tensor,
         held: Any,
         sizes: Tensor | None = None,
         by_sample: bool = False,
@@ -95,7 +97,8 @@ class StackedLoss:
             parameters: What the gradients are with respect to, each ``(clients, ...)``.
             others: The other tensors of the models.
             batch: ``(clients, batch, ...)``.
-            index: The number of the batch in the fit.
+            index: The number of each batch in its epoch, int64 ``(clients,)``. A step that decides
+                by it what to compute cannot run for many clients.
             held: What the term reads of each client.
             sizes: See :class:`Group`. Then a loss is the mean over samples, and buffers stay.
             by_sample: Whether to return the gradients of the samples' losses. It needs ``sizes``.
@@ -110,8 +113,8 @@ class StackedLoss:
         if sizes is not None:
             loss, parts = partial(self._mean_loss, by_sample=by_sample), (sizes,)
         with _uncached_casts():
-            together = torch.vmap(partial(loss, index=index), randomness="different")
-            totals, losses, buffers, logged = together(leaves, others, batch, held, *parts)
+            together = torch.vmap(loss, randomness="different")
+            totals, losses, buffers, logged = together(leaves, others, batch, held, index, *parts)
 
         # A client's loss depends on its own parameters alone, so these are its gradients.
         gradients = torch.autograd.grad(totals.sum(), list(leaves.values()), allow_unused=True)
@@ -124,8 +127,8 @@ class StackedLoss:
         others: State,
         batch: Any,
         held: Any,
+        index: Tensor,
         size: Tensor,
-        index: int,
         by_sample: bool,
     ) -> tuple[Tensor, Tensor, State, State]:
         """Return what :meth:`_loss` returns, as means over the first samples of a batch.
@@ -150,14 +153,16 @@ class StackedLoss:
         return total, mean(losses), buffers, {k: mean(v) for k, v in logged.items()}
 
     def _loss(
-        self, parameters: State, others: State, batch: Any, held: Any, index: int
+        self, parameters: State, others: State, batch: Any, held: Any, index: Tensor
     ) -> tuple[Tensor, Tensor, State, State]:
         """Return one client's loss with and without the term, its buffers, and what it logs."""
         buffers = {name: others[name].clone() for name in self.buffers}
         tensors = {**others, **buffers, **parameters}
         logged: State = {}
 
-        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        def log(name: str, value: Any, *args: Any, reduce_fx: Any = "mean", **kwargs: Any) -> None:
+            if reduce_fx not in ("mean", torch.mean):
+                raise RuntimeError(f"a step logs {name} with another reduce_fx than the mean")
             value = torch.as_tensor(value, device=self.trainer.strategy.root_device)
             logged[name] = value.detach().float()
 

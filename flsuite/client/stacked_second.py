@@ -80,7 +80,7 @@ class StackedSecond:
 
         Args:
             batch: The batches of the clients.
-            index: Their number in the fit.
+            index: The step of the stack. A group knows the number of each of its batches.
             at: Values of the parameters.
 
         Raises:
@@ -92,7 +92,7 @@ class StackedSecond:
             others = {**self._tensors, **self._others}
             others = {k: v[group.at] for k, v in others.items() if k not in weights}
             with torch.random.fork_rng():  # the model's own step draws the same
-                step = self._loss.step(weights, others, group.batch, index, {}, group.sizes)
+                step = self._loss.step(weights, others, group.batch, group.index, {}, group.sizes)
             gradients = with_rows(gradients, group, step.gradients, at)
             if gradients.keys() != step.gradients.keys():
                 raise RuntimeError("the loss depends on other parameters in some of the steps")

@@ -27,8 +27,7 @@ class Vectorized(Delegate, Settings):
     layers in some epochs (FedRep, of which clients with as many batches train together), and
     ``DPSGD``, whose gradients by sample take the memory of a whole batch of models per client. It
     refuses others before the first round. Attackers train one by one, and so do the clients of a
-    worker that has died. A step's ``batch_idx`` counts over the whole fit, and what a model logs is
-    its mean over the last epoch.
+    worker that has died.
 
     Args:
         clients: Clients per stack.

@@ -497,6 +497,27 @@ def test_an_unusual_step_ends_as_alone(kind: type[Aux]) -> None:
         assert distance(alone, stacked) < 1e-5
 
 
+class ScaledByNumber(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) / (1 + batch_idx)
+
+
+@pytest.mark.parametrize(
+    "method", [FedAvg(), Ditto(lam=0.5), MOON()], ids=["fedavg", "ditto", "moon"]
+)
+def test_batches_are_counted_in_each_epoch(method: Aggregator, stacks: list[int]) -> None:
+    model = ScaledByNumber(PLAIN.backbone, PLAIN.optimizer)
+    close(stacks, 1e-5, method, model, max_epochs=2)
+
+
+def test_a_step_that_decides_by_its_number_trains_alone(stacks: list[int]) -> None:
+    model = AuxLater(PLAIN.backbone, PLAIN.optimizer)
+    engines = InProcess(), Vectorized()
+    alone, other = (fitted(engine, model=model, max_epochs=2) for engine in engines)
+    assert_same_models(alone, other)
+    assert not stacks
+
+
 def test_the_same_seed_gives_the_same_bits_and_a_resumed_run_too(tmp_path: Path) -> None:
     def run(folder: str, rounds: int) -> FederatedTrainer:
         drops = Classifier(Dropping(), partial(SGD, lr=0.1, momentum=0.5))
@@ -667,11 +688,12 @@ def test_a_client_that_raises_is_named_and_the_others_train(
     assert any("client 1 failed: RuntimeError: no minimum" in message for message in messages)
 
 
-def test_what_the_model_logs_is_a_mean_of_the_last_epoch(stacks: list[int]) -> None:
+@pytest.mark.parametrize("reduce_fx", ["mean", "max"])
+def test_what_the_model_logs_is_that_of_single_fits(reduce_fx: str, stacks: list[int]) -> None:
     class Logging(type(table_model())):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
-            self.log("own", loss, on_step=False, on_epoch=True)
+            self.log("own", loss, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
             return loss
 
     def model() -> Any:
@@ -686,6 +708,7 @@ def test_what_the_model_logs_is_a_mean_of_the_last_epoch(stacks: list[int]) -> N
         for made in (alone, stacked)
     ]
     assert own[0] and own[1] == pytest.approx(own[0], rel=1e-5)
+    assert bool(stacks) == (reduce_fx == "mean")
 
 
 def test_a_step_that_reads_its_trainer_trains_alone(stacks: list[int]) -> None:
