@@ -138,12 +138,12 @@ def _help(command: str, topic: str) -> int:
 
 
 def _run(command: str, args: list[str]) -> None:
+    work_here()
     if command == "resume" or COMMANDS[command].by_lightning:
         command, args = with_run_folder(command, args)
     chosen = COMMANDS[command]
     home = f"flsuite.commands.{'fit' if chosen.by_lightning else command}"
     if chosen.reads_config:
-        work_here()
         require_config(command, args)
         refuse_typos(command, args)
         with waiting("loading PyTorch and Lightning"), _collecting_later():

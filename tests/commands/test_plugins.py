@@ -1,5 +1,6 @@
 """The command with classes that know nothing of flsuite, by their dotted path."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -112,6 +113,17 @@ def test_clients_and_partition_of_a_plain_data_module(capsys: pytest.CaptureFixt
     assert "training samples" in capsys.readouterr().out
     rounds = ("--trainer.rounds", "1", "--run_dir", "run", *FAST)
     assert cli("fit", "--model", "my_package.Net", *wrapped, *split, *rounds) == 0
+
+
+def test_what_each_client_adds_to_a_model_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = ("--data", "FromDataModule", "--data.data", "my_package.MyData")
+    rounds = ("--data.clients", "2", "--trainer.rounds", "1", "--run_dir", "run", *FAST)
+    assert cli("fit", "--model", "my_package.Net", *wrapped, *rounds) == 0
+    # A new process finds the package by the working folder alone.
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != os.getcwd()])
+    monkeypatch.delitem(sys.modules, "my_package")
+    assert cli("contribution", "run", "--output", "loo", "--metric", "loss") == 0
+    assert Path("loo/contribution.csv").is_file()
 
 
 def test_arguments_that_a_class_does_not_store_are_settings(
