@@ -11,7 +11,15 @@ import pandas as pd
 import yaml
 
 from flsuite.analysis.axes import aligned, require_axis
-from flsuite.analysis.labels import Flat, Variation, flatten, label_of, method_of, partition_of
+from flsuite.analysis.labels import (
+    Flat,
+    Variation,
+    data_texts,
+    flatten,
+    label_of,
+    method_of,
+    partition_of,
+)
 from flsuite.analysis.runs import curve, is_metrics, read_metrics
 from flsuite.arguments import renamed
 from flsuite.errors import FlsuiteError, one_line
@@ -32,7 +40,8 @@ class Group:
     Attributes:
         settings: The settings that the runs share, by path: ``model`` is a class, ``model.lr`` one
             of its parameters.
-        label: The settings in which the group differs from the other groups.
+        label: The settings in which the group differs from the other groups. In a sweep, the name
+            of the method, and the data where they differ.
         method: The aggregator, and other differing settings outside of the data.
         partition: The partition, and other differing settings of the data.
         runs: Metrics by run folder.
@@ -118,7 +127,7 @@ def group_runs(folders: Iterable[Path]) -> list[Group]:
         group.label = label_of(group.settings, variation)
         group.method = method_of(group.settings, variation)
         group.partition = partition_of(group.settings, variation)
-    _take_names_of_sweep(groups)
+    _take_names_of_sweep(groups, variation)
     return sorted(groups, key=lambda group: group.label)
 
 
@@ -140,7 +149,7 @@ def experiment_hash(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(_text(_without_seed(settings)).encode()).hexdigest()[:8]
 
 
-def _take_names_of_sweep(groups: list[Group]) -> None:
+def _take_names_of_sweep(groups: list[Group], variation: Variation) -> None:
     """Name methods as in their sweep, so that tuned values do not split a method.
 
     Grid values outside of the data then become part of the partition's name, which is the grid
@@ -154,8 +163,10 @@ def _take_names_of_sweep(groups: list[Group]) -> None:
         (pair[0], cell[1] or pair[1]) if cell and short.count(pair) > 1 else pair
         for cell, pair in zip(cells, short, strict=True)
     ]
-    for group, name, pair in zip(groups, names, full, strict=True):
+    for group, name, cell, pair in zip(groups, names, cells, full, strict=True):
         group.method, group.partition = name if full.count(pair) > 1 else pair
+        if cell and len(groups) > 1 and (group.method, group.partition) == (cell[0], name[1]):
+            group.label = ", ".join([cell[0], *data_texts(group.settings, variation)])
 
 
 def _cell_of(group: Group) -> tuple[str, str] | None:

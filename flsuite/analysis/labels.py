@@ -108,6 +108,11 @@ def method_of(own: Flat, variation: Variation) -> str:
     return ", ".join([variation.algorithm(own), *parts])
 
 
+def data_texts(own: Flat, variation: Variation) -> list[str]:
+    """Return the settings of the data in which a group differs from the others, as text."""
+    return variation.texts(own, _is_data)
+
+
 def partition_of(own: Flat, variation: Variation) -> str:
     """Return the partition, and other differing settings of the data.
 

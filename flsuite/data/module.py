@@ -289,6 +289,7 @@ def _check_labels(partition: Partition, spec: DataSpec) -> None:
     if partition.needs_labels and spec.num_classes < 2:
         raise FlsuiteError(
             f"data.partition: {type(partition).__name__} splits by class, but these samples have "
-            "no classes; set data.labels (a field's name, a function or an array; with data.bins "
-            "for numbers), or data.partition to IID, QuantitySkew or Natural"
+            "no classes (one whole number per sample, at least two different ones); set "
+            "data.labels (a field's name, a function or an array; with data.bins for numbers), or "
+            "data.partition to IID, QuantitySkew or Natural"
         )

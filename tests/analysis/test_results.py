@@ -14,10 +14,12 @@ from flsuite.analysis import (
     confusion_figure,
     confusion_matrix,
     curves_figure,
+    find_runs,
     flow_figure,
     forgetting_figure,
     gain_figure,
     gamma_figure,
+    group_runs,
     label_skew,
     load,
     partitions_figure,
@@ -116,6 +118,8 @@ def test_a_sweep_names_methods_and_its_trials_are_no_results(tmp_path: Path) -> 
     found = load(tmp_path)
     assert set(found["method"]) == {"prox-tuned"} and set(found["partition"]) == {SHARP, MILD}
     assert set(found["seed"]) == {1}
+    labels = [group.label for group in group_runs(find_runs([tmp_path]))]
+    assert labels == ["prox-tuned, alpha=0.05", "prox-tuned, alpha=0.3"]
 
 
 def test_grid_values_outside_of_the_data_name_the_partition(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ class FromDataModule(MapStyleModule):
         if not isinstance(loader, DataLoader):
             raise FlsuiteError(
                 f"data: {name} of {type(self.data).__name__} must return one torch DataLoader of a "
-                f"map-style dataset, got {type(loader).__name__}"
+                f"map-style dataset, got {type(loader).__name__}; join the datasets of sites with "
+                "a ConcatDataset, and give data.ids and data.partition Natural"
             )
         return loader
 
