@@ -509,3 +509,14 @@ def test_samples_that_make_no_batch_ask_for_a_collate_function() -> None:
     data = FromDataset(Sentences(30, 0), Sentences(9, 1), clients=2, batch_size=8)
     with pytest.raises(FlsuiteError, match="give FromDataset or your DataLoader a collate"):
         data.setup("fit")
+
+
+def test_samples_in_double_precision_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    def points(dtype: torch.dtype) -> TensorDataset:
+        return TensorDataset(torch.rand(20, 3, dtype=dtype), torch.arange(20) % 2)
+
+    with caplog.at_level("WARNING", logger="flsuite"):
+        split(points(torch.float32), points(torch.float32))
+        assert not caplog.records
+        split(points(torch.float64), points(torch.float64))
+    assert "convert the datasets to float32, or set trainer.precision to 64-true" in caplog.text

@@ -1,6 +1,7 @@
 """Wraps map-style torch datasets as federated data."""
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -26,6 +27,8 @@ from flsuite.data.module import FederatedDataModule
 from flsuite.data.partitions import Partition
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
 from flsuite.errors import FlsuiteError
+
+log = logging.getLogger("flsuite")
 
 
 class MapStyleModule(FederatedDataModule):
@@ -84,6 +87,11 @@ class MapStyleModule(FederatedDataModule):
             for name, dataset in datasets.items()
         }
 
+        if splits["train"].x.dtype == torch.float64 != torch.get_default_dtype():
+            log.warning(
+                "data: the samples are float64, and the layers of a model are float32 by default; "
+                "convert the datasets to float32, or set trainer.precision to 64-true"
+            )
         values = {name: self._values(one, name, splits[name]) for name, one in datasets.items()}
         if self.bins is not None and values["train"] is None:
             values = {name: _numbers(split) for name, split in splits.items()}
