@@ -145,11 +145,25 @@ def create(cls: type, *args: Any, **kwargs: Any) -> Any:
     A run's settings need them, or runs that differ in them would look the same.
     """
     obj = cls(*args, **kwargs)
-    unstored = {k: v for k, v in kwargs.items() if stored_argument(obj, k) is MISSING}
+    unstored = {name: value for name, value in kwargs.items() if not _stores(obj, name)}
     if unstored:
         with contextlib.suppress(AttributeError, TypeError):  # it has slots
             setattr(obj, _UNSTORED, unstored)
     return obj
+
+
+def _stores(obj: Any, name: str) -> bool:
+    """Return whether an object stores an argument, without reading its properties.
+
+    Some loggers make a new version of their files when one is read.
+    """
+    for attribute in (name, f"_{name}"):
+        found = inspect.getattr_static(obj, attribute, MISSING)
+        if found is not MISSING and not inspect.isroutine(found):
+            return True
+    kept = vars(obj) if hasattr(obj, "__dict__") else {}
+    places = ("_hparams", "_modules", "_parameters", "_buffers")  # of Lightning and torch
+    return any(name in (kept.get(place) or ()) for place in places)
 
 
 def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from flsuite.aggregators import (
     Proximal,
 )
 from flsuite.analysis import group_runs
+from flsuite.arguments import MISSING, create, stored_argument
 from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping
 from flsuite.errors import FlsuiteError
 from flsuite.runs.settings import describe
@@ -54,6 +55,21 @@ def test_a_preset_is_described_by_what_a_config_can_set() -> None:
     private = DPFedAvg(noise_multiplier=1.0, transforms=[ClipUpdates(2.0)])
     assert describe(private)["init_args"]["transforms"] == [describe(ClipUpdates(2.0))]
     assert len(private.transforms) == 2
+
+
+def test_what_a_config_creates_is_described_by_all_arguments_and_no_property_is_read() -> None:
+    class Versioned:
+        def __init__(self, version: int | None = None, rate: float = 0.1) -> None:
+            self.factor = rate / 2
+
+        @property
+        def version(self) -> int:
+            raise AssertionError("some loggers make a new version when it is read")
+
+    made = create(Versioned, version=3, rate=0.4)
+    assert stored_argument(made, "rate") == 0.4
+    assert stored_argument(Versioned(rate=0.4), "rate") is MISSING
+    assert vars(made)["factor"] == 0.2
 
 
 def test_a_preset_that_does_not_store_its_arguments_is_described_by_its_parts() -> None:
