@@ -41,14 +41,12 @@ class StackBatches:
 
     def __iter__(self) -> Iterator[list[Group]]:
         streams = [self._of(member.loader, member.epochs) for member in self.members]
-        lengths = torch.tensor([len(member.loader) for member in self.members])
         for step, batches in enumerate(zip_longest(*streams)):
             alike: dict[Any, list[int]] = {}
             for place, batch in enumerate(batches):
                 if batch is not None:
                     alike.setdefault(self._shape_of(batch), []).append(place)
-            index = (step % lengths).to(self.trainer.strategy.root_device)
-            yield [self._group(places, batches, index) for places in alike.values()]
+            yield [self._group(step, places, batches) for places in alike.values()]
 
     def first(self) -> Any:
         """Return the first batch of the first client."""
@@ -68,19 +66,27 @@ class StackBatches:
         start = 1 if self.fills else 0
         return tuple(part.shape[start:] for part in _parts(batch))
 
-    def _group(self, places: list[int], batches: Sequence[Any], index: Tensor) -> Group:
+    def _group(self, step: int, places: list[int], batches: Sequence[Any]) -> Group:
         own, at = [batches[place] for place in places], self._at(places)
+        index = self._index(step, places)
         sizes = [_size(batch) for batch in own]
         if len({*sizes}) == 1:
-            return Group(places, at, self._read(own), index[at])
+            return Group(places, at, self._read(own), index)
         filled = [_filled(batch, size, max(sizes)) for batch, size in zip(own, sizes, strict=True)]
         count = torch.tensor(sizes, device=self.trainer.strategy.root_device)
-        return Group(places, at, self._read(filled), index[at], count)
+        return Group(places, at, self._read(filled), index, count)
 
     def _of(self, loader: TrainLoader, epochs: int) -> Iterator[Any]:
         """Yield a client's batches, or only their rows where they are read at once."""
         for _ in range(epochs):
             yield from loader.rows() if self._reads_rows else loader
+
+    def _index(self, step: int, places: list[int]) -> int | Tensor:
+        """Return the numbers of the batches in their epochs: one, if it is the same for all."""
+        numbers = [step % len(self.members[place].loader) for place in places]
+        if len({*numbers}) == 1:
+            return numbers[0]
+        return torch.tensor(numbers, device=self.trainer.strategy.root_device)
 
     def _at(self, places: list[int]) -> Any:
         is_all = len(places) == len(self.members)

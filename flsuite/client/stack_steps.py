@@ -109,9 +109,8 @@ class StackSteps:
         try:
             batch = tree_map(lambda part: part[None], batches.mixed())
             size = torch.tensor([tree_leaves(batch)[0].shape[1]], device=self.losses.device)
-            first = torch.zeros(1, dtype=torch.int64, device=self.losses.device)
             with torch.random.fork_rng():
-                step = partial(self.loss.step, parameters, others, batch, first, held)
+                step = partial(self.loss.step, parameters, others, batch, 0, held)
                 whole, by_sample = step(), step(sizes=size)
         except Exception:  # a step may fail on one sample, as with BatchNorm
             return False

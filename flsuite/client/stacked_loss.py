@@ -25,7 +25,7 @@ class Group:
         places: Their places in the stack.
         at: The same as an index of the first axis.
         batch: Their batches, ``(clients, batch, ...)``.
-        index: The numbers of the batches in their clients' epochs, int64 ``(clients,)``.
+        index: The number of the batch in its epoch, or one per client, int64 ``(clients,)``.
         sizes: How many samples of a batch count, ``(clients,)``. The others fill up smaller
             batches. Default: all.
     """
@@ -33,7 +33,7 @@ class Group:
     places: Sequence[int]
     at: Any
     batch: Any
-    index: Tensor
+    index: int | Tensor
     sizes: Tensor | None = None
 
     def samples(self) -> list[int]:
@@ -86,7 +86,7 @@ class StackedLoss:
         parameters: State,
         others: State,
         batch: Any,
-        index: Tensor,
+        index: int | Tensor,
         held: Any,
         sizes: Tensor | None = None,
         by_sample: bool = False,
@@ -97,8 +97,8 @@ class StackedLoss:
             parameters: What the gradients are with respect to, each ``(clients, ...)``.
             others: The other tensors of the models.
             batch: ``(clients, batch, ...)``.
-            index: The number of each batch in its epoch, int64 ``(clients,)``. A step that decides
-                by it what to compute cannot run for many clients.
+            index: See :class:`Group`. A step that decides by it what to compute can only run for
+                clients with the same one.
             held: What the term reads of each client.
             sizes: See :class:`Group`. Then a loss is the mean over samples, and buffers stay.
             by_sample: Whether to return the gradients of the samples' losses. It needs ``sizes``.
@@ -113,7 +113,8 @@ class StackedLoss:
         if sizes is not None:
             loss, parts = partial(self._mean_loss, by_sample=by_sample), (sizes,)
         with _uncached_casts():
-            together = torch.vmap(loss, randomness="different")
+            axes = (0, 0, 0, 0, None if isinstance(index, int) else 0, *(0 for _ in parts))
+            together = torch.vmap(loss, axes, randomness="different")
             totals, losses, buffers, logged = together(leaves, others, batch, held, index, *parts)
 
         # A client's loss depends on its own parameters alone, so these are its gradients.
@@ -127,7 +128,7 @@ class StackedLoss:
         others: State,
         batch: Any,
         held: Any,
-        index: Tensor,
+        index: int | Tensor,
         size: Tensor,
         by_sample: bool,
     ) -> tuple[Tensor, Tensor, State, State]:
@@ -153,7 +154,7 @@ class StackedLoss:
         return total, mean(losses), buffers, {k: mean(v) for k, v in logged.items()}
 
     def _loss(
-        self, parameters: State, others: State, batch: Any, held: Any, index: Tensor
+        self, parameters: State, others: State, batch: Any, held: Any, index: int | Tensor
     ) -> tuple[Tensor, Tensor, State, State]:
         """Return one client's loss with and without the term, its buffers, and what it logs."""
         buffers = {name: others[name].clone() for name in self.buffers}

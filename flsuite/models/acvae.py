@@ -212,8 +212,10 @@ class ACVAE(ClientModel):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss, the mean over the batch."""
         x, y = batch
-        # Only one batch per epoch, because the check synchronizes with the device.
-        valid = _within_unit_range(x) if batch_idx == 0 else None
+        # Only one batch per epoch, because the check synchronizes with the device. In a stack,
+        # clients may be at different batches.
+        is_later = isinstance(batch_idx, int) and batch_idx > 0
+        valid = None if is_later else _within_unit_range(x)
 
         mean, log_variance = self.posterior(x)
         h = self.map(sample(mean, log_variance))
