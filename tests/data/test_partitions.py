@@ -462,6 +462,12 @@ def test_a_split_that_is_none_is_refused(rows: tuple[list[int], ...], reason: st
         checked_rows(own := Own(*rows), own(), samples=9, clients=3)
 
 
+@pytest.mark.parametrize("split", [None, {0: [1], 1: [2]}, [1, 2]], ids=["none", "dict", "flat"])
+def test_what_holds_no_arrays_is_refused(split: Any) -> None:
+    with pytest.raises(FlsuiteError, match=f"Own returned a {type(split).__name__}; return one"):
+        checked_rows(Own(), split, samples=9, clients=2)
+
+
 def test_rows_in_another_order_are_the_same_split() -> None:
     rows = checked_rows(own := Own([7, 4], [0, 8, 1], [5]), own(), samples=9, clients=3)
     assert [part.tolist() for part in rows] == [[4, 7], [0, 1, 8], [5]]

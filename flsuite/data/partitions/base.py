@@ -65,9 +65,12 @@ def checked_rows(
             "client, each with at least one, and no row twice"
         )
 
-    if len(rows) != clients:
-        refuse(f"returned {len(rows)} arrays for {clients} clients")
-    stored = Rows.of(rows)
+    try:
+        stored = Rows.of(rows)
+    except (TypeError, ValueError):  # a generator, a dictionary, None
+        refuse(f"returned a {type(rows).__name__}")
+    if len(stored) != clients:
+        refuse(f"returned {len(stored)} arrays for {clients} clients")
     if empty := np.flatnonzero(stored.lengths() == 0).tolist():
         refuse(f"left client {empty[0]} without samples")
     if stored.values.min() < 0 or stored.values.max() >= samples:
