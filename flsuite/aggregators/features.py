@@ -1,8 +1,7 @@
 """Terms on a model's features: the input of its head in a training step."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -64,6 +63,23 @@ def inputs_of(model: nn.Module, head: str) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
+@contextmanager
+def outputs_of(model: nn.Module, head: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Change what a part of a model returns in each forward pass.
+
+    Args:
+        model: The model.
+        head: Prefix of the part's entries in the state dict.
+        change: Returns other outputs.
+    """
+    part = model.get_submodule(head.rstrip("."))
+    handle = part.register_forward_hook(lambda _, inputs, outputs: change(outputs))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def features_at(
     trainer: Trainer,
     module: LightningModule,
@@ -99,11 +115,11 @@ def as_rows(features: Tensor) -> Tensor:
     return features.flatten(1).to(torch.promote_types(features.dtype, torch.float32))
 
 
-class FeatureTerm(Callback, ABC):
-    """Adds a term of the features to the loss of every training step.
+class FeatureTerm(Callback):
+    """Adds a term of the features to the loss of every training step, or changes its logits.
 
-    Subclasses state the term in functions of one client's tensors. In a stack of clients, one
-    callback computes the terms of all, so these functions must not look at numbers.
+    Subclasses state both in functions of one client's tensors. In a stack of clients, one callback
+    computes the terms of all, so these functions must not look at numbers.
 
     In a fit of one client, only the gradient of the term is computed, where the gradient of the
     loss passes the features. The backward pass of the model therefore runs once.
@@ -122,7 +138,8 @@ class FeatureTerm(Callback, ABC):
         self.held: Any = {}
         self._batch: Any = ()
         self._others: list[Tensor] = []
-        self._handle: Any = None
+        self._is_own_step = False  # other losses, as of a second model, stay as they are
+        self._hooks = ExitStack()
 
     def start(self, module: LightningModule) -> Any:
         """Return what the term reads of its client, in dictionaries of tensors. Default: nothing.
@@ -141,9 +158,8 @@ class FeatureTerm(Callback, ABC):
         """
         return []
 
-    @abstractmethod
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        """Return the term, a mean over the samples of the batch.
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor | None:
+        """Return the term, a mean over the samples of the batch. Default: none.
 
         Args:
             features: ``(n, features)``, with gradients.
@@ -151,12 +167,26 @@ class FeatureTerm(Callback, ABC):
             batch: The batch.
             held: See :meth:`start`.
         """
+        return None
+
+    def logits(self, outputs: Tensor, held: Any) -> Tensor:
+        """Return what the model's loss reads as the head's outputs. Default: the outputs.
+
+        Args:
+            outputs: ``(n, classes)``, with gradients.
+            held: See :meth:`start`.
+        """
+        return outputs
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trainer = trainer
         self.held = self.start(pl_module)
         head = pl_module.get_submodule(self.head.rstrip("."))
-        self._handle = head.register_forward_pre_hook(self._look)
+        for handle in (
+            head.register_forward_pre_hook(self._look),
+            head.register_forward_hook(self._change),
+        ):
+            self._hooks.callback(handle.remove)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -165,28 +195,43 @@ class FeatureTerm(Callback, ABC):
             return features_at(trainer, pl_module, self.head, weights, batch, batch_idx)
 
         self._batch, self._others = batch, self.compared(features_of, self.held)
+        self._is_own_step = True
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._is_own_step = False
 
     def _look(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if inputs[0].requires_grad:
+        if self._is_own_step and inputs[0].requires_grad:
             features = inputs[0].detach().clone()  # the head may change its input in place
             inputs[0].register_hook(lambda gradient: gradient + self._at(features))
 
-    def _at(self, features: Tensor) -> Tensor:
+    def _change(self, head: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> Tensor:
+        return self.logits(outputs, self.held) if self._is_own_step else outputs
+
+    def _at(self, features: Tensor) -> Tensor | float:
         """Return the gradient of the term, scaled like the loss of the step."""
         with torch.enable_grad():
             z = features.requires_grad_()
             term = self.term(as_rows(z), self._others, self._batch, self.held)
+            if term is None:
+                return 0.0
             (gradient,) = torch.autograd.grad(term, z)
         scaler = scaler_of(self.trainer)
         scale = 1.0 if scaler is None else scaler.get_scale()
         return gradient * (scale / self.trainer.accumulate_grad_batches)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._handle.remove()
+        self._hooks.close()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         # The model is resident: a hook left on it would act in the next client's fit.
-        if self._handle is not None:
-            self._handle.remove()
+        self._hooks.close()

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim import Optimizer
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.features import classes_of
+from flsuite.aggregators.features import FeatureTerm, classes_of
 from flsuite.aggregators.objectives import Objective
 from flsuite.aggregators.partial import HeadAware
-from flsuite.aggregators.second_model import SecondModel
+from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.arguments import Settings
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
@@ -30,7 +28,8 @@ class FedRoD(HeadAware):
     Body and generic head are averaged. They minimize the balanced softmax loss, in which the logit
     of class ``c`` grows by ``log n_kc`` (eq. 6). The personal head is trained on the detached
     features, and its logits are added to the detached generic ones (eq. 9). A client is scored by
-    the sum of both heads, which are one linear layer. The bytes are those of FedAvg.
+    the sum of both heads, which are one linear layer. A step costs one more forward pass, and the
+    bytes are those of FedAvg.
 
     Args:
         head: Prefix of the head's entries, a linear layer. Default: as named by the model.
@@ -61,60 +60,48 @@ class TwoHeads(Objective, Settings):
     head: str
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_PersonalHead(client, self.head)]
+        return [_PersonalHead(client, self.head), _Balanced(client, self.head)]
 
     def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
         return {name: state[name] + value for name, value in memory.get("head", {}).items()}
 
 
-class _PersonalHead(Callback):
-    def __init__(self, client: ClientContext, head: str) -> None:
-        self.client, self.head = client, head
-        self._handle: Any = None
-        self.seen: tuple[Tensor, Tensor] | None = None
+class _PersonalHead(SecondSteps):
+    """The sum of both heads is one linear layer, at which the personal one has its gradient."""
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        layer = pl_module.get_submodule(self.head.rstrip("."))
+    def __init__(self, client: ClientContext, head: str) -> None:
+        super().__init__(client)
+        self.head = head
+
+    def start(self, module: LightningModule) -> tuple[State, State]:
+        layer = module.get_submodule(self.head.rstrip("."))
         own = layer.named_parameters(prefix=self.head.rstrip("."))
         # At first it adds nothing to the generic head.
-        zeros = {k: torch.zeros_like(p) for k, p in own}
-        start = self.client.memory.get("head", zeros)
-        self.personal = SecondModel(trainer, pl_module, start)
+        zeros = {name: torch.zeros_like(p, device="cpu") for name, p in own}
+        return self.client.memory.get("head", zeros), {}
 
+    def point(self, v: State, w: State, held: State) -> State:
+        return {name: v[name] + w[name] for name in v}
+
+    def direction(self, gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
+        return gradient, held
+
+    def end(self, weights: State, held: State) -> None:
+        self.client.memory["head"] = weights
+
+
+class _Balanced(FeatureTerm):
+    def __init__(self, client: ClientContext, head: str) -> None:
+        super().__init__(head)
+        self.client = client
+
+    def start(self, module: LightningModule) -> State:
         # A class that the client lacks must not have a logit of minus infinity.
-        counts = self.client.class_counts.clamp(min=1).to(pl_module.device)
-        self.log_counts = counts.log()
-        self._handle = layer.register_forward_hook(self._balance)
+        counts = self.client.class_counts.clamp(min=1).to(module.device)
+        return {"shift": counts.log()}
 
-    def _balance(self, layer: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> Tensor:
-        self.seen = inputs[0].detach(), logits.detach()
-        return logits.float() + self.log_counts
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> None:
+        classes_of(batch, "FedRoD")  # a softmax needs one class per sample
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self.batch, self.seen = batch, None
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Step the personal head with the features of the model's own step."""
-        if self.seen is None:
-            return  # a step that does not call the head
-        features, generic = self.seen
-        own = self.personal.parameters
-        with torch.enable_grad():
-            logits = generic.float() + F.linear(features.float(), *own.values())
-            loss = F.cross_entropy(logits, classes_of(self.batch, "FedRoD"))
-            gradient = torch.autograd.grad(loss, list(own.values()))
-        self.personal.step(dict(zip(own, gradient, strict=True)))
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.client.memory["head"] = self.personal.state()
-        self._handle.remove()
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        if self._handle is not None:
-            self._handle.remove()
+    def logits(self, outputs: Tensor, held: State) -> Tensor:
+        return outputs.float() + held["shift"]

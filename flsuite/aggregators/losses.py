@@ -127,7 +127,9 @@ def loss_and_gradient(
     others, ends = buffers or {}, dict[str, Tensor]()
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-        at = {**others, **leaves}
+        # No graph of the layers that have no gradient.
+        rest = {name: value.detach() for name, value in module.named_parameters()}
+        at = {**rest, **others, **leaves}
         loss = loss_at(trainer, module, at, batch, index, in_full=in_full, ends=ends)
         gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     # Only now, because the backward pass reads the buffers of the step.

@@ -62,15 +62,12 @@ class MetaGradient(Objective, Settings):
 
 
 class _Pairs(Callback):
+    supports_stack = True
+
     def __init__(self, settings: MetaGradient) -> None:
         self.settings = settings
         self.start: State = {}  # w, while the model holds w~
         self.is_last_epoch = False
-
-    @property
-    def supports_stack(self) -> bool:
-        """Return whether a stack can take the steps: the Hessian takes more gradients in each."""
-        return self.settings.order == "first" or not self.settings.alpha
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_simple = pl_module.automatic_optimization and len(trainer.optimizers) == 1

@@ -68,7 +68,7 @@ class StackSteps:
         self.keeps = bool(callbacks_of(members, KeepOptimizers))
         if self.keeps:
             gather_states(self.optimizer, self.parameters, members)
-        terms = callbacks_of(members, FeatureTerm)  # type: ignore[type-abstract]
+        terms = callbacks_of(members, FeatureTerm)
         self.loss = StackedLoss(model, trainer, terms[0] if terms else None)
         self.held = tree_map(lambda *parts: stacked(parts), *[term.held for term in terms] or [{}])
         has_second = callbacks_of(members, SecondSteps)  # type: ignore[type-abstract]

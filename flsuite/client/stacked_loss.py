@@ -11,7 +11,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flsuite.aggregators.features import FeatureTerm, as_rows, features_at, inputs_of
+from flsuite.aggregators.features import (
+    FeatureTerm,
+    as_rows,
+    features_at,
+    inputs_of,
+    outputs_of,
+)
 from flsuite.aggregators.losses import step_loss
 from flsuite.client.trainer import ClientTrainer
 from flsuite.state import State
@@ -177,11 +183,13 @@ class StackedLoss:
         with ExitStack() as entered:
             if term:
                 seen = entered.enter_context(inputs_of(self.model, self.head))
+                change = partial(term.logits, held=held)
+                entered.enter_context(outputs_of(self.model, self.head, change))
             entered.enter_context(self.trainer.precision_plugin.train_step_context())
             loss = step_loss(self.model, tensors, batch, index, log, ends := dict[str, Tensor]())
 
-        added = [term.term(as_rows(z), compared, batch, held) for z in seen] if term else []
-        total = sum(added, loss)
+        terms = [term.term(as_rows(z), compared, batch, held) for z in seen] if term else []
+        total = sum((added for added in terms if added is not None), loss)
         after = {name: ends[name].detach() for name in self.buffers}
         return total, loss.detach(), after, logged
 

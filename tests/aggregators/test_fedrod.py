@@ -21,14 +21,12 @@ def skewed(alpha: float) -> Synthetic:
 def test_the_generic_logits_grow_by_the_log_of_class_counts() -> None:
     from torch.nn import functional as F
 
-    from flsuite.aggregators.fedrod import _PersonalHead
+    from flsuite.aggregators.fedrod import _Balanced
     from flsuite.messages import ClientContext
 
-    counts = torch.tensor([90, 10, 0])
-    client = ClientContext(0, 1, 100, counts, {}, {}, {})
-    half = _PersonalHead(client, "head.")
-    half.log_counts = counts.clamp(min=1).log()
-    logits = half._balance(torch.nn.Identity(), (torch.zeros(1, 2),), torch.zeros(1, 3))
+    client = ClientContext(0, 1, 100, torch.tensor([90, 10, 0]), {}, {}, {})
+    half = _Balanced(client, "head.")
+    logits = half.logits(torch.zeros(1, 3), half.start(table_model()))
     assert torch.equal(logits, torch.tensor([[90.0, 10.0, 1.0]]).log())
     assert F.softmax(logits, 1)[0, 0] == pytest.approx(90 / 101)
 

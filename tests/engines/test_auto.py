@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD
 
 import flsuite.engines.auto as auto
-from flsuite.aggregators import SCAFFOLD, Centralized, FedAvg, FedRoD
+from flsuite.aggregators import SCAFFOLD, Centralized, FedAvg
 from flsuite.engines import Auto, InProcess, Processes, Vectorized
 from flsuite.models import MLP, Classifier
 from flsuite.runs.preparation import worker_setup
@@ -18,6 +18,7 @@ from flsuite.runs.session import choose_engine
 from flsuite.schedules import Asynchronous, Faults, Measured, Synchronous
 from tests.aggregators.federations import assert_same_models
 from tests.conftest import digits, trainer
+from tests.engines.test_vectorized import Watched
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_the_least_expected_time_is_taken(costs: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"aggregator": FedRoD()}, "FedRoD does more"),
+        ({"aggregator": FedAvg(objective=Watched())}, "FedAvg does more"),
         ({"schedule": Asynchronous(6, speeds=Measured())}, "durations are measured"),
         ({"schedule": Asynchronous(3)}, "one client at a time"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),

@@ -36,6 +36,7 @@ from flsuite.aggregators import (
     PerFedAvg,
     PFedMe,
 )
+from flsuite.aggregators.objectives import Objective
 from flsuite.attacks import LabelFlip
 from flsuite.client.lr_decay import CosineDecay
 from flsuite.client.stack import Stack
@@ -43,6 +44,7 @@ from flsuite.client.stack_steps import StackSteps
 from flsuite.data import IID, CropFlip, FederatedDataModule, Natural, TaskSequence
 from flsuite.engines import InProcess, Vectorized
 from flsuite.exchange import Quantize, TopK
+from flsuite.messages import ClientContext
 from flsuite.models import ACVAE, MLP, Backbone, Classifier
 from flsuite.schedules import (
     Asynchronous,
@@ -264,6 +266,9 @@ METHODS: dict[str, Aggregator] = {
     "pFedMe": PFedMe(lam=2.0, steps=3, personal_lr=0.1),
     "MOON": MOON(mu=1.0),
     "FedProto": FedProto(lam=1.0),
+    "FedRoD": FedRoD(head="network.5."),
+    # A difference over a smaller step would multiply what rounding changes.
+    "Per-FedAvg, Hessian-free": PerFedAvg(alpha=0.1, order="hessian_free", delta=0.1),
 }
 FITS: dict[str, dict[str, Any]] = {
     "SGD": {"model": Classifier(InDouble(), partial(SGD, lr=0.1, momentum=0.9))},
@@ -727,6 +732,13 @@ class Seeing(Callback):
         return None
 
 
+class Watched(Objective):
+    """What an own algorithm may do: its callback follows the batches of a fit."""
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return [Seeing()]
+
+
 class Manual(Classifier):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -874,8 +886,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "padding": ({"model": Embedding(PLAIN.backbone, PLAIN.optimizer)}, "tokens has padding_idx"),
     "a Trainer": ({"model": Reading(PLAIN.backbone, PLAIN.optimizer)}, "needs a Trainer"),
     "LBFGS": ({"model": Classifier(PLAIN.backbone, LBFGS)}, "one of SGD, Adam"),
-    "hooks of the algorithm": ({"aggregator": FedRoD()}, "FedRoD does more"),
-    "more gradients": ({"aggregator": PerFedAvg(order="hessian_free")}, "PerFedAvg does more"),
+    "hooks of the algorithm": ({"aggregator": FedAvg(objective=Watched())}, "FedAvg does more"),
     "accumulation": ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
     "limits": ({"limit_train_batches": 0.5}, "limit_train_batches"),
     "callbacks": ({"callbacks": [Seeing()]}, "callback of a single fit"),
