@@ -222,6 +222,12 @@ class ClientRunner:
             trainer.fit(self.model, loader)
             self._resident.check()
             steps = steps_taken(trainer) - skips.skipped
+            if steps and self.model.automatic_optimization and not loss.steps:
+                raise RuntimeError(
+                    f"training_step of {type(self.model).__name__} returned no loss for any batch, "
+                    "so nothing was trained; return the loss, or set automatic_optimization to "
+                    "False"
+                )
             numbers = _training_numbers(trainer, loss, skips, steps)
             trained = TrainedFit({}, {"optimizers": keeper.states}, steps, numbers, seconds=0.0)
         else:

@@ -247,3 +247,13 @@ def test_a_metric_that_is_no_number_costs_the_round_this_client(engine: Any) -> 
     made = fit(engine, aggregator=Aggregator(objective=_Half(Says)))
     (failure,) = made.federation.log.failures
     assert failure.client == 1 and "client.metrics['n'] must be a number" in failure.reason
+
+
+def test_a_step_that_forgets_its_loss_is_named() -> None:
+    class Forgetful(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            super().training_step(batch, batch_idx)
+
+    plain = classifier()
+    with pytest.raises(FlsuiteError, match="training_step of Forgetful returned no loss"):
+        trainer(rounds=1).fit(Forgetful(plain.backbone, plain.optimizer), digits())
