@@ -1,5 +1,6 @@
 """Small federations, and the published data, for all tests."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, wraps
@@ -38,6 +39,12 @@ pytest.register_assert_rewrite(
     "tests.runs.killing",
     "tests.sweeps.sweeping",
 )
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported out of garbage collections: tests and code ask for some."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -276,7 +276,7 @@ FITS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", mostly_long(OPTIMIZERS, "momentum", "Adam"))
 def test_kept_optimizers_go_on(optimizer: Any, stacks: list[int]) -> None:
     """Clients of equal sizes go on together, if their optimizers have taken as many steps."""
     equal = Images(clients=6, partition=IID(), batch_size=8, val_fraction=0.0)
@@ -297,7 +297,7 @@ def test_a_kept_optimizer_state_has_no_more_memory_than_its_client() -> None:
     assert kept and all(leaf.untyped_storage().nbytes() == leaf.nbytes for leaf in kept)
 
 
-@pytest.mark.parametrize("fit", FITS.values(), ids=FITS)
+@pytest.mark.parametrize("fit", mostly_long(FITS, "SGD"))
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_second_models_and_terms_of_features_are_those_of_single_fits(
     method: Aggregator, fit: dict[str, Any], stacks: list[int]
@@ -490,7 +490,9 @@ UNUSUAL = (
 )
 
 
-@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize(
+    "kind", mostly_long({k.__name__: k for k in UNUSUAL}, "AuxLater", "Skipping", "Counting")
+)
 def test_an_unusual_step_ends_as_alone(kind: type[Aux]) -> None:
     model = kind(PLAIN.backbone, partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1))
     settings = {"max_epochs": 1, "gradient_clip_val": 0.05, "model": model}
