@@ -119,51 +119,83 @@ def require_known(owner: type, names: Iterable[str], base: type) -> None:
 
 
 MISSING = object()
-_UNSTORED = "_unstored_arguments"
+_GIVEN = "_given_arguments"
+_FOLLOWS = ("flsuite.", "lightning.")  # their classes store what they are given
+_DATA = (str, int, float, bool, type(None), list, tuple, dict, set)
 
 
 def stored_argument(obj: Any, name: str) -> Any:
     """Return the value that an object stores for an argument of its ``__init__``, or ``MISSING``.
 
-    It is in an attribute of this name or with a leading underscore, in Lightning's hyperparameters,
-    or kept by :func:`create`.
+    It is kept by :func:`create`, in an attribute of this name or with a leading underscore, or in
+    Lightning's hyperparameters.
     """
+    if name in (given := given_arguments(obj)):
+        return given[name]
     for attribute in (name, f"_{name}"):
         value = getattr(obj, attribute, MISSING)
         is_own_method = inspect.ismethod(value) and value.__self__ is obj
         if name != "self" and value is not MISSING and not is_own_method:
             return value
-    kept = vars(obj) if hasattr(obj, "__dict__") else {}
     # Lightning's save_hyperparameters() stores them here.
-    value = kept.get("_hparams", {}).get(name, MISSING)
-    return kept.get(_UNSTORED, {}).get(name, MISSING) if value is MISSING else value
+    return (_attributes(obj).get("_hparams") or {}).get(name, MISSING)
 
 
 def create(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """Create an object from a config, and keep the arguments that it does not store itself.
+    """Create an object from a config, and keep the arguments that it does not store as they are.
 
-    A run's settings need them, or runs that differ in them would look the same.
+    A run's settings need them, or runs that differ in them would look the same. An attribute of an
+    argument's name may hold another thing, such as the layers made from their number.
     """
+    given = {name: _without_aliases(value) for name, value in kwargs.items()}
     obj = cls(*args, **kwargs)
-    unstored = {name: value for name, value in kwargs.items() if not _stores(obj, name)}
-    if unstored:
+    if unstored := {name: value for name, value in given.items() if not _stores(obj, name, value)}:
         with contextlib.suppress(AttributeError, TypeError):  # it has slots
-            setattr(obj, _UNSTORED, unstored)
+            setattr(obj, _GIVEN, unstored)
     return obj
 
 
-def _stores(obj: Any, name: str) -> bool:
-    """Return whether an object stores an argument, without reading its properties.
+def given_arguments(obj: Any) -> dict[str, Any]:
+    """Return what :func:`create` has kept of an object's arguments."""
+    return _attributes(obj).get(_GIVEN, {})
+
+
+def _attributes(obj: Any) -> dict[str, Any]:
+    return vars(obj) if hasattr(obj, "__dict__") else {}
+
+
+def _without_aliases(value: Any) -> Any:
+    """Return a copy of lists and dictionaries, because a class may change what it is given."""
+    if type(value) is list:
+        return [_without_aliases(part) for part in value]
+    if type(value) is dict:
+        return {key: _without_aliases(part) for key, part in value.items()}
+    return value
+
+
+def _stores(obj: Any, name: str, value: Any) -> bool:
+    """Return whether an object stores the value of an argument, without reading its properties.
 
     Some loggers make a new version of their files when one is read.
     """
-    for attribute in (name, f"_{name}"):
-        found = inspect.getattr_static(obj, attribute, MISSING)
-        if found is not MISSING and not inspect.isroutine(found):
+    if type(obj).__module__.startswith(_FOLLOWS):
+        found = (inspect.getattr_static(obj, place, MISSING) for place in (name, f"_{name}"))
+        if any(one is not MISSING and not inspect.isroutine(one) for one in found):
             return True
-    kept = vars(obj) if hasattr(obj, "__dict__") else {}
-    places = ("_hparams", "_modules", "_parameters", "_buffers")  # of Lightning and torch
-    return any(name in (kept.get(place) or ()) for place in places)
+    own = _attributes(obj)
+    # torch and Lightning have places of their own for some.
+    places = [own, *(own.get(kind) or {} for kind in ("_hparams", "_modules"))]
+    stored = next(
+        (place[key] for key in (name, f"_{name}") for place in places if key in place), MISSING
+    )
+    return stored is value or _are_equal(stored, value)
+
+
+def _are_equal(stored: Any, value: Any) -> bool:
+    try:
+        return isinstance(stored, _DATA) and bool(stored == value)
+    except (RuntimeError, ValueError):  # arrays in a list
+        return False
 
 
 def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:

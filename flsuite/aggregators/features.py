@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from flsuite.aggregators.losses import loss_at
+from flsuite.aggregators.losses import is_other_loss, loss_at
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import scaler_of
 from flsuite.state import State
@@ -138,7 +138,8 @@ class FeatureTerm(Callback):
         self.held: Any = {}
         self._batch: Any = ()
         self._others: list[Tensor] = []
-        self._is_own_step = False  # other losses, as of a second model, stay as they are
+        self._is_in_step = False
+        self._is_called: bool | None = None  # the head, in the steps of this fit
         self._hooks = ExitStack()
 
     def start(self, module: LightningModule) -> Any:
@@ -169,14 +170,20 @@ class FeatureTerm(Callback):
         """
         return None
 
-    def logits(self, outputs: Tensor, held: Any) -> Tensor:
+    def logits(self, outputs: Tensor, batch: Any, held: Any) -> Tensor:
         """Return what the model's loss reads as the head's outputs. Default: the outputs.
 
         Args:
             outputs: ``(n, classes)``, with gradients.
+            batch: The batch.
             held: See :meth:`start`.
         """
         return outputs
+
+    @property
+    def changes_logits(self) -> bool:
+        """Return whether the class has its own :meth:`logits`."""
+        return type(self).logits is not FeatureTerm.logits
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trainer = trainer
@@ -195,32 +202,35 @@ class FeatureTerm(Callback):
             return features_at(trainer, pl_module, self.head, weights, batch, batch_idx)
 
         self._batch, self._others = batch, self.compared(features_of, self.held)
-        self._is_own_step = True
+        self._is_in_step, self._is_called = True, bool(self._is_called)
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        self._is_own_step = False
+        self._is_in_step = False
+
+    @property
+    def _is_own_loss(self) -> bool:
+        """Return whether this is the forward pass of a training step. Others stay as they are."""
+        return self._is_in_step and not is_other_loss()
 
     def _look(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if self._is_own_step and inputs[0].requires_grad:
+        if self._is_own_loss and inputs[0].requires_grad:
             features = inputs[0].detach().clone()  # the head may change its input in place
             inputs[0].register_hook(lambda gradient: gradient + self._at(features))
 
     def _change(self, head: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> Tensor:
-        return self.logits(outputs, self.held) if self._is_own_step else outputs
+        if not self._is_own_loss:
+            return outputs
+        self._is_called = True
+        return self.logits(outputs, self._batch, self.held)
 
     def _at(self, features: Tensor) -> Tensor | float:
         """Return the gradient of the term, scaled like the loss of the step."""
         with torch.enable_grad():
             z = features.requires_grad_()
             term = self.term(as_rows(z), self._others, self._batch, self.held)
-            if term is None:
+            if term is None or not term.requires_grad:
                 return 0.0
             (gradient,) = torch.autograd.grad(term, z)
         scaler = scaler_of(self.trainer)
@@ -229,6 +239,11 @@ class FeatureTerm(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._hooks.close()
+        if self._is_called is False:
+            raise FlsuiteError(
+                f"this aggregator changes what {self.head} reads or returns, and no training step "
+                f"of {type(pl_module).__name__} calls it; choose another aggregator, or head"
+            )
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

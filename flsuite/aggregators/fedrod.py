@@ -100,8 +100,6 @@ class _Balanced(FeatureTerm):
         counts = self.client.class_counts.clamp(min=1).to(module.device)
         return {"shift": counts.log()}
 
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> None:
+    def logits(self, outputs: Tensor, batch: Any, held: State) -> Tensor:
         classes_of(batch, "FedRoD")  # a softmax needs one class per sample
-
-    def logits(self, outputs: Tensor, held: State) -> Tensor:
         return outputs.float() + held["shift"]

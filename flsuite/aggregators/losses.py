@@ -1,8 +1,9 @@
 """The loss of a model's training step at weights that are not its own."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -55,6 +56,30 @@ def loss_at(
             "this aggregator trains at other weights, without the noise of DPSGD; choose another "
             "trainer.aggregator, or leave out DPSGD"
         )
+    token = _is_other.set(True)
+    try:
+        return _loss_at(trainer, module, weights, batch, index, in_full, ends)
+    finally:
+        _is_other.reset(token)
+
+
+_is_other: ContextVar[bool] = ContextVar("is_other_loss", default=False)
+
+
+def is_other_loss() -> bool:
+    """Return whether a forward pass now is that of a loss at other weights, see :func:`loss_at`."""
+    return _is_other.get()
+
+
+def _loss_at(
+    trainer: Trainer,
+    module: LightningModule,
+    weights: Mapping[str, Tensor],
+    batch: Any,
+    index: int | Tensor,
+    in_full: bool,
+    ends: dict[str, Tensor] | None,
+) -> Tensor:
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     # Tied weights have one name here, and functional_call gives them the same tensor.
     own = {name: weights[name] for name, _ in module.named_parameters() if name in weights}
@@ -131,7 +156,10 @@ def loss_and_gradient(
         rest = {name: value.detach() for name, value in module.named_parameters()}
         at = {**rest, **others, **leaves}
         loss = loss_at(trainer, module, at, batch, index, in_full=in_full, ends=ends)
-        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        # A loss that reads none of them has no graph.
+        gradients: Sequence[Tensor | None] = [None] * len(leaves)
+        if loss.requires_grad:
+            gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     # Only now, because the backward pass reads the buffers of the step.
     for name in ends.keys() & others.keys():
         others[name].copy_(ends[name].detach())

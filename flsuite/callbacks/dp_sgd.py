@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ from flsuite.aggregators.features import FeatureTerm
 from flsuite.aggregators.part import Statistic
 from flsuite.arguments import PositiveFloat, Settings, SmallProbability
 from flsuite.callbacks.base import FederationCallback
+from flsuite.client.loop import hooks_of_callback
 from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.lightning_internals import scaler_of
@@ -250,13 +251,18 @@ def _refuse_seen_batches(federation: Federation) -> None:
     client = ClientContext(0, 1, *counts, federation.state, {}, {}, layout=server.layout)
     for callback in federation.aggregator.callbacks(client):
         kind = type(callback)
-        seen = [name for name in _BATCH_HOOKS if getattr(kind, name) is not getattr(Callback, name)]
-        is_known = isinstance(callback, FeatureTerm) or kind.__module__.startswith("flsuite.")
-        if seen and not is_known:
+        if kind.__module__.startswith("flsuite."):
+            continue
+        if isinstance(callback, FeatureTerm):  # its term passes the clipping, and nothing else
+            seen = hooks_of_callback(callback, FeatureTerm)
+            seen += ["logits"] if callback.changes_logits else []
+        else:
+            seen = [name for name in hooks_of_callback(callback) if name in _BATCH_HOOKS]
+        if seen:
             raise FlsuiteError(
                 f"DPSGD: {kind.__name__}.{seen[0]} of the objective or rule sees samples, which "
                 "its change of gradients or weights would reveal without noise; leave the method "
-                "out, state the objective as a FeatureTerm, or leave out DPSGD"
+                "out, state the objective as the term of a FeatureTerm, or leave out DPSGD"
             )
 
 

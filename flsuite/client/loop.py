@@ -217,6 +217,15 @@ def hooks_of(module: LightningModule) -> list[str]:
     return [*step_methods_of(module), *own]
 
 
+def hooks_of_callback(callback: Callback, *bases: type[Callback]) -> list[str]:
+    """Return the hooks that a callback's class implements, other than in one of these bases."""
+    kind = type(callback)
+    names = [name for name in dir(Callback) if name.startswith("on_")]
+    return [
+        n for n in names if all(getattr(kind, n) is not getattr(b, n) for b in (Callback, *bases))
+    ]
+
+
 def supports_local_loop(callback: Callback) -> bool:
     """Return whether a callback is known to work with :class:`LocalLoop`."""
     kind = type(callback)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -15,7 +16,7 @@ from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, callbacks_of, stacked
-from flsuite.client.stackable import by_sample, phases
+from flsuite.client.stackable import OF_ALL, by_sample, phases
 from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
 from flsuite.client.stacked_optimizer import gather_states, hand_state
 from flsuite.client.stacked_second import StackedSecond
@@ -126,6 +127,12 @@ class StackSteps:
         )
 
     def _start_callbacks(self) -> None:
+        for kind in OF_ALL:
+            numbers = [*map(_numbers, callbacks_of(self.members, kind))]
+            if any(one != numbers[0] for one in numbers):
+                raise RuntimeError(
+                    f"a {kind.__name__} has numbers that differ between clients, outside of held"
+                )
         for member in self.members:
             before = _frozen(member)
             for callback in _own(member):
@@ -270,6 +277,10 @@ def _frozen(member: Member) -> frozenset[str]:
     if not member.callbacks:
         return frozenset()
     return frozenset(name for name, p in member.module.named_parameters() if not p.requires_grad)
+
+
+def _numbers(callback: Callback) -> dict[str, Any]:
+    return {k: v for k, v in vars(callback).items() if isinstance(v, (bool, int, float, str))}
 
 
 def _own(member: Member) -> list[Callback]:

@@ -7,15 +7,26 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from flsuite.aggregators.features import FeatureTerm
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.client.fits import context_of
-from flsuite.client.loop import hooks_of, takes_a_batch
+from flsuite.client.loop import hooks_of, hooks_of_callback, takes_a_batch
 from flsuite.client.setup import WorkerSetup
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import Broadcast, ClientContext, FitRequest
 
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
+OF_ALL: tuple[type[Callback], ...] = (FeatureTerm, SecondSteps)
+"""The callbacks of which one acts for all clients of a stack, so there may be one of each."""
+_HOOKS = {  # that a stack calls
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_before_optimizer_step",
+    "on_train_end",
+    "on_exception",
+}
 _ONE_BY_ONE = {  # arguments of Lightning's Trainer, and the value that a stack can train with
     "accumulate_grad_batches": (None, 1),
     "limit_train_batches": (None, 1.0),
@@ -94,16 +105,22 @@ def stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Callb
     step follows. It does the same for all clients. One that reads gradients by sample learns the
     number of the batch there, but not the batch. Second models and terms of features state their
     steps in functions of tensors. Measurements of the trained model are left out: they come after
-    the fit.
+    the fit. An algorithm has at most one of each.
     """
     attacks = setup.attack.callbacks(client) if setup.attack else []
     callbacks = [*attacks, *setup.aggregator.callbacks(client)]
     steps = [callback for callback in callbacks if not isinstance(callback, AfterFit)]
-    return steps if all(map(_supports_stack, steps)) else None
+    is_one = all(sum(isinstance(one, kind) for one in steps) < 2 for kind in OF_ALL)
+    return steps if is_one and all(map(_supports_stack, steps)) else None
 
 
 def _supports_stack(callback: Callback) -> bool:
-    return getattr(callback, "supports_stack", False)
+    """Return whether a stack can call a callback. One that implements other hooks it cannot."""
+    called = set() if isinstance(callback, SecondSteps) else {*_HOOKS}
+    if phases([callback]) or by_sample([callback]):
+        called.add("on_train_batch_start")
+    own = {*hooks_of_callback(callback, *OF_ALL)}
+    return getattr(callback, "supports_stack", False) and own <= called
 
 
 def optimizer_of(model: LightningModule) -> Optimizer:

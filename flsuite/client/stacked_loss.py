@@ -183,11 +183,14 @@ class StackedLoss:
         with ExitStack() as entered:
             if term:
                 seen = entered.enter_context(inputs_of(self.model, self.head))
-                change = partial(term.logits, held=held)
-                entered.enter_context(outputs_of(self.model, self.head, change))
+                entered.enter_context(
+                    outputs_of(self.model, self.head, lambda z: term.logits(z, batch, held))
+                )
             entered.enter_context(self.trainer.precision_plugin.train_step_context())
             loss = step_loss(self.model, tensors, batch, index, log, ends := dict[str, Tensor]())
 
+        if term and not seen:
+            raise RuntimeError(f"a step does not call {self.head}")
         terms = [term.term(as_rows(z), compared, batch, held) for z in seen] if term else []
         total = sum((added for added in terms if added is not None), loss)
         after = {name: ends[name].detach() for name in self.buffers}

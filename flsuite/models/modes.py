@@ -32,11 +32,14 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         yield
 
 
+_OTHERS = ("training", "autograd_grad_sample_hooks")  # a mode, and the handles of Opacus
+
+
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Return copies of the module's attributes that are plain Python data."""
     kinds = (bool, int, float, str, list, dict, set)
     return {
         name: copy.deepcopy(value)
         for name, value in vars(module).items()
-        if type(value) in kinds and not name.startswith("_") and name != "training"
+        if type(value) in kinds and not name.startswith("_") and name not in _OTHERS
     }

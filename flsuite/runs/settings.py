@@ -3,7 +3,8 @@
 A resume refuses a run whose settings differ, and ``flsuite report`` groups runs by them. Describing
 an object is the inverse of instantiating a config. It relies on one convention: a class that a
 config can name stores each parameter of its ``__init__`` under the same name, or under that name
-with a leading underscore. What a class does not store is kept if a config has created the object.
+with a leading underscore. What a class of the user stores otherwise is kept as it was given, if a
+config has created the object.
 """
 
 import enum
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
-from flsuite.arguments import MISSING, stored_argument
+from flsuite.arguments import MISSING, given_arguments, stored_argument
 from flsuite.errors import FlsuiteError
 from flsuite.runs.options import RunOptions
 from flsuite.state import raw_bytes
@@ -126,6 +127,8 @@ def init_args(obj: Any) -> dict[str, Any]:
                 arguments.setdefault(parameter.name, describe(value))
         if not any(p.kind == p.VAR_KEYWORD for p in parameters):
             break
+    for name, value in given_arguments(obj).items():  # those that **kwargs takes
+        arguments.setdefault(name, describe(value))
     return arguments
 
 
@@ -139,6 +142,8 @@ def describe(obj: Any) -> Any:
         return obj
     if isinstance(obj, (Path, torch.dtype, torch.device)):
         return str(obj)
+    if isinstance(obj, torch.nn.Parameter):  # nn.Linear's bias, drawn from the seed
+        return f"Parameter{tuple(obj.shape)}"
     if isinstance(obj, (np.ndarray, torch.Tensor)):
         return obj.tolist()
     if isinstance(obj, Mapping):

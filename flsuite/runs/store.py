@@ -203,6 +203,12 @@ class RunStore:
         ]
         ours, theirs = ({k: s.get(k) for k in names} for s in (self.settings, saved))
         refuse_mismatch(ours, theirs, checkpoint)
+        # A class may not say all that its network is made of.
+        if fault := mismatch(content["federation"]["state"], self.federation.state):
+            raise FlsuiteError(
+                f"the model is not that of {checkpoint}: {fault}; use the run's model, or start a "
+                "new run"
+            )
 
         self.federation.load_state_dict(content["federation"])
         self.federation.initial |= self._frozen(checkpoint.parent / _FROZEN)

@@ -26,7 +26,9 @@ def test_the_generic_logits_grow_by_the_log_of_class_counts() -> None:
 
     client = ClientContext(0, 1, 100, torch.tensor([90, 10, 0]), {}, {}, {})
     half = _Balanced(client, "head.")
-    logits = half.logits(torch.zeros(1, 3), half.start(table_model()))
+    logits = half.logits(
+        torch.zeros(1, 3), (None, torch.zeros(1).long()), half.start(table_model())
+    )
     assert torch.equal(logits, torch.tensor([[90.0, 10.0, 1.0]]).log())
     assert F.softmax(logits, 1)[0, 0] == pytest.approx(90 / 101)
 

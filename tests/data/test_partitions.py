@@ -462,9 +462,21 @@ def test_a_split_that_is_none_is_refused(rows: tuple[list[int], ...], reason: st
         checked_rows(own := Own(*rows), own(), samples=9, clients=3)
 
 
-@pytest.mark.parametrize("split", [None, {0: [1], 1: [2]}, [1, 2]], ids=["none", "dict", "flat"])
-def test_what_holds_no_arrays_is_refused(split: Any) -> None:
-    with pytest.raises(FlsuiteError, match=f"Own returned a {type(split).__name__}; return one"):
+@pytest.mark.parametrize(
+    ("split", "what"),
+    [
+        (None, "a NoneType"),
+        ({0: [1], 1: [2]}, "a dict"),
+        ([1, 2], r"int64 of shape \(\) for client 0"),
+        ([np.array([1]), np.argwhere(np.arange(3))], r"int64 of shape \(2, 1\) for client 1"),
+        ([[0.5, 1.5], [2.0]], r"float64 of shape \(2,\) for client 0"),
+        ([np.arange(9) < 4, np.arange(9) > 4], r"bool of shape \(9,\) for client 0"),
+        ([[[1], [2, 3]], [4]], r"object of shape \(2,\) for client 0"),
+    ],
+    ids=["none", "dict", "flat", "columns", "fractions", "masks", "ragged"],
+)
+def test_what_holds_no_rows_is_refused(split: Any, what: str) -> None:
+    with pytest.raises(FlsuiteError, match=f"Own returned {what}; return one"):
         checked_rows(Own(), split, samples=9, clients=2)
 
 

@@ -1,13 +1,16 @@
 """The record of what decides a run: a resume refuses what differs, and reports group by it."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from torch import nn
 
 from flsuite.aggregators import (
     ClipUpdates,
@@ -24,13 +27,14 @@ from flsuite.analysis import group_runs
 from flsuite.arguments import MISSING, create, stored_argument
 from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping
 from flsuite.errors import FlsuiteError
+from flsuite.models import Backbone, Classifier
 from flsuite.runs.settings import describe
 from tests.conftest import classifier, digits, trainer
 
 
-def fit(folder: Path, rounds: int = 1, data: Any = None, **kwargs: Any) -> Any:
+def fit(folder: Path, rounds: int = 1, data: Any = None, model: Any = None, **kwargs: Any) -> Any:
     made = trainer(rounds=rounds, run_dir=folder, **kwargs)
-    made.fit(classifier(), data or digits(), ckpt_path="last")
+    made.fit(model or classifier(), data or digits(), ckpt_path="last")
     return made
 
 
@@ -70,6 +74,68 @@ def test_what_a_config_creates_is_described_by_all_arguments_and_no_property_is_
     assert stored_argument(made, "rate") == 0.4
     assert stored_argument(Versioned(rate=0.4), "rate") is MISSING
     assert vars(made)["factor"] == 0.2
+
+
+class Layers(LightningModule):
+    """A model with attributes that have the names of its arguments, and hold other things."""
+
+    name = None
+
+    def __init__(self, layers: int = 1, name: str = "a", sizes: Any = (), **more: Any) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)])
+        self.register_buffer("scale", torch.ones(()))
+        sizes and sizes.pop()
+
+    @property
+    def device(self) -> Any:  # type: ignore[override]
+        return "cpu"
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({"layers": 1}, {"layers": 2}),
+        ({"name": "a"}, {"name": "b"}),
+        ({"sizes": [1, 2]}, {"sizes": [1, 3]}),
+        ({"device": 1}, {"device": 2}),
+        ({"scale": 1.0}, {"scale": 2.0}),
+        ({"extra": 1}, {"extra": 2}),
+    ],
+)
+def test_an_attribute_of_an_arguments_name_may_hold_another_thing(a: Any, b: Any) -> None:
+    one, other = (describe(create(Layers, **copy.deepcopy(given)))["init_args"] for given in (a, b))
+    (name,) = a
+    assert one != other and (one[name], other[name]) == (a[name], b[name])
+
+
+def test_layers_are_not_described_by_their_weights() -> None:
+    assert describe(nn.Linear(3, 4))["init_args"] == {
+        "in_features": 3,
+        "out_features": 4,
+        "bias": "Parameter(4,)",
+    }
+    assert describe(create(nn.Linear, in_features=3, out_features=4, bias=False))["init_args"] == {
+        "in_features": 3,
+        "out_features": 4,
+        "bias": False,
+    }
+
+
+def test_a_resume_with_another_network_is_refused_where_its_class_does_not_say(
+    tmp_path: Path,
+) -> None:
+    class Deep(Backbone):
+        def __init__(self, depth: int) -> None:
+            self.count = depth
+
+        def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+            hidden = [nn.Linear(64, 64) for _ in range(self.count)]
+            return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(64, outputs))
+
+    fit(tmp_path, model=Classifier(Deep(1)))
+    with pytest.raises(FlsuiteError, match=r"the model is not that of .*network"):
+        fit(tmp_path, rounds=2, model=Classifier(Deep(2)))
 
 
 def test_a_preset_that_does_not_store_its_arguments_is_described_by_its_parts() -> None:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 from numpy.random import Generator
@@ -65,10 +65,13 @@ def checked_rows(
             "client, each with at least one, and no row twice"
         )
 
-    try:
-        stored = Rows.of(rows)
-    except (TypeError, ValueError):  # a generator, a dictionary, None
-        refuse(f"returned a {type(rows).__name__}")
+    if not isinstance(rows, Rows):
+        if not isinstance(rows, (Sequence, np.ndarray)):  # a generator, a dictionary, None
+            refuse(f"returned a {type(rows).__name__}")
+        for client, own in enumerate(map(_array, rows)):
+            if own.ndim != 1 or (len(own) and own.dtype.kind not in "iu"):
+                refuse(f"returned {own.dtype} of shape {own.shape} for client {client}")
+    stored = Rows.of(rows)
     if len(stored) != clients:
         refuse(f"returned {len(stored)} arrays for {clients} clients")
     if empty := np.flatnonzero(stored.lengths() == 0).tolist():
@@ -82,6 +85,13 @@ def checked_rows(
     grows = np.diff(stored.values) > 0
     grows[stored.offsets[1:-1] - 1] = True  # from one client to the next
     return stored if grows.all() else Rows.of_clients(owners, clients)
+
+
+def _array(rows: Any) -> Array:
+    try:
+        return np.asarray(rows)
+    except ValueError:  # lists of unequal length
+        return np.asarray(rows, dtype=object)
 
 
 class AssignedPartition(Partition):

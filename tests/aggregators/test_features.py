@@ -1,0 +1,223 @@
+"""What an algorithm may change around the head, in one fit and in a stack of clients."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from flsuite import FlsuiteError
+from flsuite.aggregators import Aggregator, Ditto, FedAvg, FedRoD, PerFedAvg
+from flsuite.aggregators.features import FeatureTerm
+from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.second_steps import SecondSteps
+from flsuite.data import IID
+from flsuite.engines import InProcess, Vectorized
+from flsuite.messages import ClientContext
+from flsuite.models import MLP, Classifier
+from tests.aggregators.federations import run, table_model
+from tests.engines import test_vectorized
+from tests.engines.test_processes import Images
+from tests.engines.test_vectorized import InDouble, close, distance
+
+stacks = test_vectorized.stacks  # a fixture
+HEAD = "network.3."
+
+
+class Scaled(FeatureTerm):
+    def start(self, module: Any) -> Any:
+        return {"shift": torch.arange(float(module.head.out_features))}
+
+    def logits(self, outputs: Tensor, batch: Any, held: Any) -> Tensor:
+        return outputs * 2 + held["shift"]
+
+
+class Squares(FeatureTerm):
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        return 0.3 * features.square().mean()
+
+
+class Near(FeatureTerm):
+    def start(self, module: Any) -> Any:
+        return {"start": {k: v.detach().clone() for k, v in module.state_dict().items()}}
+
+    def compared(self, features_of: Any, held: Any) -> list[Tensor]:
+        return [features_of(held["start"])]
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        return (features - others[0]).square().mean()
+
+
+class WithoutGradient(FeatureTerm):
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        return torch.ones(())
+
+
+class EndsBatches(Squares):
+    def on_train_batch_end(self, *args: Any) -> None: ...
+
+
+class Writes(Squares):
+    """Reads a batch where DPSGD adds its noise."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pl_module.head.bias.grad.add_(self._batch[0].sum())
+
+
+@dataclass(frozen=True)
+class Given(Objective):
+    """The callbacks of another objective after or before some of its own."""
+
+    make: Callable[[ClientContext], list[Callback]]
+    other: Objective | None = None
+    is_first: bool = True
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        own, theirs = self.make(client), self.other.callbacks(client) if self.other else []
+        return own + theirs if self.is_first else theirs + own
+
+
+def of(*kinds: type[FeatureTerm], head: str = HEAD, **kwargs: Any) -> Aggregator:
+    return FedAvg(objective=Given(lambda _: [kind(head) for kind in kinds], **kwargs))
+
+
+PAIRS = (None, Ditto(lam=0.5), PerFedAvg(0.05), PerFedAvg(0.05, "hessian_free", delta=0.1))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("other", PAIRS, ids=["alone", "Ditto", "first order", "Hessian-free"])
+@pytest.mark.parametrize("kind", [Scaled, Squares])
+def test_it_changes_the_models_own_loss_alone(
+    kind: type[FeatureTerm], other: Aggregator | None, is_first: bool, stacks: list[int]
+) -> None:
+    objective = other.objective if other else None
+    aggregator = of(kind, head="network.5.", other=objective, is_first=is_first)
+    data = Images(clients=6, partition=IID(), batch_size=8, val_fraction=0.0)
+    close(stacks, 1e-12, aggregator, Classifier(InDouble(), partial(SGD, lr=0.01)), data)
+
+
+@pytest.mark.parametrize(("kinds", "what"), [((Scaled, Squares), "two"), ((EndsBatches,), "hook")])
+def test_what_a_stack_cannot_do_is_refused(kinds: Any, what: str) -> None:
+    with pytest.raises(FlsuiteError, match="does more in a client's steps"):
+        run(of(*kinds), 1, engine=Vectorized())
+    run(of(*kinds), 1)
+
+
+class Weighted(FeatureTerm):
+    def __init__(self, client: ClientContext) -> None:
+        super().__init__(HEAD)
+        self.weight = client.samples / 30
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        return self.weight * features.square().mean()
+
+
+class Slower(SecondSteps):
+    def __init__(self, client: ClientContext) -> None:
+        super().__init__(client)
+        self.share = client.samples / 100
+
+    def start(self, module: Any) -> Any:
+        return dict(module.state_dict()), {}
+
+    def direction(self, gradient: Any, v: Any, w: Any, held: Any) -> Any:
+        return {name: self.share * value for name, value in gradient.items()}, held
+
+    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return gradient + 0.1 * (w - v)
+
+    def end(self, weights: Any, held: Any) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [Weighted, Slower])
+def test_clients_whose_numbers_differ_train_by_themselves(kind: Any, stacks: list[int]) -> None:
+    aggregator = FedAvg(objective=Given(lambda client: [kind(client)]))
+    alone, stacked = (run(aggregator, 2, engine=engine) for engine in (InProcess(), Vectorized()))
+    assert distance(alone, stacked) == 0.0 and not stacks
+
+
+def test_a_term_may_be_a_constant() -> None:
+    assert distance(run(of(WithoutGradient)), run(FedAvg())) == 0.0
+
+
+class Bypassing(Classifier):
+    """Reads the weights of its head, and does not call it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z = self.network[:-1](batch[0])
+        return F.cross_entropy(F.linear(z, self.head.weight, self.head.bias), batch[1])
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
+@pytest.mark.parametrize("aggregator", [of(Squares), FedRoD()], ids=["a term", "FedRoD"])
+def test_a_head_that_no_step_calls_is_refused(engine: Any, aggregator: Aggregator) -> None:
+    plain = table_model()
+    with pytest.raises(FlsuiteError, match=r"no training step of Bypassing calls it|clients"):
+        run(aggregator, 1, model=Bypassing(plain.backbone, plain.optimizer), engine=engine)
+
+
+class Sometimes(Classifier):
+    """Every second loss does not read the head."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx % 2:
+            return self.network[:-1](batch[0]).square().mean()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_loss_without_the_head_moves_no_personal_head() -> None:
+    plain = table_model()
+    made = run(FedRoD(), 1, model=Sometimes(plain.backbone, plain.optimizer))
+    assert len(made.federation.log.updates) == 4 and not made.federation.log.failures
+
+
+class Looks(Callback):
+    """Reads logits between the forward passes of the steps."""
+
+    largest = 0.0
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        with torch.no_grad():
+            Looks.largest = max(Looks.largest, float(pl_module(torch.zeros(2, 5)).abs().max()))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.on_before_optimizer_step(trainer, pl_module, None)
+
+
+class Large(FeatureTerm):
+    def logits(self, outputs: Tensor, batch: Any, held: Any) -> Tensor:
+        return outputs + 1000.0
+
+
+def test_other_forward_passes_see_the_logits_as_they_are() -> None:
+    run(of(Large), 1, callbacks=[Looks()])
+    assert 0 < Looks.largest < 100
+
+
+@pytest.mark.parametrize("kind", [Scaled, Writes, EndsBatches])
+def test_with_sample_privacy_only_a_term_may_see_samples(kind: type[FeatureTerm]) -> None:
+    pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
+    from flsuite.callbacks import DPSGD
+
+    with pytest.raises(FlsuiteError, match=f"DPSGD: {kind.__name__}.* sees samples"):
+        run(of(kind), 1, callbacks=[DPSGD()], model=Classifier(MLP(hidden=(8,))))
+
+
+def test_a_term_that_compares_features_trains_with_sample_privacy() -> None:
+    pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
+    from flsuite.callbacks import DPSGD
+
+    made = [
+        run(
+            of(Near, head="head."), 2, callbacks=[DPSGD()],
+            model=Classifier(MLP(hidden=(8,)), partial(SGD, lr=0.1)), engine=engine,
+        )
+        for engine in (InProcess(), Vectorized())
+    ]  # fmt: skip
+    assert not made[0].federation.log.failures and distance(*made) < 1e-5
