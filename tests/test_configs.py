@@ -66,6 +66,7 @@ WITHOUT_FISHER = ["--trainer.aggregator", "FedAvg"]
 FAST = {
     **dict.fromkeys(("cifar10", "cifar10-classes", "cinic10", "svhn"), FEW_STEPS),
     **dict.fromkeys(("cifar100", "gtsrb"), WITHOUT_FISHER),
+    "mnist-writers": ["--data.test_samples", "500"],  # each of a hundred models is scored on them
     "dp_fashion_mnist": ["--data.clients", "20"],  # the stand-in has fewer samples than clients
 }
 
@@ -158,7 +159,8 @@ def test_a_config_starts_with_its_launch_line(path: Path) -> None:
 
 def _fast(path: Path) -> list[str]:
     """Return the arguments that make a config of these folders fast."""
-    return FAST.get(path.stem, []) if path.parent.name in ("one_shot", "trust") else []
+    folders = "fusedspacefed", "one_shot", "trust"
+    return FAST.get(path.stem, []) if path.parent.name in folders else []
 
 
 def fit(path: Path, *more: str) -> None:
