@@ -121,7 +121,6 @@ def require_known(owner: type, names: Iterable[str], base: type) -> None:
 MISSING = object()
 _GIVEN = "_given_arguments"
 _FOLLOWS = ("flsuite.", "lightning.")  # their classes store what they are given
-_DATA = (str, int, float, bool, type(None), list, tuple, dict, set)
 
 
 def stored_argument(obj: Any, name: str) -> Any:
@@ -138,30 +137,39 @@ def stored_argument(obj: Any, name: str) -> Any:
         if name != "self" and value is not MISSING and not is_own_method:
             return value
     # Lightning's save_hyperparameters() stores them here.
-    return (_attributes(obj).get("_hparams") or {}).get(name, MISSING)
+    kept = vars(obj) if hasattr(obj, "__dict__") else {}
+    return (kept.get("_hparams") or {}).get(name, MISSING)
 
 
 def create(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """Create an object from a config, and keep the arguments that it does not store as they are.
+    """Create an object from a config, and keep the arguments of classes of the user as given.
 
     A run's settings need them, or runs that differ in them would look the same. An attribute of an
-    argument's name may hold another thing, such as the layers made from their number.
+    argument's name may be missing or hold another thing, such as the layers made from their number.
     """
-    given = {name: _without_aliases(value) for name, value in kwargs.items()}
+    given = {
+        name: _without_aliases(value)
+        for name, value in kwargs.items()
+        if not _owner(cls, name).__module__.startswith(_FOLLOWS)
+    }
     obj = cls(*args, **kwargs)
-    if unstored := {name: value for name, value in given.items() if not _stores(obj, name, value)}:
-        with contextlib.suppress(AttributeError, TypeError):  # it has slots
-            setattr(obj, _GIVEN, unstored)
+    if given and hasattr(obj, "__dict__"):
+        vars(obj)[_GIVEN] = given
     return obj
 
 
 def given_arguments(obj: Any) -> dict[str, Any]:
     """Return what :func:`create` has kept of an object's arguments."""
-    return _attributes(obj).get(_GIVEN, {})
+    return (vars(obj) if hasattr(obj, "__dict__") else {}).get(_GIVEN, {})
 
 
-def _attributes(obj: Any) -> dict[str, Any]:
-    return vars(obj) if hasattr(obj, "__dict__") else {}
+def _owner(cls: type, name: str) -> type:
+    """Return the class whose ``__init__`` has an argument of this name, or the class itself."""
+    for owner in getattr(cls, "__mro__", ()):
+        init = vars(owner).get("__init__")
+        if init and name in inspect.signature(init).parameters:
+            return owner
+    return cls
 
 
 def _without_aliases(value: Any) -> Any:
@@ -171,31 +179,6 @@ def _without_aliases(value: Any) -> Any:
     if type(value) is dict:
         return {key: _without_aliases(part) for key, part in value.items()}
     return value
-
-
-def _stores(obj: Any, name: str, value: Any) -> bool:
-    """Return whether an object stores the value of an argument, without reading its properties.
-
-    Some loggers make a new version of their files when one is read.
-    """
-    if type(obj).__module__.startswith(_FOLLOWS):
-        found = (inspect.getattr_static(obj, place, MISSING) for place in (name, f"_{name}"))
-        if any(one is not MISSING and not inspect.isroutine(one) for one in found):
-            return True
-    own = _attributes(obj)
-    # torch and Lightning have places of their own for some.
-    places = [own, *(own.get(kind) or {} for kind in ("_hparams", "_modules"))]
-    stored = next(
-        (place[key] for key in (name, f"_{name}") for place in places if key in place), MISSING
-    )
-    return stored is value or _are_equal(stored, value)
-
-
-def _are_equal(stored: Any, value: Any) -> bool:
-    try:
-        return isinstance(stored, _DATA) and bool(stored == value)
-    except (RuntimeError, ValueError):  # arrays in a list
-        return False
 
 
 def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:

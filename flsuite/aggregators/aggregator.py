@@ -33,7 +33,7 @@ from flsuite.aggregators.rules.base import (
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.aggregators.server_optimizers.step import require_step, stepped
 from flsuite.aggregators.transforms.base import Transform
-from flsuite.arguments import MISSING, check_init, stored_argument
+from flsuite.arguments import MISSING, check_init, given_arguments, stored_argument
 from flsuite.errors import FederationError, FlsuiteError, require_instance
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.state import State, StateLayout, Tree, cast, divided, scaled
@@ -108,7 +108,8 @@ class Aggregator:
         known = {name: value for name, value in values.items() if value is not MISSING}
         if len(known) < len(values):
             known |= {"rule": self.rule, "objective": self.objective}
-        return {name: vars(self).get(f"_{name}", value) for name, value in known.items()}
+        extended = {name: vars(self).get(f"_{name}", value) for name, value in known.items()}
+        return extended | {k: v for k, v in given_arguments(self).items() if k in known}
 
     def with_parts(self, given: Named, **parts: Any) -> "Aggregator":
         """Return a copy with some parts replaced, by name.

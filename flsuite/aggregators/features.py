@@ -204,14 +204,20 @@ class FeatureTerm(Callback):
         self._batch, self._others = batch, self.compared(features_of, self.held)
         self._is_in_step, self._is_called = True, bool(self._is_called)
 
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
-        self._is_in_step = False
+        # Only now: LBFGS computes a loss several times, and checkpointed layers in the backward.
+        self._is_in_step, self._batch = False, ()
 
     @property
     def _is_own_loss(self) -> bool:
-        """Return whether this is the forward pass of a training step. Others stay as they are."""
+        """Return whether a forward pass is for the model's own loss. Others stay as they are."""
         return self._is_in_step and not is_other_loss()
 
     def _look(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> None:

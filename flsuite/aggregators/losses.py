@@ -1,7 +1,7 @@
 """The loss of a model's training step at weights that are not its own."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -26,6 +26,7 @@ def loss_at(
     index: int | Tensor,
     in_full: bool = False,
     ends: dict[str, Tensor] | None = None,
+    then: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Return the loss of a model's training step at other weights, a scalar with gradients.
 
@@ -41,6 +42,7 @@ def loss_at(
         index: Its number in the epoch.
         in_full: Whether to compute in the precision of the weights, without autocast.
         ends: See :func:`step_loss`.
+        then: See :func:`step_loss`.
 
     Raises:
         FlsuiteError: If the training step does not return a loss, or DPSGD trains the model.
@@ -58,7 +60,7 @@ def loss_at(
         )
     token = _is_other.set(True)
     try:
-        return _loss_at(trainer, module, weights, batch, index, in_full, ends)
+        return _loss_at(trainer, module, weights, batch, index, in_full, ends, then)
     finally:
         _is_other.reset(token)
 
@@ -79,6 +81,7 @@ def _loss_at(
     index: int | Tensor,
     in_full: bool,
     ends: dict[str, Tensor] | None,
+    then: Callable[[Tensor], None] | None,
 ) -> Tensor:
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     # Tied weights have one name here, and functional_call gives them the same tensor.
@@ -86,7 +89,7 @@ def _loss_at(
     named = buffers | own | {name: weights[name] for name in buffers if name in weights}
     precision = nullcontext() if in_full else trainer.precision_plugin.train_step_context()
     with _same_draws(module), precision:
-        return step_loss(module, named, batch, index, ends=ends)
+        return step_loss(module, named, batch, index, ends=ends, then=then)
 
 
 def step_loss(
@@ -96,6 +99,7 @@ def step_loss(
     index: int | Tensor,
     log: Callable[..., None] | None = None,
     ends: dict[str, Tensor] | None = None,
+    then: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Return the loss of a model's training step with other tensors. Its attributes stay.
 
@@ -106,13 +110,16 @@ def step_loss(
         index: Its number in the epoch. A tensor in a stack of clients.
         log: Receives what the model logs. Default: it is dropped.
         ends: Receives the buffers after the step, also those that the step has replaced.
+        then: Receives the loss while the model has these tensors. A backward pass belongs here if
+            layers may be computed again in it, as with activation checkpointing.
 
     Raises:
         FlsuiteError: If the training step does not return a loss.
     """
     with _logging_to(module, log or (lambda *args, **kwargs: None)), _unchanged(module):
         step = {f"module.{name}": value for name, value in tensors.items()}
-        loss: Tensor = torch.func.functional_call(_Step(module, ends), step, (batch, index))
+        called = _Step(module, ends, then)
+        loss: Tensor = torch.func.functional_call(called, step, (batch, index))
     return loss
 
 
@@ -124,7 +131,7 @@ def changes_attributes(module: LightningModule, tensors: Mapping[str, Tensor], b
     step = {f"module.{name}": value.detach().clone() for name, value in tensors.items()}
     with _logging_to(module, lambda *args, **kwargs: None), _unchanged(module):
         before = plain_attributes(module)
-        torch.func.functional_call(_Step(module, None), step, (batch, 0))
+        torch.func.functional_call(_Step(module), step, (batch, 0))
         try:
             return plain_attributes(module) != before
         except RuntimeError:  # lists of tensors, which do not compare
@@ -155,16 +162,19 @@ def loss_and_gradient(
         # No graph of the layers that have no gradient.
         rest = {name: value.detach() for name, value in module.named_parameters()}
         at = {**rest, **others, **leaves}
-        loss = loss_at(trainer, module, at, batch, index, in_full=in_full, ends=ends)
-        # A loss that reads none of them has no graph.
-        gradients: Sequence[Tensor | None] = [None] * len(leaves)
-        if loss.requires_grad:
-            gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+
+        def differentiate(loss: Tensor) -> None:
+            # torch.autograd.grad would not see the weights of checkpointed layers.
+            if loss.requires_grad:  # a loss that reads none of them has no graph
+                with torch.autocast(module.device.type, enabled=False):
+                    loss.backward()
+
+        loss = loss_at(trainer, module, at, batch, index, in_full, ends, differentiate)
     # Only now, because the backward pass reads the buffers of the step.
     for name in ends.keys() & others.keys():
         others[name].copy_(ends[name].detach())
-    used = zip(leaves, gradients, strict=True)
-    return loss.detach(), {name: value for name, value in used if value is not None}
+    used = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return loss.detach(), used
 
 
 def hessian_product(
@@ -213,9 +223,14 @@ def _same_draws(module: LightningModule) -> AbstractContextManager[None]:
 class _Step(nn.Module):
     """A training step as a forward pass."""
 
-    def __init__(self, module: LightningModule, ends: dict[str, Tensor] | None) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        ends: dict[str, Tensor] | None = None,
+        then: Callable[[Tensor], None] | None = None,
+    ) -> None:
         super().__init__()
-        self.module, self.ends = module, ends
+        self.module, self.ends, self.then = module, ends, then
 
     def forward(self, batch: Any, index: int | Tensor) -> Tensor:
         step: Any = self.module.training_step
@@ -230,6 +245,8 @@ class _Step(nn.Module):
                 f"this aggregator computes the loss of every training step, and that of {kind} "
                 f"returned {loss!r}; return a loss, or choose another aggregator"
             )
+        if self.then is not None:
+            self.then(loss)
         return loss
 
 

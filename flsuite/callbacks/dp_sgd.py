@@ -31,6 +31,12 @@ from flsuite.server.federation import Federation
 
 _LEFT_OVER = {"activations", "max_batch_len"}
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+_STEP_HOOKS = (
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
 
 
 @dataclass(eq=False)
@@ -253,11 +259,11 @@ def _refuse_seen_batches(federation: Federation) -> None:
         kind = type(callback)
         if kind.__module__.startswith("flsuite."):
             continue
+        seen = [name for name in hooks_of_callback(callback) if name in _BATCH_HOOKS]
         if isinstance(callback, FeatureTerm):  # its term passes the clipping, and nothing else
-            seen = hooks_of_callback(callback, FeatureTerm)
+            during = {*_BATCH_HOOKS, *_STEP_HOOKS}  # it has the batch in all of these
+            seen = [name for name in hooks_of_callback(callback, FeatureTerm) if name in during]
             seen += ["logits"] if callback.changes_logits else []
-        else:
-            seen = [name for name in hooks_of_callback(callback) if name in _BATCH_HOOKS]
         if seen:
             raise FlsuiteError(
                 f"DPSGD: {kind.__name__}.{seen[0]} of the objective or rule sees samples, which "

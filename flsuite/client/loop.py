@@ -218,12 +218,10 @@ def hooks_of(module: LightningModule) -> list[str]:
 
 
 def hooks_of_callback(callback: Callback, *bases: type[Callback]) -> list[str]:
-    """Return the hooks that a callback's class implements, other than in one of these bases."""
-    kind = type(callback)
-    names = [name for name in dir(Callback) if name.startswith("on_")]
-    return [
-        n for n in names if all(getattr(kind, n) is not getattr(b, n) for b in (Callback, *bases))
-    ]
+    """Return the hooks that a callback implements, other than in one of these bases."""
+    names = [n for n in dir(Callback) if n.startswith("on_") or n in ("setup", "teardown")]
+    known: tuple[type, ...] = (Callback, *bases)
+    return [n for n in names if all(implements(callback, base, n) for base in known)]
 
 
 def supports_local_loop(callback: Callback) -> bool:

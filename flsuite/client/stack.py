@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -146,12 +147,13 @@ class Stack:
         with attached(self.model, _NoTrainer(type(self.model).__name__)):
             start = {name: value[0] for name, value in tensors.items()}
             used = self._used(trainer, start, batches.first())
-            steps = StackSteps(self.model, used, trainer, tensors, members)
-            if steps.by_sample:
-                batches.fills = True
-            elif len({member.client.samples for member in members}) > 1:
-                batches.fills = steps.is_mean_over_samples(batches)
-            ends = steps.run(batches)
+            with _told_of_errors(members):
+                steps = StackSteps(self.model, used, trainer, tensors, members)
+                if steps.by_sample:
+                    batches.fills = True
+                elif len({member.client.samples for member in members}) > 1:
+                    batches.fills = steps.is_mean_over_samples(batches)
+                ends = steps.run(batches)
         seconds = (time.perf_counter() - began) / len(members)
         after = setup.aggregator.callbacks(members[0].client)
         measures = not first.adapts and any(isinstance(c, AfterFit) for c in after)
@@ -225,3 +227,15 @@ class Stack:
         for group in member.optimizer.param_groups:
             group["lr"] *= decay.factor(member.client.round) if decay else 1.0
         member.trainer = TrainerOfOne(trainer, member.optimizer, member.loader)
+
+
+@contextmanager
+def _told_of_errors(members: Sequence[Member]) -> Iterator[None]:
+    """Call ``on_exception`` of the callbacks, as a fit does: some undo what they have done."""
+    try:
+        yield
+    except Exception as error:
+        for member in (one for one in members if not one.has_ended):
+            for callback in member.callbacks:
+                callback.on_exception(member.trainer, member.module, error)
+        raise

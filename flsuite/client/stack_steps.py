@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -15,8 +14,14 @@ from flsuite.aggregators.second_model import first_names, optimizer_for
 from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.stack_batches import StackBatches
-from flsuite.client.stack_member import Member, callbacks_of, stacked
-from flsuite.client.stackable import OF_ALL, by_sample, phases
+from flsuite.client.stack_member import (
+    Member,
+    acting_for_all,
+    callbacks_of,
+    stacked,
+    without_clients,
+)
+from flsuite.client.stackable import by_sample, phases
 from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
 from flsuite.client.stacked_optimizer import gather_states, hand_state
 from flsuite.client.stacked_second import StackedSecond
@@ -75,6 +80,7 @@ class StackSteps:
         has_second = callbacks_of(members, SecondSteps)  # type: ignore[type-abstract]
         plain = StackedLoss(model, trainer)
         self.second = StackedSecond(members, tensors, plain) if has_second else None
+        self._of_all = acting_for_all(members)
 
     def run(self, batches: StackBatches) -> list[tuple[State, dict[str, float]]]:
         """Take all steps, and return each client's state and metrics.
@@ -127,12 +133,6 @@ class StackSteps:
         )
 
     def _start_callbacks(self) -> None:
-        for kind in OF_ALL:
-            numbers = [*map(_numbers, callbacks_of(self.members, kind))]
-            if any(one != numbers[0] for one in numbers):
-                raise RuntimeError(
-                    f"a {kind.__name__} has numbers that differ between clients, outside of held"
-                )
         for member in self.members:
             before = _frozen(member)
             for callback in _own(member):
@@ -156,13 +156,15 @@ class StackSteps:
 
     def _step(self, step: int, groups: Sequence[Group]) -> None:
         """Take one step of the clients that have a batch left."""
-        if self.second:
-            self.second.take_steps(groups, step)
         gradients: State = {}
-        for group in groups:
-            gradients = with_rows(gradients, group, self._gradients(step, group), self.parameters)
-        if self.second:
-            self.second.change(gradients)
+        with without_clients(self._of_all):
+            if self.second:
+                self.second.take_steps(groups, step)
+            for group in groups:
+                own = self._gradients(step, group)
+                gradients = with_rows(gradients, group, own, self.parameters)
+            if self.second:
+                self.second.change(gradients)
         resting = [
             self._show(step, group, i, gradients)
             for group in groups
@@ -253,6 +255,7 @@ class StackSteps:
             hand_state(self.optimizer, self.parameters, member, place)
         for callback in _own(member):
             callback.on_train_end(member.trainer, member.module)
+        member.has_ended = True
         return {name: self.tensors[first][place] for name, first in self.entries.items()}
 
     def _metrics(self, place: int) -> dict[str, float]:
@@ -277,10 +280,6 @@ def _frozen(member: Member) -> frozenset[str]:
     if not member.callbacks:
         return frozenset()
     return frozenset(name for name, p in member.module.named_parameters() if not p.requires_grad)
-
-
-def _numbers(callback: Callback) -> dict[str, Any]:
-    return {k: v for k, v in vars(callback).items() if isinstance(v, (bool, int, float, str))}
 
 
 def _own(member: Member) -> list[Callback]:

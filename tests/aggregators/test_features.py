@@ -8,19 +8,30 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD
+from torch.optim import LBFGS, SGD
+from torch.utils.checkpoint import checkpoint
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import Aggregator, Ditto, FedAvg, FedRoD, PerFedAvg
+from flsuite.aggregators import (
+    APFL,
+    MOON,
+    Aggregator,
+    Ditto,
+    FedAvg,
+    FedProto,
+    FedRoD,
+    PerFedAvg,
+    PFedMe,
+)
 from flsuite.aggregators.features import FeatureTerm
 from flsuite.aggregators.objectives import Objective
 from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.data import IID
 from flsuite.engines import InProcess, Vectorized
 from flsuite.messages import ClientContext
-from flsuite.models import MLP, Classifier
+from flsuite.models import MLP, Backbone, Classifier
 from tests.aggregators.federations import run, table_model
 from tests.engines import test_vectorized
 from tests.engines.test_processes import Images
@@ -63,6 +74,16 @@ class EndsBatches(Squares):
     def on_train_batch_end(self, *args: Any) -> None: ...
 
 
+class SetUp(Squares):
+    def setup(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class OnInstance(Squares):
+    def __init__(self, head: str) -> None:
+        super().__init__(head)
+        self.on_train_batch_end = lambda *args: None  # type: ignore[method-assign]
+
+
 class Writes(Squares):
     """Reads a batch where DPSGD adds its noise."""
 
@@ -102,20 +123,50 @@ def test_it_changes_the_models_own_loss_alone(
     close(stacks, 1e-12, aggregator, Classifier(InDouble(), partial(SGD, lr=0.01)), data)
 
 
-@pytest.mark.parametrize(("kinds", "what"), [((Scaled, Squares), "two"), ((EndsBatches,), "hook")])
-def test_what_a_stack_cannot_do_is_refused(kinds: Any, what: str) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [(Scaled, Squares), (EndsBatches,), (SetUp,), (OnInstance,)],
+    ids=["two", "a hook", "setup", "a hook of the instance"],
+)
+def test_what_a_stack_cannot_do_is_refused(kinds: Any) -> None:
     with pytest.raises(FlsuiteError, match="does more in a client's steps"):
         run(of(*kinds), 1, engine=Vectorized())
     run(of(*kinds), 1)
 
 
-class Weighted(FeatureTerm):
+class Own(FeatureTerm):
+    """A term with the weight of its client."""
+
     def __init__(self, client: ClientContext) -> None:
         super().__init__(HEAD)
-        self.weight = client.samples / 30
+        self.client = client
+
+    def weight(self) -> Any:
+        return self.client.samples / 30
 
     def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        return self.weight * features.square().mean()
+        return self.weight() * features.square().mean()
+
+
+class Weighted(Own):
+    def __init__(self, client: ClientContext) -> None:
+        super().__init__(client)
+        self.number = client.samples / 30
+
+    def weight(self) -> Any:
+        return self.number
+
+
+class InTensor(Weighted):
+    def __init__(self, client: ClientContext) -> None:
+        super().__init__(client)
+        self.number = torch.tensor(client.samples / 30)
+
+
+class AtStart(Weighted):
+    def start(self, module: Any) -> Any:
+        self.number = self.client.samples / 20
+        return {}
 
 
 class Slower(SecondSteps):
@@ -135,7 +186,7 @@ class Slower(SecondSteps):
     def end(self, weights: Any, held: Any) -> None: ...
 
 
-@pytest.mark.parametrize("kind", [Weighted, Slower])
+@pytest.mark.parametrize("kind", [Own, Weighted, InTensor, AtStart, Slower])
 def test_clients_whose_numbers_differ_train_by_themselves(kind: Any, stacks: list[int]) -> None:
     aggregator = FedAvg(objective=Given(lambda client: [kind(client)]))
     alone, stacked = (run(aggregator, 2, engine=engine) for engine in (InProcess(), Vectorized()))
@@ -177,27 +228,57 @@ def test_a_loss_without_the_head_moves_no_personal_head() -> None:
     assert len(made.federation.log.updates) == 4 and not made.federation.log.failures
 
 
-class Looks(Callback):
-    """Reads logits between the forward passes of the steps."""
+class Counted(FeatureTerm):
+    terms = 0
 
-    largest = 0.0
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        with torch.no_grad():
-            Looks.largest = max(Looks.largest, float(pl_module(torch.zeros(2, 5)).abs().max()))
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        self.on_before_optimizer_step(trainer, pl_module, None)
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        Counted.terms += 1
+        return features.square().mean()
 
 
-class Large(FeatureTerm):
-    def logits(self, outputs: Tensor, batch: Any, held: Any) -> Tensor:
-        return outputs + 1000.0
+def test_a_term_counts_in_every_computation_of_a_loss() -> None:
+    class Steps(Classifier):
+        losses = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            Steps.losses += 1
+            return super().training_step(batch, batch_idx)
+
+    model = Steps(MLP(hidden=(8,)), partial(LBFGS, lr=0.1, max_iter=5))
+    run(of(Counted, head="head."), 1, model=model)
+    assert Counted.terms == Steps.losses > 12
 
 
-def test_other_forward_passes_see_the_logits_as_they_are() -> None:
-    run(of(Large), 1, callbacks=[Looks()])
-    assert 0 < Looks.largest < 100
+class Checkpointed(nn.Sequential):
+    """Computes its layers again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out: Tensor = checkpoint(super().forward, x, use_reentrant=True)
+        return out
+
+
+@dataclass(eq=False)
+class Layers(Backbone):
+    kind: type[nn.Sequential] = nn.Sequential
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return self.kind(nn.Linear(shape[0], 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [FedAvg, Ditto, APFL, PFedMe, PerFedAvg, FedRoD, lambda: MOON(5.0), FedProto],
+    ids=["FedAvg", "Ditto", "APFL", "PFedMe", "PerFedAvg", "FedRoD", "MOON", "FedProto"],
+)
+def test_checkpointed_layers_train_as_others(make: Callable[[], Aggregator]) -> None:
+    made = [
+        run(make(), 2, model=Classifier(Layers(kind), partial(SGD, lr=0.1)))
+        for kind in (nn.Sequential, Checkpointed)
+    ]
+    for client in range(4):
+        one, other = (each.federation.client_state(client) for each in made)
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("kind", [Scaled, Writes, EndsBatches])
@@ -207,6 +288,44 @@ def test_with_sample_privacy_only_a_term_may_see_samples(kind: type[FeatureTerm]
 
     with pytest.raises(FlsuiteError, match=f"DPSGD: {kind.__name__}.* sees samples"):
         run(of(kind), 1, callbacks=[DPSGD()], model=Classifier(MLP(hidden=(8,))))
+
+
+def test_a_term_with_hooks_that_see_no_samples_trains_with_sample_privacy() -> None:
+    pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
+    from flsuite.callbacks import DPSGD
+
+    class Ends(Squares):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            super().on_train_end(trainer, pl_module)
+
+    run(of(Ends, head="head."), 1, callbacks=[DPSGD()], model=Classifier(MLP(hidden=(8,))))
+
+
+class Undoes(Callback):
+    """Undoes at the end of a fit, or of one that fails, what it did at the start."""
+
+    supports_stack = True
+    open = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        Undoes.open += 1
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        Undoes.open -= 1
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        Undoes.open -= 1
+
+
+def test_callbacks_of_a_stack_that_fails_are_told(stacks: list[int]) -> None:
+    class ReadsNumbers(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * (2.0 if batch_idx and float(loss.detach()) < 0 else 1.0)
+
+    model = ReadsNumbers(MLP(hidden=(8,)), partial(SGD, lr=0.1))
+    run(FedAvg(objective=Given(lambda _: [Undoes()])), 1, model=model, engine=Vectorized())
+    assert not stacks and Undoes.open == 0
 
 
 def test_a_term_that_compares_features_trains_with_sample_privacy() -> None:

@@ -462,6 +462,13 @@ def test_a_split_that_is_none_is_refused(rows: tuple[list[int], ...], reason: st
         checked_rows(own := Own(*rows), own(), samples=9, clients=3)
 
 
+def test_rows_may_be_objects_and_in_any_sized_collection() -> None:
+    rows = [np.array([0, 1], dtype=object), range(2, 4)]
+    for split in (rows, tuple(rows), dict(enumerate(rows)).values()):
+        stored = checked_rows(Own(), split, samples=4, clients=2)  # type: ignore[arg-type]
+        assert stored.values.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("split", "what"),
     [

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,10 @@ from flsuite.aggregators import (
 from flsuite.analysis import group_runs
 from flsuite.arguments import MISSING, create, stored_argument
 from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping
+from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
 from flsuite.models import Backbone, Classifier
+from flsuite.models.base import ClientModel
 from flsuite.runs.settings import describe
 from tests.conftest import classifier, digits, trainer
 
@@ -107,6 +110,41 @@ def test_an_attribute_of_an_arguments_name_may_hold_another_thing(a: Any, b: Any
     one, other = (describe(create(Layers, **copy.deepcopy(given)))["init_args"] for given in (a, b))
     (name,) = a
     assert one != other and (one[name], other[name]) == (a[name], b[name])
+
+
+class Built(ClientModel):
+    """Makes layers of its argument, under the same name, when it is built."""
+
+    def __init__(self, body: int = 8) -> None:
+        super().__init__()
+        self.body: Any = body
+
+    def build(self, spec: DataSpec) -> None:
+        self.body = nn.Linear(3, self.body)
+
+
+def test_an_argument_that_becomes_layers_later_is_described_as_given() -> None:
+    model = create(Built, body=4)
+    model.build(DataSpec((3,), 2))
+    assert describe(model)["init_args"] == {"body": 4}
+
+
+class Wrapped(FedAvg):
+    def __init__(self, mu: float = 0.1, **kwargs: Any) -> None:
+        self._mu = SimpleNamespace(value=mu)
+        super().__init__(**kwargs)
+
+
+class Same(FedAvg):
+    """Nothing new."""
+
+
+def test_a_preset_of_the_user_is_described_by_what_a_config_gives() -> None:
+    assert describe(create(Wrapped, mu=0.2))["init_args"]["mu"] == 0.2
+    # What the base class stores in its own form is in this form, as for the base class.
+    given = create(Same, rule=None, private=None)
+    assert describe(given)["init_args"] == describe(FedAvg())["init_args"]
+    assert describe(Same())["init_args"] == describe(given)["init_args"]
 
 
 def test_layers_are_not_described_by_their_weights() -> None:

@@ -1,7 +1,7 @@
 """The interface of a partition."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -66,9 +66,10 @@ def checked_rows(
         )
 
     if not isinstance(rows, Rows):
-        if not isinstance(rows, (Sequence, np.ndarray)):  # a generator, a dictionary, None
+        if not hasattr(rows, "__len__") or isinstance(rows, Mapping):  # a generator, None
             refuse(f"returned a {type(rows).__name__}")
-        for client, own in enumerate(map(_array, rows)):
+        rows = [_array(own) for own in rows]
+        for client, own in enumerate(rows):
             if own.ndim != 1 or (len(own) and own.dtype.kind not in "iu"):
                 refuse(f"returned {own.dtype} of shape {own.shape} for client {client}")
     stored = Rows.of(rows)
@@ -89,7 +90,8 @@ def checked_rows(
 
 def _array(rows: Any) -> Array:
     try:
-        return np.asarray(rows)
+        own = np.asarray(rows)
+        return np.array(own.tolist()) if own.dtype == object else own
     except ValueError:  # lists of unequal length
         return np.asarray(rows, dtype=object)
 
