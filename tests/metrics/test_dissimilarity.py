@@ -334,6 +334,10 @@ def test_a_client_may_have_one_sample() -> None:
 
 
 class _Silent(Classifier):
+    """A model that would step its optimizer by hand, and returns no loss."""
+
+    automatic_optimization = False  # type: ignore[assignment]
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         return None
 
