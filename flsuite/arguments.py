@@ -163,12 +163,13 @@ def given_arguments(obj: Any) -> dict[str, Any]:
     return (vars(obj) if hasattr(obj, "__dict__") else {}).get(_GIVEN, {})
 
 
+@cache
 def _owner(cls: type, name: str) -> type:
     """Return the class whose ``__init__`` has an argument of this name, or the class itself."""
     for owner in getattr(cls, "__mro__", ()):
-        init = vars(owner).get("__init__")
-        if init and name in inspect.signature(init).parameters:
-            return owner
+        with contextlib.suppress(TypeError, ValueError):  # none, or one without a signature
+            if name in inspect.signature(vars(owner).get("__init__")).parameters:
+                return owner
     return cls
 
 
