@@ -180,11 +180,6 @@ class FeatureTerm(Callback):
         """
         return outputs
 
-    @property
-    def changes_logits(self) -> bool:
-        """Return whether the class has its own :meth:`logits`."""
-        return type(self).logits is not FeatureTerm.logits
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trainer = trainer
         self.held = self.start(pl_module)

@@ -58,38 +58,30 @@ def loss_at(
             "this aggregator trains at other weights, without the noise of DPSGD; choose another "
             "trainer.aggregator, or leave out DPSGD"
         )
-    token = _is_other.set(True)
-    try:
-        return _loss_at(trainer, module, weights, batch, index, in_full, ends, then)
-    finally:
-        _is_other.reset(token)
+    buffers = {name: value.clone() for name, value in module.named_buffers()}
+    # Tied weights have one name here, and functional_call gives them the same tensor.
+    own = {name: weights[name] for name, _ in module.named_parameters() if name in weights}
+    named = buffers | own | {name: weights[name] for name in buffers if name in weights}
+    precision = nullcontext() if in_full else trainer.precision_plugin.train_step_context()
+    with _same_draws(module), precision, _other_loss():
+        return step_loss(module, named, batch, index, ends=ends, then=then)
 
 
 _is_other: ContextVar[bool] = ContextVar("is_other_loss", default=False)
 
 
 def is_other_loss() -> bool:
-    """Return whether a forward pass now is that of a loss at other weights, see :func:`loss_at`."""
+    """Return whether the model computes a loss of :func:`loss_at`, which is not its own."""
     return _is_other.get()
 
 
-def _loss_at(
-    trainer: Trainer,
-    module: LightningModule,
-    weights: Mapping[str, Tensor],
-    batch: Any,
-    index: int | Tensor,
-    in_full: bool,
-    ends: dict[str, Tensor] | None,
-    then: Callable[[Tensor], None] | None,
-) -> Tensor:
-    buffers = {name: value.clone() for name, value in module.named_buffers()}
-    # Tied weights have one name here, and functional_call gives them the same tensor.
-    own = {name: weights[name] for name, _ in module.named_parameters() if name in weights}
-    named = buffers | own | {name: weights[name] for name in buffers if name in weights}
-    precision = nullcontext() if in_full else trainer.precision_plugin.train_step_context()
-    with _same_draws(module), precision:
-        return step_loss(module, named, batch, index, ends=ends, then=then)
+@contextmanager
+def _other_loss() -> Iterator[None]:
+    token = _is_other.set(True)
+    try:
+        yield
+    finally:
+        _is_other.reset(token)
 
 
 def step_loss(

@@ -263,7 +263,7 @@ def _refuse_seen_batches(federation: Federation) -> None:
         if isinstance(callback, FeatureTerm):  # its term passes the clipping, and nothing else
             during = {*_BATCH_HOOKS, *_STEP_HOOKS}  # it has the batch in all of these
             seen = [name for name in hooks_of_callback(callback, FeatureTerm) if name in during]
-            seen += ["logits"] if callback.changes_logits else []
+            seen += ["logits"] * (type(callback).logits is not FeatureTerm.logits)
         if seen:
             raise FlsuiteError(
                 f"DPSGD: {kind.__name__}.{seen[0]} of the objective or rule sees samples, which "

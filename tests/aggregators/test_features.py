@@ -298,7 +298,9 @@ def test_a_term_with_hooks_that_see_no_samples_trains_with_sample_privacy() -> N
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             super().on_train_end(trainer, pl_module)
 
-    run(of(Ends, head="head."), 1, callbacks=[DPSGD()], model=Classifier(MLP(hidden=(8,))))
+    model = Classifier(MLP(hidden=(8,)))
+    made = run(of(Ends, head="head."), 1, callbacks=[DPSGD()], model=model)
+    assert len(made.federation.log.updates) == 4 and not made.federation.log.failures
 
 
 class Undoes(Callback):
