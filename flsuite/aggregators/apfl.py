@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.objectives import SecondSteps
+from flsuite.aggregators.objectives.second_steps import Second
 from flsuite.aggregators.second_model import start_of
-from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.arguments import Settings, Share
 from flsuite.messages import ClientContext
 from flsuite.state import State
@@ -41,7 +41,7 @@ class APFL(FedAvg):
 
 
 @dataclass(frozen=True)
-class MixedModel(Objective, Settings):
+class MixedModel(SecondSteps, Settings):
     """A client's mixture, which does not change what the client sends.
 
     Args:
@@ -52,23 +52,11 @@ class MixedModel(Objective, Settings):
     alpha: Share = 0.5
     adaptive: bool = True
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_MixtureSteps(client, self)]
-
-    def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
-        return _mixture(memory["local"], state, torch.tensor(memory["alpha"])) if memory else {}
-
-
-class _MixtureSteps(SecondSteps):
-    def __init__(self, client: ClientContext, settings: MixedModel) -> None:
-        super().__init__(client)
-        self.settings = settings
-
-    def start(self, module: LightningModule) -> tuple[State, State]:
-        notes, first = self.client.memory, next(module.parameters())
+    def start(self, client: ClientContext, module: LightningModule) -> tuple[State, State]:
+        first = next(module.parameters())
         dtype = torch.promote_types(first.dtype, torch.float32)
-        alpha = torch.tensor(notes.get("alpha", self.settings.alpha), dtype=dtype)
-        start = start_of(self.client, module, notes.get("local"))
+        alpha = torch.tensor(client.memory.get("alpha", self.alpha), dtype=dtype)
+        start = start_of(client, module, client.memory.get("local"))
         return start, {"alpha": alpha.to(first.device)}
 
     def point(self, v: State, w: State, held: State) -> State:
@@ -78,16 +66,22 @@ class _MixtureSteps(SecondSteps):
         """Return the gradient for ``v_k``, and ``alpha`` after its step (eq. 11)."""
         alpha = held["alpha"]
         own = {name: alpha.to(value.dtype) * value for name, value in gradient.items()}
-        if self.settings.adaptive:
+        if self.adaptive:
             products = [((v[k] - w[k]) * value).sum() for k, value in gradient.items()]
-            rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-            alpha = (alpha - rate * torch.stack(products).sum()).clamp(0.0, 1.0)
+            alpha = (alpha - held["rate"] * torch.stack(products).sum()).clamp(0.0, 1.0)
         return own, {"alpha": alpha}
 
-    def end(self, weights: State, held: State) -> None:
+    def take_steps(self, second: Second, w: State, batch: Any, index: int, held: State) -> State:
+        rate = torch.full_like(held["alpha"], second.rate)
+        return super().take_steps(second, w, batch, index, held | {"rate": rate})
+
+    def end(self, client: ClientContext, weights: State, held: State) -> None:
         alpha = float(held["alpha"])
-        self.client.memory |= {"local": weights, "alpha": alpha}
-        self.client.metrics["alpha"] = alpha
+        client.memory |= {"local": weights, "alpha": alpha}
+        client.metrics["alpha"] = alpha
+
+    def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
+        return _mixture(memory["local"], state, torch.tensor(memory["alpha"])) if memory else {}
 
 
 def _mixture(v: State, w: State, alpha: Tensor) -> State:

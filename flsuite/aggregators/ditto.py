@@ -6,12 +6,11 @@ Ditto: Fair and Robust Federated Learning Through Personalization, arXiv:2012.04
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.objectives import SecondSteps
 from flsuite.aggregators.second_model import pulled, start_of
-from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.arguments import NonNegativeFloat, Settings
 from flsuite.messages import ClientContext
 from flsuite.state import State, difference
@@ -38,7 +37,7 @@ class Ditto(FedAvg):
 
 
 @dataclass(frozen=True)
-class PulledModel(Objective, Settings):
+class PulledModel(SecondSteps, Settings):
     """A client's personal model, which does not change what the client sends.
 
     Args:
@@ -47,27 +46,18 @@ class PulledModel(Objective, Settings):
 
     lam: NonNegativeFloat = 0.1
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_PersonalSteps(client, self.lam)]
-
-    def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
-        return memory.get("personal", {})
-
-
-class _PersonalSteps(SecondSteps):
-    def __init__(self, client: ClientContext, lam: float) -> None:
-        super().__init__(client)
-        self.lam = lam
-
-    def start(self, module: LightningModule) -> tuple[State, State]:
-        own, w = dict(module.named_parameters()), self.client.global_state
+    def start(self, client: ClientContext, module: LightningModule) -> tuple[State, State]:
+        own, w = dict(module.named_parameters()), client.global_state
         received = {name: w[name].to(p.device) for name, p in own.items() if name in w}
-        return start_of(self.client, module, self.client.memory.get("personal")), received
+        return start_of(client, module, client.memory.get("personal")), received
 
     def direction(self, gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
         received = {name: held[name] for name in v}
         to_global = difference(v, received)
         return (pulled(gradient, to_global, self.lam) if self.lam else gradient), held
 
-    def end(self, weights: State, held: State) -> None:
-        self.client.memory["personal"] = weights
+    def end(self, client: ClientContext, weights: State, held: State) -> None:
+        client.memory["personal"] = weights
+
+    def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
+        return memory.get("personal", {})

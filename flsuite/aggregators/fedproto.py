@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.features import FeatureTerm, classes_of, features_at, shape_of
-from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.features import classes_of, features_at, shape_of
+from flsuite.aggregators.objectives import FeatureTerm
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.partial import HeadAware
 from flsuite.arguments import NonNegativeFloat, Settings
@@ -48,7 +48,7 @@ class FedProto(HeadAware):
 
 
 @dataclass(frozen=True)
-class Prototypes(Objective, Settings):
+class Prototypes(FeatureTerm, Settings):
     """The distance to the global prototypes, and the client's sums of features by class.
 
     Args:
@@ -57,7 +57,6 @@ class Prototypes(Objective, Settings):
         shape: Numbers of classes and of features.
     """
 
-    head: str
     lam: NonNegativeFloat
     shape: tuple[int, int]
 
@@ -67,7 +66,17 @@ class Prototypes(Objective, Settings):
         return dict(server.memory)
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_Distance(client, self)]
+        return [*super().callbacks(client), _SendFeatures(client, self)]
+
+    def read(self, client: ClientContext, module: LightningModule) -> State:
+        zeros = torch.zeros(self.shape)
+        received = client.received or {"prototypes": zeros, "known": zeros[:, 0]}
+        return {name: received[name].to(module.device) for name in ("prototypes", "known")}
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: State) -> Tensor:
+        y = classes_of(batch, "FedProto")
+        distance = (features - held["prototypes"][y]).square().mean(1)
+        return self.lam * (distance * held["known"][y]).mean()
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         classes = self.shape[0]
@@ -91,33 +100,24 @@ class Prototypes(Objective, Settings):
         server.memory["known"] = torch.maximum(old["known"], seen.float())
 
 
-class _Distance(FeatureTerm):
-    def __init__(self, client: ClientContext, settings: Prototypes) -> None:
-        super().__init__(settings.head)
-        self.client, self.settings = client, settings
+class _SendFeatures(Callback):
+    """Sends the sums of the trained model's features by class, per sample of the client."""
 
-    def start(self, module: LightningModule) -> State:
-        zeros = torch.zeros(self.settings.shape)
-        received = self.client.received or {"prototypes": zeros, "known": zeros[:, 0]}
-        return {name: received[name].to(module.device) for name in ("prototypes", "known")}
+    supports_stack = True
 
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: State) -> Tensor:
-        y = classes_of(batch, "FedProto")
-        distance = (features - held["prototypes"][y]).square().mean(1)
-        return self.settings.lam * (distance * held["known"][y]).mean()
+    def __init__(self, client: ClientContext, objective: Prototypes) -> None:
+        self.client, self.objective = client, objective
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Send the sums of the trained model's features by class, per sample of the client."""
-        classes = self.settings.shape[0]
-        sums, counts = torch.zeros(self.settings.shape), torch.zeros(classes)
+        (classes, _), head = self.objective.shape, self.objective.head
+        sums, counts = torch.zeros(self.objective.shape), torch.zeros(classes)
         loader: Any = trainer.train_dataloader
         with evaluating(pl_module):
             for index, batch in enumerate(loader.plain_batches()):
                 batch = trainer.strategy.batch_to_device(batch)
                 y = classes_of(batch, "FedProto").cpu()
-                features = features_at(trainer, pl_module, self.head, {}, batch, index)
+                features = features_at(trainer, pl_module, head, {}, batch, index)
                 sums.index_add_(0, y, features.float().cpu())
                 counts += torch.bincount(y, minlength=classes)
-        super().on_train_end(trainer, pl_module)
         samples = counts.sum()
         self.client.extras |= {"features": sums / samples, "classes": counts / samples}

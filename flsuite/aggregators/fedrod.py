@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.features import FeatureTerm, classes_of
-from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.features import classes_of
+from flsuite.aggregators.objectives import FeatureTerm, SecondSteps
 from flsuite.aggregators.partial import HeadAware
-from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.arguments import Settings
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
@@ -50,35 +49,18 @@ class FedRoD(HeadAware):
 
 
 @dataclass(frozen=True)
-class TwoHeads(Objective, Settings):
+class TwoHeads(SecondSteps, FeatureTerm, Settings):
     """The balanced softmax loss, and a personal head.
 
-    Args:
-        head: Prefix of the head's entries.
+    The sum of both heads is one linear layer, at which the personal one has its gradient.
     """
 
-    head: str
-
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_PersonalHead(client, self.head), _Balanced(client, self.head)]
-
-    def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
-        return {name: state[name] + value for name, value in memory.get("head", {}).items()}
-
-
-class _PersonalHead(SecondSteps):
-    """The sum of both heads is one linear layer, at which the personal one has its gradient."""
-
-    def __init__(self, client: ClientContext, head: str) -> None:
-        super().__init__(client)
-        self.head = head
-
-    def start(self, module: LightningModule) -> tuple[State, State]:
+    def start(self, client: ClientContext, module: LightningModule) -> tuple[State, State]:
         layer = module.get_submodule(self.head.rstrip("."))
         own = layer.named_parameters(prefix=self.head.rstrip("."))
         # At first it adds nothing to the generic head.
         zeros = {name: torch.zeros_like(p, device="cpu") for name, p in own}
-        return self.client.memory.get("head", zeros), {}
+        return client.memory.get("head", zeros), {}
 
     def point(self, v: State, w: State, held: State) -> State:
         return {name: v[name] + w[name] for name in v}
@@ -86,18 +68,15 @@ class _PersonalHead(SecondSteps):
     def direction(self, gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
         return gradient, held
 
-    def end(self, weights: State, held: State) -> None:
-        self.client.memory["head"] = weights
+    def end(self, client: ClientContext, weights: State, held: State) -> None:
+        client.memory["head"] = weights
 
+    def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
+        return {name: state[name] + value for name, value in memory.get("head", {}).items()}
 
-class _Balanced(FeatureTerm):
-    def __init__(self, client: ClientContext, head: str) -> None:
-        super().__init__(head)
-        self.client = client
-
-    def start(self, module: LightningModule) -> State:
+    def read(self, client: ClientContext, module: LightningModule) -> State:
         # A class that the client lacks must not have a logit of minus infinity.
-        counts = self.client.class_counts.clamp(min=1).to(module.device)
+        counts = client.class_counts.clamp(min=1).to(module.device)
         return {"shift": counts.log()}
 
     def logits(self, outputs: Tensor, batch: Any, held: State) -> Tensor:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.features import FeatureTerm
-from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.objectives import FeatureTerm
 from flsuite.aggregators.partial import HeadAware
 from flsuite.arguments import NonNegativeFloat, PositiveFloat, Settings
 from flsuite.messages import ClientContext
@@ -55,20 +54,34 @@ class MOON(HeadAware):
 
 
 @dataclass(frozen=True)
-class Contrast(Objective, Settings):
+class Contrast(FeatureTerm, Settings):
     """The contrastive term. See :class:`MOON`."""
 
-    head: str
     mu: NonNegativeFloat = 1.0
     temperature: PositiveFloat = 0.5
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
         if not self.mu:
             return []
-        # The last own model, before this fit replaces it.
-        last: State | None = client.memory.get("last")
-        term = [] if last is None else [_Contrast(client.global_state, last, self)]
-        return [_Keep(client), *term]
+        term = super().callbacks(client) if "last" in client.memory else []
+        return [*term, _Keep(client)]
+
+    def read(self, client: ClientContext, module: LightningModule) -> dict[str, State]:
+        models = {"received": client.global_state, "last": client.memory["last"]}
+        return {
+            kind: {name: value.to(module.device) for name, value in state.items()}
+            for kind, state in models.items()
+        }
+
+    def compared(
+        self, features_of: Callable[[State], Tensor], held: dict[str, State]
+    ) -> list[Tensor]:
+        return [features_of(held["received"]), features_of(held["last"])]
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        similarity = [F.cosine_similarity(features, other, dim=1) for other in others]
+        logits = torch.stack(similarity, dim=1) / self.temperature
+        return -self.mu * logits.log_softmax(1)[:, 0].mean()
 
 
 class _Keep(Callback):
@@ -82,26 +95,3 @@ class _Keep(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         own = pl_module.state_dict()
         self.client.memory["last"] = clone({k: own[k] for k in self.client.global_state})
-
-
-class _Contrast(FeatureTerm):
-    def __init__(self, received: State, last: State, settings: Contrast) -> None:
-        super().__init__(settings.head)
-        self.models, self.settings = {"received": received, "last": last}, settings
-
-    def start(self, module: LightningModule) -> dict[str, State]:
-        device = module.device
-        return {
-            kind: {name: value.to(device) for name, value in state.items()}
-            for kind, state in self.models.items()
-        }
-
-    def compared(
-        self, features_of: Callable[[State], Tensor], held: dict[str, State]
-    ) -> list[Tensor]:
-        return [features_of(held["received"]), features_of(held["last"])]
-
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        similarity = [F.cosine_similarity(features, other, dim=1) for other in others]
-        logits = torch.stack(similarity, dim=1) / self.settings.temperature
-        return -self.settings.mu * logits.log_softmax(1)[:, 0].mean()

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import SGD
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.objectives import SecondSteps
+from flsuite.aggregators.objectives.second_steps import Second
 from flsuite.aggregators.second_model import pulled, start_of
-from flsuite.aggregators.second_steps import Second, SecondSteps
 from flsuite.arguments import PositiveFloat, PositiveInt, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
@@ -60,42 +60,33 @@ class PFedMe(FedAvg):
 
 
 @dataclass(frozen=True)
-class MoreauEnvelope(Objective, Settings):
+class MoreauEnvelope(SecondSteps, Settings):
     """The gradient of the Moreau envelope, in place of the loss's own. See :class:`PFedMe`."""
 
     lam: PositiveFloat = 15.0
     steps: PositiveInt = 5
     personal_lr: PositiveFloat = 0.05
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_EnvelopeSteps(client, self)]
+    def start(self, client: ClientContext, module: LightningModule) -> tuple[State, State]:
+        return start_of(client, module, None), {}
+
+    def direction(self, gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
+        return pulled(gradient, difference(v, w), self.lam), held
+
+    def take_steps(self, second: Second, w: State, batch: Any, index: int, held: State) -> State:
+        """Approach the proximal point of ``w_k``, from the one of the last batch."""
+        v = {name: value.detach() for name, value in second.parameters.items()}
+        for _ in range(self.steps):
+            direction, _ = self.direction(second.gradient(batch, index, v), v, w, held)
+            for name, theta in v.items():
+                theta.sub_(direction[name], alpha=self.personal_lr)
+        return held
+
+    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return self.lam * (w - v)
+
+    def end(self, client: ClientContext, weights: State, held: State) -> None:
+        client.memory["personal"] = weights
 
     def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
         return memory.get("personal", {})
-
-
-class _EnvelopeSteps(SecondSteps):
-    """Approach the proximal point of ``w_k``, from the one of the previous batch."""
-
-    def __init__(self, client: ClientContext, settings: MoreauEnvelope) -> None:
-        super().__init__(client)
-        self.settings = settings
-
-    def start(self, module: LightningModule) -> tuple[State, State]:
-        return start_of(self.client, module, None), {}
-
-    def direction(self, gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
-        return pulled(gradient, difference(v, w), self.settings.lam), held
-
-    def take_steps(self, second: Second, w: State, batch: Any, index: int) -> None:
-        v = {name: value.detach() for name, value in second.parameters.items()}
-        for _ in range(self.settings.steps):
-            direction, _ = self.direction(second.gradient(batch, index, v), v, w, self.held)
-            for name, theta in v.items():
-                theta.sub_(direction[name], alpha=self.settings.personal_lr)
-
-    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        return self.settings.lam * (w - v)
-
-    def end(self, weights: State, held: State) -> None:
-        self.client.memory["personal"] = weights

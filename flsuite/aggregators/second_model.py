@@ -49,6 +49,11 @@ class SecondModel:
         replaced = {id(trained[name]): value for name, value in self.parameters.items()}
         self._optimizers = [optimizer_for(one, replaced) for one in trainer.optimizers]
 
+    @property
+    def rate(self) -> float:
+        """Return the learning rate of the model's first optimizer."""
+        return float(self.trainer.optimizers[0].param_groups[0]["lr"])
+
     def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of one client's tensors, as it is: these are one client's."""
         return function

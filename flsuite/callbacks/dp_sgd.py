@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from flsuite.aggregators.features import FeatureTerm
+from flsuite.aggregators.objectives import FeatureTerm, SecondSteps
 from flsuite.aggregators.part import Statistic
 from flsuite.arguments import PositiveFloat, Settings, SmallProbability
 from flsuite.callbacks.base import FederationCallback
 from flsuite.client.loop import hooks_of_callback
+from flsuite.client.stackable import STATED
 from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.lightning_internals import scaler_of
@@ -31,12 +32,6 @@ from flsuite.server.federation import Federation
 
 _LEFT_OVER = {"activations", "max_batch_len"}
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
-_STEP_HOOKS = (
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
 
 
 @dataclass(eq=False)
@@ -256,14 +251,17 @@ def _refuse_seen_batches(federation: Federation) -> None:
     counts = data.samples(0), data.class_counts(0)
     client = ClientContext(0, 1, *counts, federation.state, {}, {}, layout=server.layout)
     for callback in federation.aggregator.callbacks(client):
-        kind = type(callback)
+        # An objective that states functions of tensors has a callback of flsuite's.
+        is_stated = type(callback) in STATED
+        stated: Any = vars(callback)["objective"] if is_stated else callback
+        kind = type(stated)
         if kind.__module__.startswith("flsuite."):
             continue
         seen = [name for name in hooks_of_callback(callback) if name in _BATCH_HOOKS]
-        if isinstance(callback, FeatureTerm):  # its term passes the clipping, and nothing else
-            during = {*_BATCH_HOOKS, *_STEP_HOOKS}  # it has the batch in all of these
-            seen = [name for name in hooks_of_callback(callback, FeatureTerm) if name in during]
-            seen += ["logits"] * (type(callback).logits is not FeatureTerm.logits)
+        if isinstance(stated, FeatureTerm):  # a term passes the clipping, and nothing else
+            seen = ["logits"] * (kind.logits is not FeatureTerm.logits)
+        if isinstance(stated, SecondSteps):
+            seen = ["direction"]
         if seen:
             raise FlsuiteError(
                 f"DPSGD: {kind.__name__}.{seen[0]} of the objective or rule sees samples, which "

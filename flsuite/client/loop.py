@@ -217,11 +217,10 @@ def hooks_of(module: LightningModule) -> list[str]:
     return [*step_methods_of(module), *own]
 
 
-def hooks_of_callback(callback: Callback, *bases: type[Callback]) -> list[str]:
-    """Return the hooks that a callback implements, other than in one of these bases."""
+def hooks_of_callback(callback: Callback) -> list[str]:
+    """Return the hooks that a callback implements."""
     names = [n for n in dir(Callback) if n.startswith("on_") or n in ("setup", "teardown")]
-    known: tuple[type, ...] = (Callback, *bases)
-    return [n for n in names if all(implements(callback, base, n) for base in known)]
+    return [name for name in names if implements(callback, Callback, name)]
 
 
 def supports_local_loop(callback: Callback) -> bool:

@@ -1,7 +1,6 @@
 """One client of a stack, and the Trainer and model that its callbacks see."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -10,7 +9,6 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from flsuite.client.stackable import OF_ALL
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.loader import TrainLoader
 from flsuite.messages import ClientContext
@@ -70,54 +68,14 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].expand(len(parts), *parts[0].shape) if is_same else torch.stack(list(parts))
 
 
-def acting_for_all(members: Sequence[Member]) -> list[Callback]:
-    """Return the callbacks of which one takes the steps of all clients, after they have started.
+def stated(members: Sequence[Member], kind: type[Callback]) -> Any:
+    """Return the objective that states what the clients' callbacks of a kind do, or ``None``.
 
     Raises:
-        RuntimeError: If those of other clients have other numbers.
+        RuntimeError: If they have several, whose numbers might differ.
     """
-    acting: list[Callback] = []
-    for kind in OF_ALL:
-        alike = callbacks_of(members, kind)
-        if not all(_have_equal_numbers(alike[0], other) for other in alike[1:]):
-            raise RuntimeError(
-                f"a {kind.__name__} has numbers that differ between clients; return them in start"
-            )
-        acting += alike[:1]
-    return acting
-
-
-def _have_equal_numbers(one: Callback, other: Callback) -> bool:
-    a, b = (
-        {k: v for k, v in vars(c).items() if isinstance(v, (bool, int, float, str, Tensor))}
-        for c in (one, other)
-    )
-    return a.keys() == b.keys() and all(
-        torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k]))
-        if isinstance(a[k], Tensor)
-        else a[k] == b[k]
-        for k in a
-    )
-
-
-class _Hidden:
-    """Refuses a step of all clients that reads one of them."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"a step of all clients reads {name} of one; return it in start")
-
-
-@contextmanager
-def without_clients(callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Hide the clients that callbacks hold, whose numbers would count for all."""
-    kept = [
-        {name: value for name, value in vars(one).items() if isinstance(value, ClientContext)}
-        for one in callbacks
-    ]
-    try:
-        for one, clients in zip(callbacks, kept, strict=True):
-            vars(one).update(dict.fromkeys(clients, _Hidden()))
-        yield
-    finally:
-        for one, clients in zip(callbacks, kept, strict=True):
-            vars(one).update(clients)
+    objectives = [vars(one)["objective"] for one in callbacks_of(members, kind)]
+    if any(one is not objectives[0] for one in objectives):
+        name = type(objectives[0]).__name__
+        raise RuntimeError(f"each client has a {name} of its own, and a stack needs one for all")
+    return objectives[0] if objectives else None

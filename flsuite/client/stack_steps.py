@@ -3,25 +3,20 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flsuite.aggregators.features import FeatureTerm
+from flsuite.aggregators.objectives.feature_term import FeatureCallback
+from flsuite.aggregators.objectives.second_steps import SecondCallback
 from flsuite.aggregators.second_model import first_names, optimizer_for
-from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.stack_batches import StackBatches
-from flsuite.client.stack_member import (
-    Member,
-    acting_for_all,
-    callbacks_of,
-    stacked,
-    without_clients,
-)
-from flsuite.client.stackable import by_sample, phases
+from flsuite.client.stack_member import Member, callbacks_of, stacked, stated
+from flsuite.client.stackable import STATED, by_sample, phases
 from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
 from flsuite.client.stacked_optimizer import gather_states, hand_state
 from flsuite.client.stacked_second import StackedSecond
@@ -70,17 +65,18 @@ class StackSteps:
 
         replaced = {id(own[name]): value for name, value in self.parameters.items()}
         self.optimizer = optimizer_for(first.optimizer, replaced)
-        self._start_callbacks()
+        term, second = (stated(members, kind) for kind in STATED)
+        self._stated = [(one, dict(vars(one))) for one in (term, second) if one]
+        starts = self._start_callbacks()
         self.keeps = bool(callbacks_of(members, KeepOptimizers))
         if self.keeps:
             gather_states(self.optimizer, self.parameters, members)
-        terms = callbacks_of(members, FeatureTerm)
-        self.loss = StackedLoss(model, trainer, terms[0] if terms else None)
-        self.held = tree_map(lambda *parts: stacked(parts), *[term.held for term in terms] or [{}])
-        has_second = callbacks_of(members, SecondSteps)  # type: ignore[type-abstract]
-        plain = StackedLoss(model, trainer)
-        self.second = StackedSecond(members, tensors, plain) if has_second else None
-        self._of_all = acting_for_all(members)
+        self.loss = StackedLoss(model, trainer, term)
+        self.held = tree_map(lambda *parts: stacked(parts), *starts[FeatureCallback] or [{}])
+        self.second = None
+        if second:
+            plain = StackedLoss(model, trainer)
+            self.second = StackedSecond(second, starts[SecondCallback], members, tensors, plain)
 
     def run(self, batches: StackBatches) -> list[tuple[State, dict[str, float]]]:
         """Take all steps, and return each client's state and metrics.
@@ -99,6 +95,7 @@ class StackSteps:
                 if step + 1 == self.members[place].steps:
                     end = self._end(place)
                     ends[place] = end if step + 1 == last else clone(end)
+        self._check_stated()
         return [(ends[i], self._metrics(i)) for i in range(len(ends))]
 
     def is_mean_over_samples(self, batches: StackBatches) -> bool:
@@ -132,14 +129,29 @@ class StackSteps:
             for a, b in pairs
         )
 
-    def _start_callbacks(self) -> None:
+    def _start_callbacks(self) -> dict[type[Callback], list[Any]]:
+        """Start the fits, and return what objectives state of each client, by kind."""
+        starts: dict[type[Callback], list[Any]] = {kind: [] for kind in STATED}
         for member in self.members:
             before = _frozen(member)
             for callback in _own(member):
                 callback.on_fit_start(member.trainer, member.module)
-                callback.on_train_start(member.trainer, member.module)
+            for callback in member.callbacks:
+                if isinstance(callback, (FeatureCallback, SecondCallback)):
+                    starts[type(callback)].append(callback.begin(member.module))
+                    self._check_stated()
+                else:
+                    callback.on_train_start(member.trainer, member.module)
             if _frozen(member) != before:
                 raise RuntimeError("a callback freezes parameters before the first epoch")
+        return starts
+
+    def _check_stated(self) -> None:
+        """Refuse an objective that has changed its attributes, as they act on all clients."""
+        for objective, before in self._stated:
+            if vars(objective) != before:
+                kind = type(objective).__name__
+                raise RuntimeError(f"{kind} keeps state, which the clients of a stack would share")
 
     def _begin_epochs(self, step: int) -> None:
         """Begin the epochs that start with this step. A callback may freeze parameters in it."""
@@ -157,14 +169,13 @@ class StackSteps:
     def _step(self, step: int, groups: Sequence[Group]) -> None:
         """Take one step of the clients that have a batch left."""
         gradients: State = {}
-        with without_clients(self._of_all):
-            if self.second:
-                self.second.take_steps(groups, step)
-            for group in groups:
-                own = self._gradients(step, group)
-                gradients = with_rows(gradients, group, own, self.parameters)
-            if self.second:
-                self.second.change(gradients)
+        if self.second:
+            self.second.take_steps(groups, step)
+        for group in groups:
+            own = self._gradients(step, group)
+            gradients = with_rows(gradients, group, own, self.parameters)
+        if self.second:
+            self.second.change(gradients)
         resting = [
             self._show(step, group, i, gradients)
             for group in groups
@@ -283,5 +294,5 @@ def _frozen(member: Member) -> frozenset[str]:
 
 
 def _own(member: Member) -> list[Callback]:
-    """Return the callbacks that act on one client. The steps of second models act on all."""
-    return [one for one in member.callbacks if not isinstance(one, SecondSteps)]
+    """Return the callbacks that act on one client. The stated ones act on all."""
+    return [one for one in member.callbacks if type(one) not in STATED]

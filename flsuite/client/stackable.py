@@ -7,9 +7,9 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from flsuite.aggregators.features import FeatureTerm
+from flsuite.aggregators.objectives.feature_term import FeatureCallback
+from flsuite.aggregators.objectives.second_steps import SecondCallback
 from flsuite.aggregators.rules.after_fit import AfterFit
-from flsuite.aggregators.second_steps import SecondSteps
 from flsuite.client.fits import context_of
 from flsuite.client.loop import hooks_of, hooks_of_callback, takes_a_batch
 from flsuite.client.setup import WorkerSetup
@@ -17,8 +17,9 @@ from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import Broadcast, ClientContext, FitRequest
 
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
-OF_ALL: tuple[type[Callback], ...] = (FeatureTerm, SecondSteps)
-"""The callbacks of which one acts for all clients of a stack, so there may be one of each."""
+STATED: tuple[type[Callback], ...] = (FeatureCallback, SecondCallback)
+"""Callbacks whose objective states in functions of tensors what they do, for all clients at once.
+There may be one of each."""
 _HOOKS = {  # that a stack calls
     "on_fit_start",
     "on_train_start",
@@ -79,7 +80,7 @@ def stackable(setup: WorkerSetup, request: FitRequest) -> list[Callback] | None:
         return users
     own = stackable_callbacks(setup, context_of(setup, request))
     # A second model would train without their noise, and a frozen layer would get noise.
-    differs = phases(own or ()) or any(isinstance(one, SecondSteps) for one in own or ())
+    differs = phases(own or ()) or any(isinstance(one, SecondCallback) for one in own or ())
     return None if own is None or (differs and by_sample(users)) else [*users, *own]
 
 
@@ -103,23 +104,25 @@ def stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Callb
     forward pass. One with ``on_train_epoch_start`` may freeze parameters there, and sees the batch
     right before the gradients, in ``on_train_batch_start``. It may take gradients away, so that no
     step follows. It does the same for all clients. One that reads gradients by sample learns the
-    number of the batch there, but not the batch. Second models and terms of features state their
-    steps in functions of tensors. Measurements of the trained model are left out: they come after
-    the fit. An algorithm has at most one of each.
+    number of the batch there, but not the batch. Objectives state second models and terms of
+    features in functions of tensors, at most one of each. Measurements of the trained model are
+    left out: they come after the fit.
     """
     attacks = setup.attack.callbacks(client) if setup.attack else []
     callbacks = [*attacks, *setup.aggregator.callbacks(client)]
     steps = [callback for callback in callbacks if not isinstance(callback, AfterFit)]
-    is_one = all(sum(isinstance(one, kind) for one in steps) < 2 for kind in OF_ALL)
+    is_one = all(sum(isinstance(one, kind) for one in steps) < 2 for kind in STATED)
     return steps if is_one and all(map(_supports_stack, steps)) else None
 
 
 def _supports_stack(callback: Callback) -> bool:
     """Return whether a stack can call a callback. One that implements other hooks it cannot."""
-    called = set() if isinstance(callback, SecondSteps) else {*_HOOKS}
+    if type(callback) in STATED:
+        return True
+    called = {*_HOOKS}
     if phases([callback]) or by_sample([callback]):
         called.add("on_train_batch_start")
-    own = {*hooks_of_callback(callback, *OF_ALL)}
+    own = {*hooks_of_callback(callback)}
     return getattr(callback, "supports_stack", False) and own <= called
 
 

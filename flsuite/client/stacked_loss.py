@@ -11,14 +11,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flsuite.aggregators.features import (
-    FeatureTerm,
-    as_rows,
-    features_at,
-    inputs_of,
-    outputs_of,
-)
+from flsuite.aggregators.features import as_rows, features_at, inputs_of, outputs_of
 from flsuite.aggregators.losses import step_loss
+from flsuite.aggregators.objectives import FeatureTerm
 from flsuite.client.trainer import ClientTrainer
 from flsuite.state import State
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from flsuite.aggregators.objectives import SecondSteps
 from flsuite.aggregators.second_model import first_names, optimizer_for
-from flsuite.aggregators.second_steps import SecondSteps
-from flsuite.client.stack_member import Member, callbacks_of, stacked
+from flsuite.client.stack_member import Member, stacked
 from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
 from flsuite.state import State, clone
 
@@ -17,10 +17,10 @@ from flsuite.state import State, clone
 class StackedSecond:
     """The second models of a stack of clients, with one row per client.
 
-    The first client's callback takes the steps of all.
-
     Args:
-        members: The clients. Each has one callback that is a ``SecondSteps``.
+        objective: States the steps.
+        starts: What it has returned at the start of each client's fit.
+        members: The clients.
         tensors: Tensors of their models, each ``(clients, ...)``, which the steps read.
         loss: Computes the losses.
 
@@ -29,23 +29,22 @@ class StackedSecond:
     """
 
     def __init__(
-        self, members: Sequence[Member], tensors: Mapping[str, Tensor], loss: StackedLoss
+        self,
+        objective: SecondSteps,
+        starts: Sequence[tuple[State, State]],
+        members: Sequence[Member],
+        tensors: Mapping[str, Tensor],
+        loss: StackedLoss,
     ) -> None:
-        self._loss, self._tensors = loss, tensors
-        self._callbacks = callbacks_of(members, SecondSteps)  # type: ignore[type-abstract]
-        self._steps, first = self._callbacks[0], members[0]
-        starts, helds = [], []
-        for member, callback in zip(members, self._callbacks, strict=True):
-            callback.trainer = member.trainer
-            start, held = callback.start(member.module)
-            starts.append(start)
-            helds.append(held)
-        self._steps.held = tree_map(lambda *parts: stacked(parts), *helds)
+        self._objective, self._members = objective, members
+        self._loss, self._tensors, first = loss, tensors, members[0]
+        weights, helds = zip(*starts, strict=True)
+        self._held = tree_map(lambda *parts: stacked(parts), *helds)
 
-        self._names = first_names(first.module, starts[0])
+        self._names = first_names(first.module, weights[0])
         device = first.module.device
         copies = {
-            name: stacked([start[entry] for start in starts]).to(device, copy=True).contiguous()
+            name: stacked([start[entry] for start in weights]).to(device, copy=True).contiguous()
             for entry, name in self._names.items()
         }
         trained = {name: p for name, p in first.module.named_parameters() if p.requires_grad}
@@ -57,19 +56,25 @@ class StackedSecond:
     def take_steps(self, groups: Sequence[Group], index: int) -> None:
         """Take the steps of all clients on one batch each."""
         w = {name: self._tensors[name].detach() for name in self.parameters}
-        self._steps.take_steps(self, w, groups, index)
+        self._held = self._objective.take_steps(self, w, groups, index, self._held)
 
     def change(self, gradients: State) -> None:
         """Change the gradients of the models' own steps, in place."""
         for name in gradients.keys() & self.parameters.keys():
             w, v = self._tensors[name].detach(), self.parameters[name].detach()
-            gradients[name].copy_(self._steps.model_gradient(gradients[name], w, v))
+            gradients[name].copy_(self._objective.model_gradient(gradients[name], w, v))
 
     def end(self, place: int) -> None:
         """End the steps of one client."""
         own = clone({k: v[place] for k, v in {**self.parameters, **self._others}.items()})
-        held = tree_map(lambda part: part[place], self._steps.held)
-        self._callbacks[place].end({k: own[name] for k, name in self._names.items()}, held)
+        held = tree_map(lambda part: part[place], self._held)
+        weights = {k: own[name] for k, name in self._names.items()}
+        self._objective.end(self._members[place].client, weights, held)
+
+    @property
+    def rate(self) -> float:
+        """Return the learning rate of the models' optimizers."""
+        return float(self._members[0].optimizer.param_groups[0]["lr"])
 
     def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of one client's tensors as a function of the stack's."""

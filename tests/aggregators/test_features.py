@@ -25,10 +25,9 @@ from flsuite.aggregators import (
     PerFedAvg,
     PFedMe,
 )
-from flsuite.aggregators.features import FeatureTerm
-from flsuite.aggregators.objectives import Objective
-from flsuite.aggregators.second_steps import SecondSteps
-from flsuite.data import IID
+from flsuite.aggregators.objectives import FeatureTerm, Objective, SecondSteps
+from flsuite.aggregators.objectives.feature_term import FeatureCallback
+from flsuite.data import IID, Dirichlet
 from flsuite.engines import InProcess, Vectorized
 from flsuite.messages import ClientContext
 from flsuite.models import MLP, Backbone, Classifier
@@ -42,7 +41,7 @@ HEAD = "network.3."
 
 
 class Scaled(FeatureTerm):
-    def start(self, module: Any) -> Any:
+    def read(self, client: ClientContext, module: Any) -> Any:
         return {"shift": torch.arange(float(module.head.out_features))}
 
     def logits(self, outputs: Tensor, batch: Any, held: Any) -> Tensor:
@@ -55,7 +54,7 @@ class Squares(FeatureTerm):
 
 
 class Near(FeatureTerm):
-    def start(self, module: Any) -> Any:
+    def read(self, client: ClientContext, module: Any) -> Any:
         return {"start": {k: v.detach().clone() for k, v in module.state_dict().items()}}
 
     def compared(self, features_of: Any, held: Any) -> list[Tensor]:
@@ -70,21 +69,16 @@ class WithoutGradient(FeatureTerm):
         return torch.ones(())
 
 
-class EndsBatches(Squares):
-    def on_train_batch_end(self, *args: Any) -> None: ...
+class EndsBatches(FeatureCallback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
 
 
-class SetUp(Squares):
+class SetUp(FeatureCallback):
     def setup(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-class OnInstance(Squares):
-    def __init__(self, head: str) -> None:
-        super().__init__(head)
-        self.on_train_batch_end = lambda *args: None  # type: ignore[method-assign]
-
-
-class Writes(Squares):
+class Writes(FeatureCallback):
     """Reads a batch where DPSGD adds its noise."""
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -105,7 +99,17 @@ class Given(Objective):
 
 
 def of(*kinds: type[FeatureTerm], head: str = HEAD, **kwargs: Any) -> Aggregator:
-    return FedAvg(objective=Given(lambda _: [kind(head) for kind in kinds], **kwargs))
+    terms = [kind(head) for kind in kinds]
+
+    def make(client: ClientContext) -> list[Callback]:
+        return [callback for term in terms for callback in term.callbacks(client)]
+
+    return FedAvg(objective=Given(make, **kwargs))
+
+
+def by(kind: type[FeatureCallback], head: str = HEAD) -> Aggregator:
+    term = Squares(head)
+    return FedAvg(objective=Given(lambda client: [kind(client, term)]))
 
 
 PAIRS = (None, Ditto(lam=0.5), PerFedAvg(0.05), PerFedAvg(0.05, "hessian_free", delta=0.1))
@@ -124,72 +128,85 @@ def test_it_changes_the_models_own_loss_alone(
 
 
 @pytest.mark.parametrize(
-    "kinds",
-    [(Scaled, Squares), (EndsBatches,), (SetUp,), (OnInstance,)],
-    ids=["two", "a hook", "setup", "a hook of the instance"],
+    "aggregator",
+    [of(Scaled, Squares), by(EndsBatches), by(SetUp)],
+    ids=["two", "a hook", "setup"],
 )
-def test_what_a_stack_cannot_do_is_refused(kinds: Any) -> None:
+def test_what_a_stack_cannot_do_is_refused(aggregator: Aggregator) -> None:
     with pytest.raises(FlsuiteError, match="does more in a client's steps"):
-        run(of(*kinds), 1, engine=Vectorized())
-    run(of(*kinds), 1)
+        run(aggregator, 1, engine=Vectorized())
+    run(aggregator, 1)
 
 
-class Own(FeatureTerm):
+class Weighted(FeatureTerm):
     """A term with the weight of its client."""
+
+    def read(self, client: ClientContext, module: Any) -> Any:
+        return {"weight": torch.tensor(client.samples / 30, dtype=torch.float64)}
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        return held["weight"] * features.square().mean()
+
+
+class Slower(SecondSteps):
+    """Steps of a second model with the share of its client."""
+
+    def start(self, client: ClientContext, module: Any) -> Any:
+        share = torch.tensor(client.samples / 100, dtype=torch.float64)
+        return dict(module.state_dict()), {"share": share}
+
+    def direction(self, gradient: Any, v: Any, w: Any, held: Any) -> Any:
+        return {name: held["share"] * value for name, value in gradient.items()}, held
+
+    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return gradient + 0.1 * (w - v)
+
+    def end(self, client: ClientContext, weights: Any, held: Any) -> None:
+        client.metrics["share"] = float(held["share"])
+
+
+@pytest.mark.parametrize("objective", [Weighted("network.5."), Slower()], ids=["a term", "steps"])
+def test_numbers_of_a_client_are_what_the_objective_reads(
+    objective: Objective, stacks: list[int]
+) -> None:
+    data = Images(clients=6, partition=Dirichlet(1.0), batch_size=8, val_fraction=0.0)
+    aggregator = FedAvg(objective=objective)
+    close(stacks, 1e-12, aggregator, Classifier(InDouble(), partial(SGD, lr=0.01)), data)
+
+
+class OwnTerm(FeatureTerm):
+    """Holds a client, so that there is one for each."""
 
     def __init__(self, client: ClientContext) -> None:
         super().__init__(HEAD)
         self.client = client
 
-    def weight(self) -> Any:
-        return self.client.samples / 30
-
     def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        return self.weight() * features.square().mean()
+        return self.client.samples / 30 * features.square().mean()
 
 
-class Weighted(Own):
-    def __init__(self, client: ClientContext) -> None:
-        super().__init__(client)
-        self.number = client.samples / 30
+class Remembers(FeatureTerm):
+    """Keeps a number of the last client that has started."""
 
-    def weight(self) -> Any:
-        return self.number
-
-
-class InTensor(Weighted):
-    def __init__(self, client: ClientContext) -> None:
-        super().__init__(client)
-        self.number = torch.tensor(client.samples / 30)
-
-
-class AtStart(Weighted):
-    def start(self, module: Any) -> Any:
-        self.number = self.client.samples / 20
+    def read(self, client: ClientContext, module: Any) -> Any:
+        self.share = client.samples / 20
         return {}
 
-
-class Slower(SecondSteps):
-    def __init__(self, client: ClientContext) -> None:
-        super().__init__(client)
-        self.share = client.samples / 100
-
-    def start(self, module: Any) -> Any:
-        return dict(module.state_dict()), {}
-
-    def direction(self, gradient: Any, v: Any, w: Any, held: Any) -> Any:
-        return {name: self.share * value for name, value in gradient.items()}, held
-
-    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        return gradient + 0.1 * (w - v)
-
-    def end(self, weights: Any, held: Any) -> None: ...
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        return self.share * features.square().mean()
 
 
-@pytest.mark.parametrize("kind", [Own, Weighted, InTensor, AtStart, Slower])
-def test_clients_whose_numbers_differ_train_by_themselves(kind: Any, stacks: list[int]) -> None:
-    aggregator = FedAvg(objective=Given(lambda client: [kind(client)]))
-    alone, stacked = (run(aggregator, 2, engine=engine) for engine in (InProcess(), Vectorized()))
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Given(lambda client: OwnTerm(client).callbacks(client)), lambda: Remembers(HEAD)],
+    ids=["one for each", "with state"],
+)
+def test_an_objective_with_numbers_of_a_client_trains_client_by_client(
+    make: Callable[[], Objective], stacks: list[int]
+) -> None:
+    alone, stacked = (
+        run(FedAvg(objective=make()), 2, engine=engine) for engine in (InProcess(), Vectorized())
+    )
     assert distance(alone, stacked) == 0.0 and not stacks
 
 
@@ -281,26 +298,20 @@ def test_checkpointed_layers_train_as_others(make: Callable[[], Aggregator]) -> 
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("kind", [Scaled, Writes, EndsBatches])
-def test_with_sample_privacy_only_a_term_may_see_samples(kind: type[FeatureTerm]) -> None:
+@pytest.mark.parametrize(
+    "aggregator",
+    [of(Scaled), by(Writes), by(EndsBatches), FedAvg(objective=Slower())],
+    ids=["Scaled", "Writes", "EndsBatches", "Slower"],
+)
+def test_with_sample_privacy_only_a_term_may_see_samples(
+    aggregator: Aggregator, request: pytest.FixtureRequest
+) -> None:
     pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
     from flsuite.callbacks import DPSGD
 
-    with pytest.raises(FlsuiteError, match=f"DPSGD: {kind.__name__}.* sees samples"):
-        run(of(kind), 1, callbacks=[DPSGD()], model=Classifier(MLP(hidden=(8,))))
-
-
-def test_a_term_with_hooks_that_see_no_samples_trains_with_sample_privacy() -> None:
-    pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
-    from flsuite.callbacks import DPSGD
-
-    class Ends(Squares):
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            super().on_train_end(trainer, pl_module)
-
-    model = Classifier(MLP(hidden=(8,)))
-    made = run(of(Ends, head="head."), 1, callbacks=[DPSGD()], model=model)
-    assert len(made.federation.log.updates) == 4 and not made.federation.log.failures
+    name = request.node.callspec.id
+    with pytest.raises(FlsuiteError, match=f"DPSGD: {name}.* sees samples"):
+        run(aggregator, 1, callbacks=[DPSGD()], model=Classifier(MLP(hidden=(8,))))
 
 
 class Undoes(Callback):

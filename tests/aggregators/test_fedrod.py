@@ -21,14 +21,13 @@ def skewed(alpha: float) -> Synthetic:
 def test_the_generic_logits_grow_by_the_log_of_class_counts() -> None:
     from torch.nn import functional as F
 
-    from flsuite.aggregators.fedrod import _Balanced
+    from flsuite.aggregators.fedrod import TwoHeads
     from flsuite.messages import ClientContext
 
     client = ClientContext(0, 1, 100, torch.tensor([90, 10, 0]), {}, {}, {})
-    half = _Balanced(client, "head.")
-    logits = half.logits(
-        torch.zeros(1, 3), (None, torch.zeros(1).long()), half.start(table_model())
-    )
+    heads, model = TwoHeads("head."), table_model()
+    batch = None, torch.zeros(1).long()
+    logits = heads.logits(torch.zeros(1, 3), batch, heads.read(client, model))
     assert torch.equal(logits, torch.tensor([[90.0, 10.0, 1.0]]).log())
     assert F.softmax(logits, 1)[0, 0] == pytest.approx(90 / 101)
 

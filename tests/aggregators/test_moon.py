@@ -12,8 +12,8 @@ from torch.optim import SGD
 from flsuite import FlsuiteError
 from flsuite.aggregators import MOON, FedAvg, FedProto, FedRep, FedRoD
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.features import FeatureTerm
-from flsuite.aggregators.objectives import Objective, Proximal
+from flsuite.aggregators.moon import Contrast
+from flsuite.aggregators.objectives import FeatureTerm, Proximal
 from flsuite.data import Synthetic
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone
@@ -40,16 +40,6 @@ class _Squares(FeatureTerm):
         return 0.3 * features.square().sum(1).mean()
 
 
-class _OfFeatures(Objective):
-    def callbacks(self, client):  # type: ignore[no-untyped-def]
-        return [_Squares("network.3.")]
-
-
-class _OfInputs(Objective):
-    def callbacks(self, client):  # type: ignore[no-untyped-def]
-        return [_Squares("network.2.")]
-
-
 def test_a_term_of_the_features_acts_like_a_loss_with_it() -> None:
     class WithTerm(type(table_model())):  # type: ignore[misc]
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -60,15 +50,13 @@ def test_a_term_of_the_features_acts_like_a_loss_with_it() -> None:
 
     plain = table_model()
     by_loss = run(FedAvg(), 2, model=WithTerm(plain.backbone, plain.optimizer))
-    by_hook = run(Aggregator(objective=_OfFeatures()), 2)
+    by_hook = run(Aggregator(objective=_Squares("network.3.")), 2)
     for name, value in by_loss.federation.state.items():
         torch.testing.assert_close(by_hook.federation.state[name], value)
 
 
 def test_similar_features_cost_less() -> None:
-    from flsuite.aggregators.moon import Contrast, _Contrast
-
-    term = _Contrast({}, {}, Contrast("head.", mu=2.0, temperature=0.5))
+    term = Contrast("head.", mu=2.0, temperature=0.5)
     others = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])]
     features = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     near, far = (float(term.term(z, others, (), {})) for z in features)
@@ -80,7 +68,7 @@ def test_the_term_counts_once_when_batches_are_accumulated() -> None:
     """Two accumulated batches are one step with the mean of their gradients."""
     made = [
         run(
-            Aggregator(objective=objective),
+            Aggregator(objective=_Squares("network.2.")),
             1,
             Synthetic(
                 features=5, classes=3, samples=60, clients=1, batch_size=size, val_fraction=0.0
@@ -88,7 +76,7 @@ def test_the_term_counts_once_when_batches_are_accumulated() -> None:
             model=Classifier(MLP((8,)), partial(SGD, lr=0.05)),
             accumulate_grad_batches=batches,
         )
-        for size, batches, objective in ((24, 2, _OfInputs()), (48, 1, _OfInputs()))
+        for size, batches in ((24, 2), (48, 1))
     ]
     for name, value in made[0].federation.state.items():
         torch.testing.assert_close(made[1].federation.state[name], value)

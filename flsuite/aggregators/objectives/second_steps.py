@@ -1,4 +1,4 @@
-"""Steps of a second model in a client's fit, stated for one client and taken for one or many."""
+"""Objectives that train a second model next to a client's own."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.second_model import SecondModel
 from flsuite.messages import ClientContext
 from flsuite.state import State
@@ -20,6 +21,10 @@ class Second(Protocol):
     def parameters(self) -> State:
         """Return the trainable tensors."""
 
+    @property
+    def rate(self) -> float:
+        """Return the learning rate of the model's first optimizer."""
+
     def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of one client's tensors as a function of these."""
 
@@ -30,31 +35,21 @@ class Second(Protocol):
         """Take one step of the optimizers."""
 
 
-class SecondSteps(Callback, ABC):
+class SecondSteps(Objective, ABC):
     """Trains a second model on each batch, before the model's own step.
 
-    Subclasses state a step in functions of one client's tensors. In a stack of clients, one
-    callback takes the steps of all, so these functions must not look at numbers.
-
-    Args:
-        client: The client's view of the round.
-
-    Attributes:
-        held: What the steps read and change besides weights. See :meth:`start`.
+    Subclasses state a step in functions of one client's tensors, which must not look at numbers. A
+    stack of clients takes the steps of all at once. What differs between clients is what
+    :meth:`start` returns.
     """
 
-    supports_stack = True
-
-    def __init__(self, client: ClientContext) -> None:
-        self.client = client
-        self.held: State = {}
-
     @abstractmethod
-    def start(self, module: LightningModule) -> tuple[State, State]:
-        """Return the second model's initial weights, and what else the steps hold, by name.
+    def start(self, client: ClientContext, module: LightningModule) -> tuple[State, State]:
+        """Return a second model's initial weights, and what else its steps hold, by name.
 
         Args:
-            module: The model at the start of the fit.
+            client: The client's view of the round.
+            module: Its model at the start of the fit.
         """
 
     def point(self, v: State, w: State, held: State) -> State:
@@ -89,48 +84,72 @@ class SecondSteps(Callback, ABC):
         return gradient
 
     @abstractmethod
-    def end(self, weights: State, held: State) -> None:
-        """Keep what the client has at the end of its fit, in its memory.
+    def end(self, client: ClientContext, weights: State, held: State) -> None:
+        """Keep what a client has at the end of its fit, in its memory.
 
         Args:
+            client: The client's view of the round.
             weights: Entries of the second model, on the CPU.
             held: What the steps hold.
         """
 
-    def take_steps(self, second: Second, w: State, batch: Any, index: int) -> None:
-        """Take the steps on one batch. Default: one, of the model's kind of optimizer.
+    def take_steps(self, second: Second, w: State, batch: Any, index: int, held: State) -> State:
+        """Take the steps on one batch, and return what they hold from then on.
+
+        Default: one step, of the model's kind of optimizer.
 
         Args:
             second: The second model.
             w: Parameters of the model, of the same names.
             batch: The batch, as the second model reads it.
             index: Its number in the epoch.
+            held: What the steps hold.
         """
         v = {name: value.detach() for name, value in second.parameters.items()}
-        gradient = second.gradient(batch, index, second.each(self.point)(v, w, self.held))
-        direction, self.held = second.each(self.direction)(gradient, v, w, self.held)
+        gradient = second.gradient(batch, index, second.each(self.point)(v, w, held))
+        direction, held = second.each(self.direction)(gradient, v, w, held)
         second.step(direction)
+        return held
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return [SecondCallback(client, self), *super().callbacks(client)]
+
+
+class SecondCallback(Callback):
+    """Takes the steps in a fit of one client.
+
+    Args:
+        client: The client's view of the round.
+        objective: States the steps.
+    """
+
+    def __init__(self, client: ClientContext, objective: SecondSteps) -> None:
+        self.client, self.objective = client, objective
+
+    def begin(self, module: LightningModule) -> tuple[State, State]:
+        """Return the second model's initial weights, and what else the steps hold."""
+        return self.objective.start(self.client, module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.trainer = trainer
-        weights, self.held = self.start(pl_module)
-        self.second = SecondModel(trainer, pl_module, weights)
+        weights, self._held = self.begin(pl_module)
+        self._second = SecondModel(trainer, pl_module, weights)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         own = dict(pl_module.named_parameters())
-        w = {name: own[name].detach() for name in self.second.parameters}
-        self.take_steps(self.second, w, batch, batch_idx)
+        w = {name: own[name].detach() for name in self._second.parameters}
+        steps = self.objective.take_steps
+        self._held = steps(self._second, w, batch, batch_idx, self._held)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        v = self.second.parameters
+        v = self._second.parameters
         for name, p in pl_module.named_parameters():
             if p.grad is not None and name in v and id(p) in stepping:
-                p.grad = self.model_gradient(p.grad, p.detach(), v[name].detach())
+                p.grad = self.objective.model_gradient(p.grad, p.detach(), v[name].detach())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.end(self.second.state(), self.held)
+        self.objective.end(self.client, self._second.state(), self._held)
