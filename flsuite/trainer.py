@@ -250,9 +250,11 @@ class FederatedTrainer(ScoringTrainer):
 
         self.schedule.absent = self.without
         evaluator = make_evaluator(model, data, self, self.client_kwargs, seed, self.attack)
+        bound = aggregator.bound(model)
+        bound.objective.check(model)
         federation = make_federation(
             evaluator,
-            with_attack(aggregator.bound(model), self.attack),
+            with_attack(bound, self.attack),
             self.schedule,
             folder,
             options,

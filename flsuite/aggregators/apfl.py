@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.objectives import SecondSteps
-from flsuite.aggregators.objectives.second_steps import Second
 from flsuite.aggregators.second_model import start_of
 from flsuite.arguments import Settings, Share
 from flsuite.messages import ClientContext
@@ -62,18 +61,16 @@ class MixedModel(SecondSteps, Settings):
     def point(self, v: State, w: State, held: State) -> State:
         return _mixture(v, w, held["alpha"])
 
-    def direction(self, gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
+    def direction(
+        self, gradient: State, v: State, w: State, held: State, rate: float
+    ) -> tuple[State, State]:
         """Return the gradient for ``v_k``, and ``alpha`` after its step (eq. 11)."""
         alpha = held["alpha"]
         own = {name: alpha.to(value.dtype) * value for name, value in gradient.items()}
         if self.adaptive:
             products = [((v[k] - w[k]) * value).sum() for k, value in gradient.items()]
-            alpha = (alpha - held["rate"] * torch.stack(products).sum()).clamp(0.0, 1.0)
+            alpha = (alpha - rate * torch.stack(products).sum()).clamp(0.0, 1.0)
         return own, {"alpha": alpha}
-
-    def take_steps(self, second: Second, w: State, batch: Any, index: int, held: State) -> State:
-        rate = torch.full_like(held["alpha"], second.rate)
-        return super().take_steps(second, w, batch, index, held | {"rate": rate})
 
     def end(self, client: ClientContext, weights: State, held: State) -> None:
         alpha = float(held["alpha"])

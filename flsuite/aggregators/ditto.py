@@ -51,7 +51,9 @@ class PulledModel(SecondSteps, Settings):
         received = {name: w[name].to(p.device) for name, p in own.items() if name in w}
         return start_of(client, module, client.memory.get("personal")), received
 
-    def direction(self, gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
+    def direction(
+        self, gradient: State, v: State, w: State, held: State, rate: float
+    ) -> tuple[State, State]:
         received = {name: held[name] for name in v}
         to_global = difference(v, received)
         return (pulled(gradient, to_global, self.lam) if self.lam else gradient), held

@@ -44,10 +44,11 @@ class FedProto(HeadAware):
 
     def bound(self, model: LightningModule) -> Aggregator:
         head = self.head_of(model)
-        return self.with_objective(Prototypes(head, self.lam, shape_of(model, head)), ["*"])
+        shape = shape_of(model, head)
+        return self.with_objective(Prototypes(head, lam=self.lam, shape=shape), ["*"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prototypes(FeatureTerm, Settings):
     """The distance to the global prototypes, and the client's sums of features by class.
 

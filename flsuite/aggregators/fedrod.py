@@ -65,7 +65,9 @@ class TwoHeads(SecondSteps, FeatureTerm, Settings):
     def point(self, v: State, w: State, held: State) -> State:
         return {name: v[name] + w[name] for name in v}
 
-    def direction(self, gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
+    def direction(
+        self, gradient: State, v: State, w: State, held: State, rate: float
+    ) -> tuple[State, State]:
         return gradient, held
 
     def end(self, client: ClientContext, weights: State, held: State) -> None:

@@ -13,7 +13,6 @@ from torch.optim import SGD
 
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.objectives import SecondSteps
-from flsuite.aggregators.objectives.second_steps import Second
 from flsuite.aggregators.second_model import pulled, start_of
 from flsuite.arguments import PositiveFloat, PositiveInt, Settings
 from flsuite.errors import FlsuiteError
@@ -70,17 +69,10 @@ class MoreauEnvelope(SecondSteps, Settings):
     def start(self, client: ClientContext, module: LightningModule) -> tuple[State, State]:
         return start_of(client, module, None), {}
 
-    def direction(self, gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
+    def direction(
+        self, gradient: State, v: State, w: State, held: State, rate: float
+    ) -> tuple[State, State]:
         return pulled(gradient, difference(v, w), self.lam), held
-
-    def take_steps(self, second: Second, w: State, batch: Any, index: int, held: State) -> State:
-        """Approach the proximal point of ``w_k``, from the one of the last batch."""
-        v = {name: value.detach() for name, value in second.parameters.items()}
-        for _ in range(self.steps):
-            direction, _ = self.direction(second.gradient(batch, index, v), v, w, held)
-            for name, theta in v.items():
-                theta.sub_(direction[name], alpha=self.personal_lr)
-        return held
 
     def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
         return self.lam * (w - v)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -31,7 +31,13 @@ from flsuite.runs.run import Run
 from flsuite.server.federation import Federation
 
 _LEFT_OVER = {"activations", "max_batch_len"}
-_BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+_SEE_SAMPLES = (  # a batch, its loss, or its gradient without noise
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_train_batch_end",
+)
 
 
 @dataclass(eq=False)
@@ -46,8 +52,8 @@ class DPSGD(FederationCallback, Settings):
 
     The guarantee protects one sample of a client against anyone who sees all of the client's
     updates. It does not cover numbers about a fit, such as its loss, or the client's class counts.
-    The model's loss must be the mean over the samples of a batch, and nothing else may depend on
-    them.
+    The model's loss and a term of features must be means over the samples of a batch, and nothing
+    else may depend on them.
 
     Every round logs ``sample_epsilon`` per client, the maximum over all clients so far as a global
     number, and ``sample_delta``. An update that the server refuses, or that arrives late, counts
@@ -85,6 +91,9 @@ class DPSGD(FederationCallback, Settings):
                 "trainer.accumulate_grad_batches, and set trainer.precision to 32-true"
             )
         loader.is_poisson = True
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if type(callback) in STATED:  # some fits may have one that others do not have
+                _refuse_seen(callback)
         self._loader, self._batch = loader, 0
         self._trained = [p for p in pl_module.parameters() if p.requires_grad]
         self._mean_size = min(loader.data.batch_size, len(loader.data.train_rows(loader.client)))
@@ -251,23 +260,27 @@ def _refuse_seen_batches(federation: Federation) -> None:
     counts = data.samples(0), data.class_counts(0)
     client = ClientContext(0, 1, *counts, federation.state, {}, {}, layout=server.layout)
     for callback in federation.aggregator.callbacks(client):
-        # An objective that states functions of tensors has a callback of flsuite's.
-        is_stated = type(callback) in STATED
-        stated: Any = vars(callback)["objective"] if is_stated else callback
-        kind = type(stated)
-        if kind.__module__.startswith("flsuite."):
-            continue
-        seen = [name for name in hooks_of_callback(callback) if name in _BATCH_HOOKS]
-        if isinstance(stated, FeatureTerm):  # a term passes the clipping, and nothing else
-            seen = ["logits"] * (kind.logits is not FeatureTerm.logits)
-        if isinstance(stated, SecondSteps):
-            seen = ["direction"]
-        if seen:
-            raise FlsuiteError(
-                f"DPSGD: {kind.__name__}.{seen[0]} of the objective or rule sees samples, which "
-                "its change of gradients or weights would reveal without noise; leave the method "
-                "out, state the objective as the term of a FeatureTerm, or leave out DPSGD"
-            )
+        _refuse_seen(callback)
+
+
+def _refuse_seen(callback: Callback) -> None:
+    # An objective that states functions of tensors has a callback of flsuite's.
+    is_stated = type(callback) in STATED
+    stated: Any = vars(callback)["objective"] if is_stated else callback
+    kind = type(stated)
+    if kind.__module__.startswith("flsuite."):
+        return
+    seen = [name for name in hooks_of_callback(callback) if name in _SEE_SAMPLES]
+    if isinstance(stated, SecondSteps):
+        seen = ["direction"]
+    elif isinstance(stated, FeatureTerm):  # a term passes the clipping, and nothing else
+        seen = ["logits"] * (kind.logits is not FeatureTerm.logits)
+    if seen:
+        raise FlsuiteError(
+            f"DPSGD: {kind.__name__}.{seen[0]} of the objective or rule sees samples, which "
+            "its change of gradients or weights would reveal without noise; leave the method "
+            "out, state the objective as the term of a FeatureTerm, or leave out DPSGD"
+        )
 
 
 def _refuse_unsupported(model: LightningModule) -> None:

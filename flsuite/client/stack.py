@@ -24,7 +24,7 @@ from flsuite.client.setup import WorkerSetup
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, TrainerOfOne, callbacks_of, stacked
 from flsuite.client.stack_steps import StackSteps
-from flsuite.client.stackable import optimizer_of, phases, stackable, stackable_callbacks
+from flsuite.client.stackable import callbacks_of_algorithm, optimizer_of, phases, stackable
 from flsuite.client.stacked_optimizer import past_of
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
@@ -155,8 +155,6 @@ class Stack:
                     batches.fills = steps.is_mean_over_samples(batches)
                 ends = steps.run(batches)
         seconds = (time.perf_counter() - began) / len(members)
-        after = setup.aggregator.callbacks(members[0].client)
-        measures = not first.adapts and any(isinstance(c, AfterFit) for c in after)
         fits = {}
         for request, member, (state, metrics) in zip(requests, members, ends, strict=True):
             if not math.isfinite(metrics["loss"]):
@@ -164,7 +162,7 @@ class Stack:
             keepers = callbacks_of([member], KeepOptimizers)
             kept = {"optimizers": keepers[0].states} if keepers else {}
             trained = TrainedFit(state, kept, member.steps, metrics, seconds)
-            fits[request.number] = StackedFit(member.client, trained, measures)
+            fits[request.number] = StackedFit(member.client, trained, member.measures)
         return fits
 
     def _used(self, trainer: ClientTrainer, start: State, batch: Any) -> list[str]:
@@ -202,11 +200,15 @@ class Stack:
         client = context_of(setup, request)
         loader = TrainLoader(view, client.id, setup.seed, round, request.batches, request.repeat)
         callbacks: list[Callback] = copy.deepcopy(list(request.broadcast.callbacks))
+        own: list[Callback] = []
         if not request.adapts:
             if setup.keep_optimizers:
                 callbacks.append(KeepOptimizers(request.memory.get("optimizers")))
-            callbacks += stackable_callbacks(setup, client) or []
-        member = Member(client, loader, trainer.fit_loop.max_epochs or 1, callbacks)
+            own = callbacks_of_algorithm(setup, client)
+        measures = [callback for callback in own if isinstance(callback, AfterFit)]
+        callbacks += [callback for callback in own if callback not in measures]
+        epochs = trainer.fit_loop.max_epochs or 1
+        member = Member(client, loader, epochs, callbacks, bool(measures))
         if member.callbacks or place == 0:  # the first one's optimizer is the stack's
             self._give_model(member, place, trainer, tensors)
         return member
@@ -226,7 +228,7 @@ class Stack:
         member.optimizer, decay = optimizer_of(module), self.setup.lr_decay
         for group in member.optimizer.param_groups:
             group["lr"] *= decay.factor(member.client.round) if decay else 1.0
-        member.trainer = TrainerOfOne(trainer, member.optimizer, member.loader)
+        member.trainer = TrainerOfOne(trainer, member)
 
 
 @contextmanager

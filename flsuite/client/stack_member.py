@@ -1,5 +1,6 @@
 """One client of a stack, and the Trainer and model that its callbacks see."""
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ class Member:
         module: A model whose parameters are this client's part of the stack, for the callbacks.
         optimizer: The model's optimizer over them, for the callbacks. It takes no step.
         trainer: The Trainer that its callbacks see.
+        measures: Whether its algorithm measures the trained model.
         has_ended: Whether its fit has ended.
     """
 
@@ -35,6 +37,7 @@ class Member:
     loader: TrainLoader
     epochs: int
     callbacks: list[Callback]
+    measures: bool
     module: LightningModule = field(init=False)
     optimizer: Optimizer = field(init=False)
     trainer: Any = field(init=False)
@@ -47,11 +50,12 @@ class Member:
 
 
 class TrainerOfOne:
-    """The Trainer of the worker, with one client's optimizer and batches."""
+    """The Trainer of the worker, with one client's optimizer, batches and callbacks."""
 
-    def __init__(self, trainer: ClientTrainer, optimizer: Optimizer, loader: TrainLoader) -> None:
+    def __init__(self, trainer: ClientTrainer, member: Member) -> None:
         self._trainer = trainer
-        self.optimizers, self.train_dataloader = [optimizer], loader
+        self.optimizers, self.train_dataloader = [member.optimizer], member.loader
+        self.callbacks = member.callbacks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
@@ -72,10 +76,26 @@ def stated(members: Sequence[Member], kind: type[Callback]) -> Any:
     """Return the objective that states what the clients' callbacks of a kind do, or ``None``.
 
     Raises:
-        RuntimeError: If they have several, whose numbers might differ.
+        RuntimeError: If those of other clients have other attributes.
     """
     objectives = [vars(one)["objective"] for one in callbacks_of(members, kind)]
-    if any(one is not objectives[0] for one in objectives):
-        name = type(objectives[0]).__name__
-        raise RuntimeError(f"each client has a {name} of its own, and a stack needs one for all")
+    for one in objectives[1:]:
+        if not _is_alike(vars(one), vars(objectives[0])):
+            name = type(one).__name__
+            raise RuntimeError(f"{name} has attributes that differ between clients, or change")
     return objectives[0] if objectives else None
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Return whether two objects are equal, or have the same content."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        same_keys = isinstance(other, dict) and one.keys() == other.keys()
+        return same_keys and all(_is_alike(one[key], other[key]) for key in one)
+    try:
+        return bool(one == other) or pickle.dumps(one) == pickle.dumps(other)
+    except Exception:  # neither compares nor pickles
+        return False

@@ -17,7 +17,7 @@ from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, callbacks_of, stacked, stated
 from flsuite.client.stackable import STATED, by_sample, phases
-from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
+from flsuite.client.stacked_loss import Group, StackedLoss, StackedStep, clip, with_rows
 from flsuite.client.stacked_optimizer import gather_states, hand_state
 from flsuite.client.stacked_second import StackedSecond
 from flsuite.client.trainer import ClientTrainer
@@ -65,9 +65,8 @@ class StackSteps:
 
         replaced = {id(own[name]): value for name, value in self.parameters.items()}
         self.optimizer = optimizer_for(first.optimizer, replaced)
-        term, second = (stated(members, kind) for kind in STATED)
-        self._stated = [(one, dict(vars(one))) for one in (term, second) if one]
         starts = self._start_callbacks()
+        term, second = (stated(members, kind) for kind in STATED)
         self.keeps = bool(callbacks_of(members, KeepOptimizers))
         if self.keeps:
             gather_states(self.optimizer, self.parameters, members)
@@ -95,7 +94,8 @@ class StackSteps:
                 if step + 1 == self.members[place].steps:
                     end = self._end(place)
                     ends[place] = end if step + 1 == last else clone(end)
-        self._check_stated()
+        for kind in STATED:
+            stated(self.members, kind)  # only the first one's has acted
         return [(ends[i], self._metrics(i)) for i in range(len(ends))]
 
     def is_mean_over_samples(self, batches: StackBatches) -> bool:
@@ -103,55 +103,43 @@ class StackSteps:
 
         The model declares it of its step. That its layers do not mix samples or draw random numbers
         is measured, with the gradients, at the first client's weights, on samples of all clients.
+        A term of the features is measured with what it reads of each client.
         """
         if not is_mean_over_samples(self.loss.model):
             return False
+        clients = len(self.members) if self.loss.term else 1
         parameters, others, held = (
-            tree_map(lambda part: part[:1], tensors)
+            tree_map(lambda part: part[:clients], tensors)
             for tensors in (self.leaves, self.others, self.held)
         )
         try:
-            batch = tree_map(lambda part: part[None], batches.mixed())
-            size = torch.tensor([tree_leaves(batch)[0].shape[1]], device=self.losses.device)
-            with torch.random.fork_rng():
-                step = partial(self.loss.step, parameters, others, batch, 0, held)
-                whole, by_sample = step(), step(sizes=size)
+            batch = tree_map(lambda part: part.expand(clients, *part.shape), batches.mixed())
+            samples = tree_leaves(batch)[0].shape[1]
+            sizes = torch.full((clients,), samples, device=self.losses.device)
+            for start in (parameters, _moved(parameters)):
+                with torch.random.fork_rng():
+                    step = partial(self.loss.step, start, others, batch, 0, held)
+                    if not _is_same_step(step(), step(sizes=sizes)):
+                        return False
         except Exception:  # a step may fail on one sample, as with BatchNorm
             return False
-        pairs = (
-            ({"loss": whole.losses}, {"loss": by_sample.losses}),
-            (whole.gradients, by_sample.gradients),
-            (whole.buffers, by_sample.buffers),
-            (whole.logged, by_sample.logged),
-        )
-        return all(
-            a.keys() == b.keys() and all(_is_close(a[name], b[name]) for name in a)
-            for a, b in pairs
-        )
+        return True
 
     def _start_callbacks(self) -> dict[type[Callback], list[Any]]:
         """Start the fits, and return what objectives state of each client, by kind."""
         starts: dict[type[Callback], list[Any]] = {kind: [] for kind in STATED}
         for member in self.members:
             before = _frozen(member)
-            for callback in _own(member):
+            for callback in _own(member.callbacks):
                 callback.on_fit_start(member.trainer, member.module)
             for callback in member.callbacks:
                 if isinstance(callback, (FeatureCallback, SecondCallback)):
                     starts[type(callback)].append(callback.begin(member.module))
-                    self._check_stated()
                 else:
                     callback.on_train_start(member.trainer, member.module)
             if _frozen(member) != before:
                 raise RuntimeError("a callback freezes parameters before the first epoch")
         return starts
-
-    def _check_stated(self) -> None:
-        """Refuse an objective that has changed its attributes, as they act on all clients."""
-        for objective, before in self._stated:
-            if vars(objective) != before:
-                kind = type(objective).__name__
-                raise RuntimeError(f"{kind} keeps state, which the clients of a stack would share")
 
     def _begin_epochs(self, step: int) -> None:
         """Begin the epochs that start with this step. A callback may freeze parameters in it."""
@@ -160,7 +148,7 @@ class StackSteps:
         for member in self.members:  # those of such a stack begin their epochs together
             if step % len(member.loader) == 0:
                 member.trainer.current_epoch = step // len(member.loader)
-                for callback in _own(member):
+                for callback in _own(member.callbacks):
                     callback.on_train_epoch_start(member.trainer, member.module)
         self.frozen, *others = map(_frozen, self.members)
         if any(names != self.frozen for names in others):
@@ -174,32 +162,39 @@ class StackSteps:
         for group in groups:
             own = self._gradients(step, group)
             gradients = with_rows(gradients, group, own, self.parameters)
-        if self.second:
-            self.second.change(gradients)
-        resting = [
-            self._show(step, group, i, gradients)
-            for group in groups
-            for i, place in enumerate(group.places)
-            if self.members[place].callbacks
-        ]
-        for name in set().union(*resting):
-            if not all(name in names for names in resting):
-                raise RuntimeError(f"clients take steps of {name} at different times")
-            del gradients[name]
-
+        self._show_all(step, groups, gradients)
         clip(gradients, self.trainer)
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
         self.optimizer.step()
 
-    def _show(self, step: int, group: Group, index: int, gradients: State) -> set[str]:
-        """Let the callbacks of a client see its gradients, and change or replace them.
+    def _show_all(self, step: int, groups: Sequence[Group], gradients: State) -> None:
+        """Let the callbacks see the gradients, in their order, and change or take them away."""
+        kinds = [type(callback) for callback in self.members[0].callbacks]
+        place = kinds.index(SecondCallback) if SecondCallback in kinds else 0
+        for is_after, part in enumerate((slice(0, place), slice(place, None))):
+            if is_after and self.second:
+                self.second.change(gradients)
+            if all(kind in STATED for kind in kinds[part]):
+                continue
+            resting = [
+                self._show(step, group, i, gradients, part)
+                for group in groups
+                for i in range(len(group.places))
+            ]
+            for name in set().union(*resting):
+                if not all(name in names for names in resting):
+                    raise RuntimeError(f"clients take steps of {name} at different times")
+                del gradients[name]
+
+    def _show(self, step: int, group: Group, index: int, gradients: State, part: slice) -> set[str]:
+        """Let some callbacks of a client see its gradients, and change or replace them.
 
         Returns the parameters whose gradients they have taken away, so that they take no step.
         """
         place = group.places[index]
         member = self.members[place]
-        callbacks, batches = _own(member), len(member.loader)
+        callbacks, batches = _own(member.callbacks[part]), len(member.loader)
         samples = self.samples.pop(place, {})
         shown = {}
         for name, parameter in member.module.named_parameters():
@@ -260,12 +255,13 @@ class StackSteps:
     def _end(self, place: int) -> State:
         """End a client's fit, and return its state, under all names of tied weights."""
         member = self.members[place]
-        if self.second:
-            self.second.end(place)
         if self.keeps:
             hand_state(self.optimizer, self.parameters, member, place)
-        for callback in _own(member):
-            callback.on_train_end(member.trainer, member.module)
+        for callback in member.callbacks:
+            if self.second and isinstance(callback, SecondCallback):
+                self.second.end(place)
+            elif type(callback) not in STATED:
+                callback.on_train_end(member.trainer, member.module)
         member.has_ended = True
         return {name: self.tensors[first][place] for name, first in self.entries.items()}
 
@@ -273,6 +269,28 @@ class StackSteps:
         loss = float(self.losses[place]) / self.members[place].steps
         logged = {name: total / seen for name, (total, seen) in self.logged[place].items()}
         return {"loss": loss, **logged}
+
+
+def _moved(parameters: State) -> State:
+    """Return weights a little away from the start, where some terms and gradients are zero."""
+    with torch.random.fork_rng():
+        return {
+            name: value + (0.1 * value.abs() + 0.01) * torch.randn_like(value)
+            for name, value in parameters.items()
+        }
+
+
+def _is_same_step(whole: StackedStep, by_sample: StackedStep) -> bool:
+    """Return whether two steps differ by rounding alone."""
+    pairs = (
+        ({"loss": whole.losses}, {"loss": by_sample.losses}),
+        (whole.gradients, by_sample.gradients),
+        (whole.buffers, by_sample.buffers),
+        (whole.logged, by_sample.logged),
+    )
+    return all(
+        a.keys() == b.keys() and all(_is_close(a[name], b[name]) for name in a) for a, b in pairs
+    )
 
 
 def _is_close(ours: Tensor, theirs: Tensor) -> bool:
@@ -293,6 +311,6 @@ def _frozen(member: Member) -> frozenset[str]:
     return frozenset(name for name, p in member.module.named_parameters() if not p.requires_grad)
 
 
-def _own(member: Member) -> list[Callback]:
+def _own(callbacks: Sequence[Callback]) -> list[Callback]:
     """Return the callbacks that act on one client. The stated ones act on all."""
-    return [one for one in member.callbacks if type(one) not in STATED]
+    return [one for one in callbacks if type(one) not in STATED]

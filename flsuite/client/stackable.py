@@ -1,6 +1,7 @@
 """Which models, settings and algorithms can train as a stack of clients."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -108,11 +109,16 @@ def stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Callb
     features in functions of tensors, at most one of each. Measurements of the trained model are
     left out: they come after the fit.
     """
-    attacks = setup.attack.callbacks(client) if setup.attack else []
-    callbacks = [*attacks, *setup.aggregator.callbacks(client)]
-    steps = [callback for callback in callbacks if not isinstance(callback, AfterFit)]
+    own = callbacks_of_algorithm(setup, client)
+    steps = [callback for callback in own if not isinstance(callback, AfterFit)]
     is_one = all(sum(isinstance(one, kind) for one in steps) < 2 for kind in STATED)
     return steps if is_one and all(map(_supports_stack, steps)) else None
+
+
+def callbacks_of_algorithm(setup: WorkerSetup, client: ClientContext) -> list[Callback]:
+    """Return what the attack and the algorithm do in a client's fit."""
+    attacks = setup.attack.callbacks(client) if setup.attack else []
+    return [*attacks, *setup.aggregator.callbacks(client)]
 
 
 def _supports_stack(callback: Callback) -> bool:
@@ -163,7 +169,8 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
     for argument, values in _ONE_BY_ONE.items():
         if (value := setup.trainer_kwargs.get(argument)) not in values:
             yield f"trainer.{argument} is {value!r}"
-    if stackable_callbacks(setup, _some_client(setup)) is None:
+    # Attackers train by themselves.
+    if stackable_callbacks(replace(setup, attack=None), _some_client(setup)) is None:
         yield f"{setup.aggregator.name} does more in a client's steps than a stack can"
     try:
         optimizer_of(model)

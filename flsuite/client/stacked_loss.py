@@ -11,9 +11,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flsuite.aggregators.features import as_rows, features_at, inputs_of, outputs_of
+from flsuite.aggregators.features import features_at, inputs_of, outputs_of
 from flsuite.aggregators.losses import step_loss
 from flsuite.aggregators.objectives import FeatureTerm
+from flsuite.aggregators.objectives.feature_term import logits_of, term_of
+from flsuite.aggregators.objectives.held import no_change_in_place
 from flsuite.client.trainer import ClientTrainer
 from flsuite.state import State
 
@@ -79,7 +81,7 @@ class StackedLoss:
         self, model: LightningModule, trainer: ClientTrainer, term: FeatureTerm | None = None
     ) -> None:
         self.model, self.trainer, self.term = model, trainer, term
-        self.head = term.head if term else ""
+        self.head = term.head_in(model) if term else ""
         self.buffers = [name for name, _ in model.named_buffers()]
 
     def step(
@@ -116,7 +118,10 @@ class StackedLoss:
         with _uncached_casts():
             axes = (0, 0, 0, 0, None if isinstance(index, int) else 0, *(0 for _ in parts))
             together = torch.vmap(loss, axes, randomness="different")
-            totals, losses, buffers, logged = together(leaves, others, batch, held, index, *parts)
+            # Without a term, nothing is held.
+            with no_change_in_place(self.term, held):
+                ends = together(leaves, others, batch, held, index, *parts)
+        totals, losses, buffers, logged = ends
 
         # A client's loss depends on its own parameters alone, so these are its gradients.
         gradients = torch.autograd.grad(totals.sum(), list(leaves.values()), allow_unused=True)
@@ -179,14 +184,14 @@ class StackedLoss:
             if term:
                 seen = entered.enter_context(inputs_of(self.model, self.head))
                 entered.enter_context(
-                    outputs_of(self.model, self.head, lambda z: term.logits(z, batch, held))
+                    outputs_of(self.model, self.head, lambda z: logits_of(term, z, batch, held))
                 )
             entered.enter_context(self.trainer.precision_plugin.train_step_context())
             loss = step_loss(self.model, tensors, batch, index, log, ends := dict[str, Tensor]())
 
         if term and not seen:
             raise RuntimeError(f"a step does not call {self.head}")
-        terms = [term.term(as_rows(z), compared, batch, held) for z in seen] if term else []
+        terms = [term_of(term, z, compared, batch, held) for z in seen] if term else []
         total = sum((added for added in terms if added is not None), loss)
         after = {name: ends[name].detach() for name in self.buffers}
         return total, loss.detach(), after, logged

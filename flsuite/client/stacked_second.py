@@ -1,6 +1,7 @@
 """The second models of a stack of clients, which train next to their models."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from flsuite.aggregators.objectives import SecondSteps
+from flsuite.aggregators.objectives.second_steps import model_gradient, take_steps
 from flsuite.aggregators.second_model import first_names, optimizer_for
 from flsuite.client.stack_member import Member, stacked
 from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
@@ -19,7 +21,7 @@ class StackedSecond:
 
     Args:
         objective: States the steps.
-        starts: What it has returned at the start of each client's fit.
+        starts: What it has read of each client, at the start of its fit.
         members: The clients.
         tensors: Tensors of their models, each ``(clients, ...)``, which the steps read.
         loss: Computes the losses.
@@ -42,10 +44,10 @@ class StackedSecond:
         self._held = tree_map(lambda *parts: stacked(parts), *helds)
 
         self._names = first_names(first.module, weights[0])
-        device = first.module.device
+        own = first.module.state_dict()
         copies = {
-            name: stacked([start[entry] for start in weights]).to(device, copy=True).contiguous()
-            for entry, name in self._names.items()
+            name: stacked([start[k] for start in weights]).to(own[name], copy=True).contiguous()
+            for k, name in self._names.items()
         }
         trained = {name: p for name, p in first.module.named_parameters() if p.requires_grad}
         self.parameters = {name: copies.pop(name) for name in trained if name in copies}
@@ -56,18 +58,21 @@ class StackedSecond:
     def take_steps(self, groups: Sequence[Group], index: int) -> None:
         """Take the steps of all clients on one batch each."""
         w = {name: self._tensors[name].detach() for name in self.parameters}
-        self._held = self._objective.take_steps(self, w, groups, index, self._held)
+        self._held = take_steps(self._objective, self, w, groups, index, self._held)
 
     def change(self, gradients: State) -> None:
         """Change the gradients of the models' own steps, in place."""
+        if type(self._objective).model_gradient is SecondSteps.model_gradient:
+            return
+        changed = self.each(partial(model_gradient, self._objective))
         for name in gradients.keys() & self.parameters.keys():
             w, v = self._tensors[name].detach(), self.parameters[name].detach()
-            gradients[name].copy_(self._objective.model_gradient(gradients[name], w, v))
+            gradients[name].copy_(changed(gradients[name], w, v))
 
     def end(self, place: int) -> None:
         """End the steps of one client."""
         own = clone({k: v[place] for k, v in {**self.parameters, **self._others}.items()})
-        held = tree_map(lambda part: part[place], self._held)
+        held = tree_map(lambda part: part[place].clone(), self._held)
         weights = {k: own[name] for k, name in self._names.items()}
         self._objective.end(self._members[place].client, weights, held)
 

@@ -73,34 +73,35 @@ def extra_epochs(model: LightningModule) -> int:
     return epochs if isinstance(epochs, int) else 0
 
 
-def head_of(model: LightningModule, given: str | None = None) -> str:
+def head_of(
+    model: LightningModule, given: str | None = None, key: str = "trainer.aggregator.head"
+) -> str:
     """Return the prefix of the head's entries in the state dict, such as ``classifier.``.
 
     Args:
         model: The model. It names its head as ``head``: a prefix, or the module itself.
-        given: The prefix in the config, which overrides the model's.
+        given: The prefix in the config, which overrides the model's. ``head.`` is the model's own.
+        key: Its key in the config, for the message.
 
     Raises:
         FlsuiteError: If there is no such module, or no name.
     """
-    head = getattr(model, "head", None) if given is None else given
+    is_own = given is None or given.rstrip(".") == "head"
+    head = getattr(model, "head", None) if is_own else given
     kind, modules = type(model).__name__, dict(model.named_modules())
     name = next((name for name, module in modules.items() if module is head), head)
     if not isinstance(name, str):
         raise FlsuiteError(
-            f"model: {kind} does not name its head; set trainer.aggregator.head to the prefix of "
+            f"model: {kind} does not name its head; set {key} to the prefix of "
             f"its entries, or add head = 'classifier.' to the model"
         )
     name = name.rstrip(".")
     if not name or name not in modules:
         raise FlsuiteError(
-            f"trainer.aggregator.head: {kind} has no module {name!r}; it has "
-            f"{', '.join(list(modules)[1:])[:300]}"
+            f"{key}: {kind} has no module {name!r}; it has {', '.join(list(modules)[1:])[:300]}"
         )
     if not any(k for k, p in model.named_parameters() if not k.startswith(f"{name}.")):
-        raise FlsuiteError(
-            f"trainer.aggregator.head: {name} has all parameters of {kind}; name a part of it"
-        )
+        raise FlsuiteError(f"{key}: {name} has all parameters of {kind}; name a part of it")
     return f"{name}."
 
 

@@ -155,7 +155,7 @@ class Slower(SecondSteps):
         share = torch.tensor(client.samples / 100, dtype=torch.float64)
         return dict(module.state_dict()), {"share": share}
 
-    def direction(self, gradient: Any, v: Any, w: Any, held: Any) -> Any:
+    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
         return {name: held["share"] * value for name, value in gradient.items()}, held
 
     def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:

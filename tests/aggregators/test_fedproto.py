@@ -83,7 +83,7 @@ def test_a_prototype_stays_where_no_client_of_the_round_has_the_class() -> None:
 
 
 def test_a_class_without_a_prototype_pulls_nothing() -> None:
-    distance = Prototypes("network.3.", 1.0, (3, 8))
+    distance = Prototypes("network.3.", lam=1.0, shape=(3, 8))
     held = {"prototypes": torch.zeros(3, 8), "known": torch.tensor([0.0, 1.0, 0.0])}
     batch = torch.zeros(2, 5), torch.tensor([0, 1])
     features = torch.ones(2, 8, requires_grad=True)

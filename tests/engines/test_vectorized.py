@@ -663,8 +663,9 @@ def test_the_number_of_workers_does_not_matter(tmp_path: Path, aggregator: Aggre
     assert_same_models(one, run("two", 1, 3))
 
 
-def test_attackers_train_alone(stacks: list[int]) -> None:
-    close(stacks, 1e-5, attack=LabelFlip(clients=[1]))
+@pytest.mark.parametrize("client", [0, 1])
+def test_attackers_train_alone(client: int, stacks: list[int]) -> None:
+    close(stacks, 1e-5, attack=LabelFlip(clients=[client]))
     assert stacks == [3, 3, 3]
 
 

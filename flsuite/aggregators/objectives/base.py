@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 
 from flsuite.aggregators.part import Part, Server, Statistic
 from flsuite.messages import ClientContext
@@ -15,6 +15,14 @@ class Objective(Part):
     The client half consists of callbacks for the client's fit. They change the gradient, may keep
     notes in ``client.memory``, and send statistics in ``client.extras``.
     """
+
+    def check(self, model: LightningModule) -> None:
+        """Refuse a model that this objective cannot work with, before round 1.
+
+        Raises:
+            FlsuiteError: If it cannot.
+        """
+        return
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
         """Return the callbacks of the client half."""

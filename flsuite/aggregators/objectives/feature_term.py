@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from flsuite.aggregators.features import as_rows, features_at
 from flsuite.aggregators.losses import is_other_loss
 from flsuite.aggregators.objectives.base import Objective
+from flsuite.aggregators.objectives.held import no_change_in_place, own_tensors, wrong
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import scaler_of
 from flsuite.messages import ClientContext
+from flsuite.models.declarations import head_of
 from flsuite.state import State
 
 
@@ -22,15 +24,16 @@ from flsuite.state import State
 class FeatureTerm(Objective):
     """A term of the features in the loss of every training step, or a change of its logits.
 
-    Subclasses state both in functions of one client's tensors, which must not look at numbers. A
-    stack of clients computes them for all at once. What differs between clients is what
-    :meth:`read` returns.
+    Subclasses state both in functions of one client's tensors, which must not look at numbers or
+    change tensors in place. A stack of clients computes them for all at once. What differs between
+    clients is what :meth:`read` returns. Dataclasses among them are frozen.
 
     Args:
-        head: Prefix of the head's entries in the state dict. The features are its input.
+        head: Prefix of the head's entries in the state dict. The features are its input. Default:
+            as named by the model.
     """
 
-    head: str
+    head: str = "head."
 
     def read(self, client: ClientContext, module: LightningModule) -> Any:
         """Return what the term reads of a client, in dictionaries of tensors. Default: nothing.
@@ -71,8 +74,48 @@ class FeatureTerm(Objective):
         """
         return outputs
 
+    def check(self, model: LightningModule) -> None:
+        super().check(model)
+        self.head_in(model)
+
+    def head_in(self, model: LightningModule) -> str:
+        """Return the prefix of the head's entries in a model.
+
+        Raises:
+            FlsuiteError: If it has no such head.
+        """
+        return head_of(model, self.head, "trainer.aggregator.objective.head")
+
     def callbacks(self, client: ClientContext) -> list[Callback]:
         return [FeatureCallback(client, self), *super().callbacks(client)]
+
+
+def term_of(
+    objective: FeatureTerm, features: Tensor, others: list[Tensor], batch: Any, held: Any
+) -> Tensor | None:
+    """Return the term as a scalar, see :meth:`FeatureTerm.term`.
+
+    Raises:
+        FlsuiteError: If the objective returns something else.
+    """
+    term: Any = objective.term(as_rows(features), others, batch, held)
+    if term is None:
+        return None
+    if not isinstance(term, Tensor) or term.numel() != 1:
+        raise wrong(objective, "term", term, "the mean over the samples, a tensor of one number")
+    return term.reshape(())
+
+
+def logits_of(objective: FeatureTerm, outputs: Tensor, batch: Any, held: Any) -> Tensor:
+    """Return the logits that the loss reads, see :meth:`FeatureTerm.logits`.
+
+    Raises:
+        FlsuiteError: If the objective returns something else.
+    """
+    logits: Any = objective.logits(outputs, batch, held)
+    if not isinstance(logits, Tensor):
+        raise wrong(objective, "logits", logits, "logits")
+    return logits
 
 
 class FeatureCallback(Callback):
@@ -93,15 +136,17 @@ class FeatureCallback(Callback):
         self._others: list[Tensor] = []
         self._is_in_step = False
         self._is_called: bool | None = None  # the head, in the steps of this fit
-        self._hooks = ExitStack()
+        self._hooks, self._step = ExitStack(), ExitStack()
 
     def begin(self, module: LightningModule) -> Any:
         """Return what the term reads of the client."""
-        return self.objective.read(self.client, module)
+        held = self.objective.read(self.client, module)
+        return own_tensors(self.objective, "read", held, module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trainer, self._held = trainer, self.begin(pl_module)
-        head = pl_module.get_submodule(self.objective.head.rstrip("."))
+        self._head = self.objective.head_in(pl_module)
+        head = pl_module.get_submodule(self._head.rstrip("."))
         for handle in (
             head.register_forward_pre_hook(self._look),
             head.register_forward_hook(self._change),
@@ -112,11 +157,11 @@ class FeatureCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         def features_of(weights: State) -> Tensor:
-            head = self.objective.head
-            return features_at(trainer, pl_module, head, weights, batch, batch_idx)
+            return features_at(trainer, pl_module, self._head, weights, batch, batch_idx)
 
         self._batch, self._others = batch, self.objective.compared(features_of, self._held)
         self._is_in_step, self._is_called = True, bool(self._is_called)
+        self._step.enter_context(no_change_in_place(self.objective, self._held))
 
     def on_train_batch_end(
         self,
@@ -128,12 +173,13 @@ class FeatureCallback(Callback):
     ) -> None:
         # Only now: LBFGS computes a loss several times, and checkpointed layers in the backward.
         self._is_in_step, self._batch = False, ()
+        self._step.close()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._hooks.close()
         if self._is_called is False:
             raise FlsuiteError(
-                f"this aggregator changes what {self.objective.head} reads or returns, and no "
+                f"this aggregator changes what {self._head} reads or returns, and no "
                 f"training step of {type(pl_module).__name__} calls it; choose another "
                 "aggregator, or head"
             )
@@ -158,13 +204,13 @@ class FeatureCallback(Callback):
         if not self._is_own_loss:
             return outputs
         self._is_called = True
-        return self.objective.logits(outputs, self._batch, self._held)
+        return logits_of(self.objective, outputs, self._batch, self._held)
 
     def _at(self, features: Tensor) -> Tensor | float:
         """Return the gradient of the term, scaled like the loss of the step."""
         with torch.enable_grad():
             z = features.requires_grad_()
-            term = self.objective.term(as_rows(z), self._others, self._batch, self._held)
+            term = term_of(self.objective, z, self._others, self._batch, self._held)
             if term is None or not term.requires_grad:
                 return 0.0
             (gradient,) = torch.autograd.grad(term, z)

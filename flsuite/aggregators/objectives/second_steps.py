@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -9,9 +10,82 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flsuite.aggregators.objectives.base import Objective
+from flsuite.aggregators.objectives.held import no_change_in_place, own_tensors, wrong
 from flsuite.aggregators.second_model import SecondModel
 from flsuite.messages import ClientContext
 from flsuite.state import State
+
+
+class SecondSteps(Objective, ABC):
+    """Trains a second model on each batch, before the model's own step.
+
+    Subclasses state a step in functions of one client's tensors, which must not look at numbers or
+    change tensors in place. A stack of clients takes the steps of all at once. What differs between
+    clients is what :meth:`start` returns.
+
+    Attributes:
+        steps: Steps on each batch.
+        personal_lr: Learning rate of plain gradient descent. Default: the model's optimizer steps.
+    """
+
+    steps: int = 1
+    personal_lr: float | None = None
+
+    @abstractmethod
+    def start(self, client: ClientContext, module: LightningModule) -> tuple[State, State]:
+        """Return a second model's initial weights, and what else its steps hold, by name.
+
+        Args:
+            client: The client's view of the round.
+            module: Its model at the start of the fit.
+        """
+
+    def point(self, v: State, w: State, held: State) -> State:
+        """Return the weights at which the loss is computed. Default: the second model's.
+
+        Args:
+            v: Parameters of the second model.
+            w: Those of the model, of the same names.
+            held: What the steps hold.
+        """
+        return v
+
+    @abstractmethod
+    def direction(
+        self, gradient: State, v: State, w: State, held: State, rate: float
+    ) -> tuple[State, State]:
+        """Return the gradient to step with, and what the steps hold from then on.
+
+        Args:
+            gradient: Gradient of the loss at :meth:`point`.
+            v: Parameters of the second model.
+            w: Those of the model.
+            held: What the steps hold.
+            rate: Learning rate of the model.
+        """
+
+    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        """Return the gradient of the model's own step. Default: it does not change.
+
+        Args:
+            gradient: Gradient of one of its parameters.
+            w: The parameter.
+            v: The parameter of the second model, after its steps on this batch.
+        """
+        return gradient
+
+    @abstractmethod
+    def end(self, client: ClientContext, weights: State, held: State) -> None:
+        """Keep what a client has at the end of its fit, in its memory.
+
+        Args:
+            client: The client's view of the round.
+            weights: Entries of the second model, on the CPU.
+            held: What the steps hold.
+        """
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return [SecondCallback(client, self), *super().callbacks(client)]
 
 
 class Second(Protocol):
@@ -35,84 +109,52 @@ class Second(Protocol):
         """Take one step of the optimizers."""
 
 
-class SecondSteps(Objective, ABC):
-    """Trains a second model on each batch, before the model's own step.
+def take_steps(
+    objective: SecondSteps, second: Second, w: State, batch: Any, index: int, held: State
+) -> State:
+    """Take the steps on one batch, and return what they hold from then on.
 
-    Subclasses state a step in functions of one client's tensors, which must not look at numbers. A
-    stack of clients takes the steps of all at once. What differs between clients is what
-    :meth:`start` returns.
+    Args:
+        objective: States the steps.
+        second: The second model.
+        w: Parameters of the model, of the same names.
+        batch: The batch, as the second model reads it.
+        index: Its number.
+        held: What the steps hold.
+
+    Raises:
+        FlsuiteError: If the objective returns something else than entries of the second model.
     """
-
-    @abstractmethod
-    def start(self, client: ClientContext, module: LightningModule) -> tuple[State, State]:
-        """Return a second model's initial weights, and what else its steps hold, by name.
-
-        Args:
-            client: The client's view of the round.
-            module: Its model at the start of the fit.
-        """
-
-    def point(self, v: State, w: State, held: State) -> State:
-        """Return the weights at which the loss is computed. Default: the second model's.
-
-        Args:
-            v: Parameters of the second model.
-            w: Those of the model, of the same names.
-            held: What the steps hold.
-        """
-        return v
-
-    @abstractmethod
-    def direction(self, gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
-        """Return the gradient to step with, and what the steps hold from then on.
-
-        Args:
-            gradient: Gradient of the loss at :meth:`point`.
-            v: Parameters of the second model.
-            w: Those of the model.
-            held: What the steps hold.
-        """
-
-    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        """Return the gradient of the model's own step, elementwise. Default: it does not change.
-
-        Args:
-            gradient: Gradient of one of its parameters.
-            w: The parameter.
-            v: The parameter of the second model, after its steps on this batch.
-        """
-        return gradient
-
-    @abstractmethod
-    def end(self, client: ClientContext, weights: State, held: State) -> None:
-        """Keep what a client has at the end of its fit, in its memory.
-
-        Args:
-            client: The client's view of the round.
-            weights: Entries of the second model, on the CPU.
-            held: What the steps hold.
-        """
-
-    def take_steps(self, second: Second, w: State, batch: Any, index: int, held: State) -> State:
-        """Take the steps on one batch, and return what they hold from then on.
-
-        Default: one step, of the model's kind of optimizer.
-
-        Args:
-            second: The second model.
-            w: Parameters of the model, of the same names.
-            batch: The batch, as the second model reads it.
-            index: Its number in the epoch.
-            held: What the steps hold.
-        """
+    for _ in range(objective.steps):
         v = {name: value.detach() for name, value in second.parameters.items()}
-        gradient = second.gradient(batch, index, second.each(self.point)(v, w, held))
-        direction, held = second.each(self.direction)(gradient, v, w, held)
-        second.step(direction)
-        return held
+        with no_change_in_place(objective, held):
+            at = second.each(objective.point)(v, w, held)
+            if at.keys() != v.keys():
+                raise wrong(objective, "point", at, f"all entries of v: {', '.join(v)}")
+            gradient = second.gradient(batch, index, at)
+            direct = second.each(partial(objective.direction, rate=second.rate))
+            direction, after = direct(gradient, v, w, held)
+        if not all(k in v and value.shape == v[k].shape for k, value in direction.items()):
+            raise wrong(objective, "direction", direction, f"entries as in v: {', '.join(v)}")
+        held = after
+        if objective.personal_lr is None:
+            second.step(direction)
+            continue
+        for name, value in direction.items():
+            v[name].sub_(value, alpha=objective.personal_lr)
+    return held
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [SecondCallback(client, self), *super().callbacks(client)]
+
+def model_gradient(objective: SecondSteps, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """Return the gradient of the model's own step, see :meth:`SecondSteps.model_gradient`.
+
+    Raises:
+        FlsuiteError: If the objective returns something else.
+    """
+    own: Any = objective.model_gradient(gradient, w, v)
+    if not isinstance(own, Tensor) or own.shape != gradient.shape:
+        raise wrong(objective, "model_gradient", own, "a tensor of the gradient's shape")
+    return own
 
 
 class SecondCallback(Callback):
@@ -128,7 +170,11 @@ class SecondCallback(Callback):
 
     def begin(self, module: LightningModule) -> tuple[State, State]:
         """Return the second model's initial weights, and what else the steps hold."""
-        return self.objective.start(self.client, module)
+        started: Any = self.objective.start(self.client, module)
+        if not isinstance(started, tuple) or len(started) != 2:
+            raise wrong(self.objective, "start", started, "weights, and what else the steps hold")
+        weights, held = own_tensors(self.objective, "start", started, module)
+        return weights, held
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         weights, self._held = self.begin(pl_module)
@@ -139,8 +185,7 @@ class SecondCallback(Callback):
     ) -> None:
         own = dict(pl_module.named_parameters())
         w = {name: own[name].detach() for name in self._second.parameters}
-        steps = self.objective.take_steps
-        self._held = steps(self._second, w, batch, batch_idx, self._held)
+        self._held = take_steps(self.objective, self._second, w, batch, batch_idx, self._held)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -149,7 +194,7 @@ class SecondCallback(Callback):
         v = self._second.parameters
         for name, p in pl_module.named_parameters():
             if p.grad is not None and name in v and id(p) in stepping:
-                p.grad = self.objective.model_gradient(p.grad, p.detach(), v[name].detach())
+                p.grad = model_gradient(self.objective, p.grad, p.detach(), v[name].detach())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.objective.end(self.client, self._second.state(), self._held)

@@ -1,0 +1,289 @@
+"""What an objective stated in functions of tensors may return, read and change, on two engines."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.optim import SGD
+
+from flsuite import FlsuiteError
+from flsuite.aggregators import FedAvg
+from flsuite.aggregators.objectives import FeatureTerm, Objective, SecondSteps
+from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.data import Dirichlet
+from flsuite.engines import InProcess, Vectorized
+from flsuite.messages import ClientContext
+from flsuite.models import Classifier
+from tests.aggregators.federations import run
+from tests.engines import test_vectorized
+from tests.engines.test_processes import Images
+from tests.engines.test_vectorized import InDouble, close, distance, fitted
+
+stacks = test_vectorized.stacks  # a fixture
+
+
+class Steps(SecondSteps):
+    """A second model that pulls the first one."""
+
+    def start(self, client: ClientContext, module: Any) -> Any:
+        return dict(module.state_dict()), {}
+
+    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
+        return gradient, held
+
+    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return gradient + 0.1 * (w - v)
+
+    def end(self, client: ClientContext, weights: Any, held: Any) -> None:
+        client.memory |= {"v": weights, "held": held}
+
+
+class MeansStayNear(FeatureTerm):
+    """Mixes the samples of a batch, and is zero at the start of a fit."""
+
+    def read(self, client: ClientContext, module: Any) -> Any:
+        return {"received": client.global_state}
+
+    def compared(self, features_of: Any, held: Any) -> list[Tensor]:
+        return [features_of(held["received"])]
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        return (features - others[0]).mean(0).square().sum()
+
+
+class OfSomeClients(FeatureTerm):
+    """Mixes the samples of a batch, but not those of the first client."""
+
+    def read(self, client: ClientContext, module: Any) -> Any:
+        return {"weight": torch.tensor(float(client.id > 0), dtype=torch.float64)}
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        return held["weight"] * features.mean(0).square().sum()
+
+
+class FromStart(FeatureTerm):
+    """Reads tensors of the model, which its steps change."""
+
+    def read(self, client: ClientContext, module: Any) -> Any:
+        return {"start": dict(module.state_dict())}
+
+    def compared(self, features_of: Any, held: Any) -> list[Tensor]:
+        return [features_of(held["start"])]
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        return (features - others[0]).square().mean()
+
+
+class ToStart(Steps):
+    """The same with a second model, whose start is in another precision."""
+
+    def start(self, client: ClientContext, module: Any) -> Any:
+        weights = {name: value.float() for name, value in module.state_dict().items()}
+        return weights, dict(module.named_parameters())
+
+    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
+        return {name: gradient[name] + rate * (v[name] - held[name]) for name in v}, held
+
+
+class Normed(Steps):
+    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return gradient / (1.0 + gradient.norm())
+
+
+class Pull(Callback):
+    supports_stack = True
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad.add_(parameter.detach(), alpha=0.1)
+
+
+class AfterPull(Normed):
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return [Pull(), *super().callbacks(client)]
+
+
+class BeforePull(Normed):
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return [*super().callbacks(client), Pull()]
+
+
+ALIKE = (MeansStayNear(), OfSomeClients(), FromStart(), Steps(), ToStart(), Normed(), AfterPull())
+
+
+@pytest.mark.parametrize("objective", [*ALIKE, BeforePull()], ids=lambda one: type(one).__name__)
+def test_clients_of_a_stack_train_as_alone(objective: Objective, stacks: list[int]) -> None:
+    data = Images(clients=6, partition=Dirichlet(1.0), batch_size=8, val_fraction=0.0)
+    model = Classifier(InDouble(), partial(SGD, lr=0.01))
+    close(stacks, 1e-12, FedAvg(objective=objective), model, data)
+
+
+def test_what_a_client_keeps_of_a_stack_is_its_own(stacks: list[int]) -> None:
+    made = fitted(Vectorized(clients=4), FedAvg(objective=ToStart()))
+    kept = [made.federation.clients[client]["objective"]["held"] for client in range(4)]
+    assert stacks
+    for value in (value for held in kept for value in held.values()):
+        assert value.untyped_storage().nbytes() == value.nbytes
+
+
+class OfEachSample(FeatureTerm):
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        return 0.0 * features.square().mean(1)
+
+
+class Number(FeatureTerm):
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Any:
+        return 0.0
+
+
+class NoLogits(FeatureTerm):
+    def logits(self, outputs: Tensor, batch: Any, held: Any) -> Any:
+        outputs + 1.0
+
+
+class ReadsNumbers(FeatureTerm):
+    def read(self, client: ClientContext, module: Any) -> Any:
+        return {"samples": client.samples}
+
+
+class OnlyWeights(Steps):
+    def start(self, client: ClientContext, module: Any) -> Any:
+        return dict(module.state_dict())
+
+
+class SomePoint(Steps):
+    def point(self, v: Any, w: Any, held: Any) -> Any:
+        return dict([*v.items()][:2])
+
+
+class OtherNames(Steps):
+    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
+        return {f"module.{name}": value for name, value in gradient.items()}, held
+
+
+class OtherShapes(Steps):
+    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
+        return {name: value.mean() for name, value in gradient.items()}, held
+
+
+class NoGradient(Steps):
+    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Any:
+        gradient + 1.0
+
+
+class Averages(FeatureTerm):
+    """Changes in place what it holds."""
+
+    def read(self, client: ClientContext, module: Any) -> Any:
+        return {"mean": torch.zeros(())}
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        held["mean"].mul_(0.9).add_(features.detach().mean(), alpha=0.1)
+        return (features.mean() - held["mean"]).square()
+
+
+class Shrinks(Steps):
+    """Changes the global model in place."""
+
+    def start(self, client: ClientContext, module: Any) -> Any:
+        return dict(module.state_dict()), client.global_state
+
+    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
+        held["network.3.bias"].mul_(0.9)
+        return gradient, held
+
+
+WRONG = {
+    OfEachSample: r"term returned Tensor of shape \(\d+,\); return the mean over the samples",
+    Number: "term returned float; return the mean over the samples",
+    NoLogits: "logits returned None; return logits",
+    ReadsNumbers: "read returned int; return tensors, in dictionaries",
+    OnlyWeights: "start returned dict; return weights, and what else the steps hold",
+    SomePoint: "point returned dict; return all entries of v: network",
+    OtherNames: "direction returned dict; return entries as in v: network",
+    OtherShapes: "direction returned dict; return entries as in v: network",
+    NoGradient: "model_gradient returned None; return a tensor of the gradient's shape",
+    Averages: "Averages changes in place what it has read of the client; make new tensors",
+    Shrinks: "Shrinks changes in place what it has read of the client; make new tensors",
+}
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
+@pytest.mark.parametrize(
+    ("kind", "match"), WRONG.items(), ids=lambda one: getattr(one, "__name__", "")
+)
+def test_wrong_returns_are_named(kind: Callable[[], Objective], match: str, engine: Any) -> None:
+    with pytest.raises(FlsuiteError, match=match):
+        run(FedAvg(objective=kind()), 1, engine=engine)
+
+
+def test_a_head_that_the_model_lacks_is_refused_before_the_first_round() -> None:
+    with pytest.raises(FlsuiteError, match=r"^trainer.aggregator.objective.head: .* 'nope'; it"):
+        run(FedAvg(objective=MeansStayNear("nope.")), 1)
+
+
+@dataclass(frozen=True)
+class InDict(FeatureTerm):
+    """Keeps a number of the last client that has started."""
+
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def read(self, client: ClientContext, module: Any) -> Any:
+        self.numbers["share"] = client.samples / 20
+        return {}
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        return self.numbers["share"] * features.square().mean()
+
+
+class InCallbacks(FeatureTerm):
+    """Keeps a number of the last client whose callbacks were asked for."""
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        self.share = client.samples / 20
+        return super().callbacks(client)
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        return self.share * features.square().mean()
+
+
+class Counts(FeatureTerm):
+    """Keeps the number of its terms."""
+
+    terms = 0
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        self.terms += 1
+        return self.terms * features.square().mean()
+
+
+@pytest.mark.parametrize("kind", [InDict, InCallbacks, Counts])
+def test_state_of_an_objective_ends_with_the_fit(
+    kind: Callable[[], Objective], stacks: list[int]
+) -> None:
+    alone, stacked = (
+        run(FedAvg(objective=kind()), 2, engine=engine) for engine in (InProcess(), Vectorized())
+    )
+    assert distance(alone, stacked) == 0.0 and not stacks
+
+
+class Measured(AfterFit):
+    def after_fit(self, module: Any, loader: Any) -> None:
+        self.client.metrics["measured"] = 1.0
+
+
+class MeasuresSome(FeatureTerm):
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        measured = [Measured(client)] if client.id in (1, 2) else []
+        return [*super().callbacks(client), *measured]
+
+
+def test_a_stack_measures_the_clients_that_are_to_be_measured(stacks: list[int]) -> None:
+    made = run(FedAvg(objective=MeasuresSome()), 1, engine=Vectorized())
+    updates = made.federation.log.updates
+    assert stacks and [one.client for one in updates if "measured" in one.metrics] == [1, 2]
