@@ -23,6 +23,7 @@ from flsuite.client.fits import StackedFit, context_of, start_of
 from flsuite.client.setup import WorkerSetup
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, TrainerOfOne, callbacks_of, stacked
+from flsuite.client.stack_samples import is_mean_over_samples, refuse_mixed_samples
 from flsuite.client.stack_steps import StackSteps
 from flsuite.client.stackable import callbacks_of_algorithm, optimizer_of, phases, stackable
 from flsuite.client.stacked_optimizer import past_of
@@ -151,8 +152,9 @@ class Stack:
                 steps = StackSteps(self.model, used, trainer, tensors, members)
                 if steps.by_sample:
                     batches.fills = True
+                    refuse_mixed_samples(steps, batches.mixed())
                 elif len({member.client.samples for member in members}) > 1:
-                    batches.fills = steps.is_mean_over_samples(batches)
+                    batches.fills = is_mean_over_samples(steps, batches.mixed())
                 ends = steps.run(batches)
         seconds = (time.perf_counter() - began) / len(members)
         fits = {}

@@ -1,14 +1,13 @@
 """The training steps of a stack of clients."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from flsuite.aggregators.objectives.feature_term import FeatureCallback
 from flsuite.aggregators.objectives.second_steps import SecondCallback
@@ -17,11 +16,10 @@ from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, callbacks_of, stacked, stated
 from flsuite.client.stackable import STATED, by_sample, phases
-from flsuite.client.stacked_loss import Group, StackedLoss, StackedStep, clip, with_rows
+from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
 from flsuite.client.stacked_optimizer import gather_states, hand_state
 from flsuite.client.stacked_second import StackedSecond
 from flsuite.client.trainer import ClientTrainer
-from flsuite.models.declarations import is_mean_over_samples
 from flsuite.state import State, clone
 
 
@@ -97,33 +95,6 @@ class StackSteps:
         for kind in STATED:
             stated(self.members, kind)  # only the first one's has acted
         return [(ends[i], self._metrics(i)) for i in range(len(ends))]
-
-    def is_mean_over_samples(self, batches: StackBatches) -> bool:
-        """Return whether the loss of a batch is the mean of the losses of its samples.
-
-        The model declares it of its step. That its layers do not mix samples or draw random numbers
-        is measured, with the gradients, at the first client's weights, on samples of all clients.
-        A term of the features is measured with what it reads of each client.
-        """
-        if not is_mean_over_samples(self.loss.model):
-            return False
-        clients = len(self.members) if self.loss.term else 1
-        parameters, others, held = (
-            tree_map(lambda part: part[:clients], tensors)
-            for tensors in (self.leaves, self.others, self.held)
-        )
-        try:
-            batch = tree_map(lambda part: part.expand(clients, *part.shape), batches.mixed())
-            samples = tree_leaves(batch)[0].shape[1]
-            sizes = torch.full((clients,), samples, device=self.losses.device)
-            for start in (parameters, _moved(parameters)):
-                with torch.random.fork_rng():
-                    step = partial(self.loss.step, start, others, batch, 0, held)
-                    if not _is_same_step(step(), step(sizes=sizes)):
-                        return False
-        except Exception:  # a step may fail on one sample, as with BatchNorm
-            return False
-        return True
 
     def _start_callbacks(self) -> dict[type[Callback], list[Any]]:
         """Start the fits, and return what objectives state of each client, by kind."""
@@ -269,34 +240,6 @@ class StackSteps:
         loss = float(self.losses[place]) / self.members[place].steps
         logged = {name: total / seen for name, (total, seen) in self.logged[place].items()}
         return {"loss": loss, **logged}
-
-
-def _moved(parameters: State) -> State:
-    """Return weights a little away from the start, where some terms and gradients are zero."""
-    with torch.random.fork_rng():
-        return {
-            name: value + (0.1 * value.abs() + 0.01) * torch.randn_like(value)
-            for name, value in parameters.items()
-        }
-
-
-def _is_same_step(whole: StackedStep, by_sample: StackedStep) -> bool:
-    """Return whether two steps differ by rounding alone."""
-    pairs = (
-        ({"loss": whole.losses}, {"loss": by_sample.losses}),
-        (whole.gradients, by_sample.gradients),
-        (whole.buffers, by_sample.buffers),
-        (whole.logged, by_sample.logged),
-    )
-    return all(
-        a.keys() == b.keys() and all(_is_close(a[name], b[name]) for name in a) for a, b in pairs
-    )
-
-
-def _is_close(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether two tensors are equal but for rounding."""
-    distance = float((ours.double() - theirs.double()).norm())
-    return distance <= 1e-5 * float(theirs.double().norm()) + 1e-8
 
 
 def _is_same(ours: Tensor, theirs: Tensor) -> bool:

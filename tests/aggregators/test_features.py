@@ -353,3 +353,20 @@ def test_a_term_that_compares_features_trains_with_sample_privacy() -> None:
         for engine in (InProcess(), Vectorized())
     ]  # fmt: skip
     assert not made[0].federation.log.failures and distance(*made) < 1e-5
+
+
+class Mixes(FeatureTerm):
+    """Depends on the mean over a batch, and is zero for one sample."""
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        return (features - features.mean(0)).square().mean()
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
+def test_with_sample_privacy_a_term_that_mixes_samples_is_refused(engine: Any) -> None:
+    pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
+    from flsuite.callbacks import DPSGD
+
+    model = Classifier(MLP(hidden=(8,)), partial(SGD, lr=0.1))
+    with pytest.raises(FlsuiteError, match=r"DPSGD: Mixes\.term is no mean over the samples"):
+        run(FedAvg(objective=Mixes()), 1, callbacks=[DPSGD()], model=model, engine=engine)

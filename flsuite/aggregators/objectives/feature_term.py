@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from flsuite.aggregators.features import as_rows, features_at
 from flsuite.aggregators.losses import is_other_loss
@@ -106,6 +107,31 @@ def term_of(
     return term.reshape(())
 
 
+def refuse_mixed_samples(
+    objective: FeatureTerm, features: Tensor, others: list[Tensor], batch: Any, held: Any
+) -> None:
+    """Refuse a term that is no mean over samples, whose gradients cannot be clipped by sample.
+
+    Raises:
+        FlsuiteError: If it is none.
+    """
+
+    def of(rows: slice) -> Tensor | None:
+        own, compared, part = tree_map(lambda tensor: tensor[rows], (z, others, batch))
+        return term_of(objective, own, compared, part, held)
+
+    with torch.random.fork_rng(), torch.no_grad():
+        # A little away from these features, where the term may be zero.
+        z = features + (0.1 * features.abs() + 0.01) * torch.randn_like(features)
+        whole, each = of(slice(None)), [of(slice(i, i + 1)) for i in range(len(z))]
+    terms = [term for term in each if term is not None]
+    if whole is not None and not torch.allclose(whole, torch.stack(terms).mean(), rtol=1e-3):
+        raise FlsuiteError(
+            f"DPSGD: {type(objective).__name__}.term is no mean over the samples of a batch, so "
+            "that a sample's gradient depends on the others; change it, or leave out DPSGD"
+        )
+
+
 def logits_of(objective: FeatureTerm, outputs: Tensor, batch: Any, held: Any) -> Tensor:
     """Return the logits that the loss reads, see :meth:`FeatureTerm.logits`.
 
@@ -145,6 +171,8 @@ class FeatureCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trainer, self._held = trainer, self.begin(pl_module)
+        # As loss_at, this sees that DPSGD has added its hooks.
+        self._has_privacy = hasattr(pl_module, "autograd_grad_sample_hooks")
         self._head = self.objective.head_in(pl_module)
         head = pl_module.get_submodule(self._head.rstrip("."))
         for handle in (
@@ -209,6 +237,10 @@ class FeatureCallback(Callback):
     def _at(self, features: Tensor) -> Tensor | float:
         """Return the gradient of the term, scaled like the loss of the step."""
         with torch.enable_grad():
+            if self._has_privacy:  # once, on the first batch
+                own = features, self._others, self._batch, self._held
+                refuse_mixed_samples(self.objective, *own)
+                self._has_privacy = False
             z = features.requires_grad_()
             term = term_of(self.objective, z, self._others, self._batch, self._held)
             if term is None or not term.requires_grad:
