@@ -170,12 +170,8 @@ class Aggregator:
     # The client half
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        """Return the callbacks of one client's fit.
-
-        Each fit has an objective of its own, so that none leaves state for another one.
-        """
-        objective = copy.deepcopy(self.objective)
-        return [*objective.callbacks(client), *self.rule.callbacks(client)]
+        """Return the callbacks of one client's fit."""
+        return [*self.objective.callbacks(client), *self.rule.callbacks(client)]
 
     def contribution(self, update: ClientUpdate, layout: StateLayout, own: Collection[str]) -> Tree:
         """Return what a client adds to the sums of a round.

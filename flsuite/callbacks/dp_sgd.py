@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from flsuite.aggregators.objectives import FeatureTerm, SecondSteps
@@ -103,6 +104,10 @@ class DPSGD(FederationCallback, Settings):
         self._overwriting = [part for part in pl_module.modules() if vars(part).get("inplace")]
         for part in self._overwriting:
             part.inplace = False  # type: ignore[assignment]
+        # Opacus reads the memory of a convolution's input as if it were contiguous. Where it is not,
+        # as with images in color, it returns other gradients of the weights, without an error.
+        convolutions = (part for part in pl_module.modules() if isinstance(part, _ConvNd))
+        self._handles = [part.register_forward_pre_hook(_contiguous) for part in convolutions]
         self._module, self._hooks = pl_module, _opacus().GradSampleHooks(pl_module)
 
     def on_train_batch_start(
@@ -155,6 +160,8 @@ class DPSGD(FederationCallback, Settings):
                     delattr(part, name)
             for part in self._overwriting:
                 part.inplace = True  # type: ignore[assignment]
+            for handle in self._handles:
+                handle.remove()
 
     # The federation
 
@@ -205,6 +212,10 @@ class DPSGD(FederationCallback, Settings):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._steps, self._spent = dict(state_dict["steps"]), dict(state_dict["spent"])
         self._sent = dict(state_dict["sent"])
+
+
+def _contiguous(part: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(value.contiguous() for value in inputs)
 
 
 def _wide_enough(gradients: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from flsuite.aggregators.losses import changes_attributes, step_loss
+from flsuite.aggregators.objectives.held import attributes_of, refuse_state
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.aggregators.second_model import first_names
 from flsuite.client.allocator import keep_freed_memory
@@ -66,6 +67,7 @@ class Stack:
         self.entries, self.setup = entries, setup
         self.model = self._original = model
         self._modules: list[LightningModule] = []
+        self._attributes = attributes_of(setup.aggregator.objective)
         self._level = logging.WARNING
         keep_freed_memory()
 
@@ -156,6 +158,7 @@ class Stack:
                 elif len({member.client.samples for member in members}) > 1:
                     batches.fills = is_mean_over_samples(steps, batches.mixed())
                 ends = steps.run(batches)
+        refuse_state(setup.aggregator.objective, self._attributes)
         seconds = (time.perf_counter() - began) / len(members)
         fits = {}
         for request, member, (state, metrics) in zip(requests, members, ends, strict=True):

@@ -59,15 +59,15 @@ def refuse_mixed_samples(steps: StackSteps, batch: Any) -> None:
     if (term := steps.loss.term) is None:
         return
     for place, member in enumerate(steps.members):
-        at = member.trainer, member.module, steps.loss.head
-        features_of = partial(_features_of, at, batch)
+        features_of = partial(_features_of, member.trainer, member.module, steps.loss.head)
         held = tree_map(lambda part, place=place: part[place], steps.held)
-        own = features_of({}), term.compared(features_of, held), batch, held
-        feature_term.refuse_mixed_samples(term, *own)
+        feature_term.refuse_mixed_samples(term, features_of, batch, held)
 
 
-def _features_of(at: tuple[Any, LightningModule, str], batch: Any, weights: State) -> Tensor:
-    return features_at(*at, weights, batch, 0)
+def _features_of(
+    trainer: Any, module: LightningModule, head: str, weights: State, batch: Any
+) -> Tensor:
+    return features_at(trainer, module, head, weights, batch, 0)
 
 
 def _moved(parameters: State) -> State:

@@ -92,8 +92,6 @@ class StackSteps:
                 if step + 1 == self.members[place].steps:
                     end = self._end(place)
                     ends[place] = end if step + 1 == last else clone(end)
-        for kind in STATED:
-            stated(self.members, kind)  # only the first one's has acted
         return [(ends[i], self._metrics(i)) for i in range(len(ends))]
 
     def _start_callbacks(self) -> dict[type[Callback], list[Any]]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from flsuite.aggregators.features import features_at, inputs_of, outputs_of
 from flsuite.aggregators.losses import step_loss
 from flsuite.aggregators.objectives import FeatureTerm
-from flsuite.aggregators.objectives.feature_term import logits_of, term_of
+from flsuite.aggregators.objectives.feature_term import compared_of, logits_of, term_of
 from flsuite.aggregators.objectives.held import no_change_in_place
 from flsuite.client.trainer import ClientTrainer
 from flsuite.state import State
@@ -178,7 +178,7 @@ class StackedLoss:
             return features_at(self.trainer, self.model, self.head, at, batch, index)
 
         term, seen = self.term, list[Tensor]()
-        compared = term.compared(features_of, held) if term else []
+        compared = compared_of(term, features_of, held) if term else []
         # As in Lightning, the backward pass is outside.
         with ExitStack() as entered:
             if term:

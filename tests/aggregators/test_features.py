@@ -185,28 +185,9 @@ class OwnTerm(FeatureTerm):
         return self.client.samples / 30 * features.square().mean()
 
 
-class Remembers(FeatureTerm):
-    """Keeps a number of the last client that has started."""
-
-    def read(self, client: ClientContext, module: Any) -> Any:
-        self.share = client.samples / 20
-        return {}
-
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        return self.share * features.square().mean()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda: Given(lambda client: OwnTerm(client).callbacks(client)), lambda: Remembers(HEAD)],
-    ids=["one for each", "with state"],
-)
-def test_an_objective_with_numbers_of_a_client_trains_client_by_client(
-    make: Callable[[], Objective], stacks: list[int]
-) -> None:
-    alone, stacked = (
-        run(FedAvg(objective=make()), 2, engine=engine) for engine in (InProcess(), Vectorized())
-    )
+def test_an_objective_of_each_client_trains_client_by_client(stacks: list[int]) -> None:
+    aggregator = FedAvg(objective=Given(lambda client: OwnTerm(client).callbacks(client)))
+    alone, stacked = (run(aggregator, 2, engine=engine) for engine in (InProcess(), Vectorized()))
     assert distance(alone, stacked) == 0.0 and not stacks
 
 
@@ -359,14 +340,28 @@ class Mixes(FeatureTerm):
     """Depends on the mean over a batch, and is zero for one sample."""
 
     def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        return (features - features.mean(0)).square().mean()
+        return 1e4 + (features - features.mean(0)).square().mean()
+
+
+class Compares(FeatureTerm):
+    """The same by what it compares."""
+
+    def compared(self, features_of: Any, held: Any) -> list[Tensor]:
+        features = features_of({})
+        return [features - features.mean(0)]
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        return (features * others[0]).sum(1).mean()
 
 
 @pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
-def test_with_sample_privacy_a_term_that_mixes_samples_is_refused(engine: Any) -> None:
+@pytest.mark.parametrize("kind", [Mixes, Compares])
+def test_with_sample_privacy_a_term_that_mixes_samples_is_refused(
+    kind: type[FeatureTerm], engine: Any
+) -> None:
     pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
     from flsuite.callbacks import DPSGD
 
     model = Classifier(MLP(hidden=(8,)), partial(SGD, lr=0.1))
-    with pytest.raises(FlsuiteError, match=r"DPSGD: Mixes\.term is no mean over the samples"):
-        run(FedAvg(objective=Mixes()), 1, callbacks=[DPSGD()], model=model, engine=engine)
+    with pytest.raises(FlsuiteError, match=f"DPSGD: {kind.__name__} has a term that is no mean"):
+        run(FedAvg(objective=kind()), 1, callbacks=[DPSGD()], model=model, engine=engine)

@@ -2,18 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from threading import Lock
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from torch import Tensor
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
 from torch.optim import SGD
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import FedAvg
 from flsuite.aggregators.objectives import FeatureTerm, Objective, SecondSteps
+from flsuite.aggregators.objectives.held import own_tensors
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.data import Dirichlet
 from flsuite.engines import InProcess, Vectorized
@@ -123,6 +125,13 @@ def test_clients_of_a_stack_train_as_alone(objective: Objective, stacks: list[in
     close(stacks, 1e-12, FedAvg(objective=objective), model, data)
 
 
+def test_tensors_of_the_model_are_copied_and_others_shared() -> None:
+    module, other = LightningModule(), torch.zeros(())
+    module.register_buffer("steps", torch.zeros(()), persistent=False)
+    kept = own_tensors(FeatureTerm(), "read", {"own": module.steps, "other": other}, module)
+    assert kept["own"] is not module.steps and kept["other"] is other
+
+
 def test_what_a_client_keeps_of_a_stack_is_its_own(stacks: list[int]) -> None:
     made = fitted(Vectorized(clients=4), FedAvg(objective=ToStart()))
     kept = [made.federation.clients[client]["objective"]["held"] for client in range(4)]
@@ -144,6 +153,22 @@ class Number(FeatureTerm):
 class NoLogits(FeatureTerm):
     def logits(self, outputs: Tensor, batch: Any, held: Any) -> Any:
         outputs + 1.0
+
+
+class OneFeature(FeatureTerm):
+    def compared(self, features_of: Any, held: Any) -> Any:
+        return features_of({})
+
+
+class InCompared(FeatureTerm):
+    """Changes the global model in place."""
+
+    def read(self, client: ClientContext, module: Any) -> Any:
+        return {"bias": client.global_state["network.3.bias"]}
+
+    def compared(self, features_of: Any, held: Any) -> list[Tensor]:
+        held["bias"].add_(0.5)
+        return []
 
 
 class ReadsNumbers(FeatureTerm):
@@ -169,6 +194,20 @@ class OtherNames(Steps):
 class OtherShapes(Steps):
     def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
         return {name: value.mean() for name, value in gradient.items()}, held
+
+
+class NoPoint(Steps):
+    def point(self, v: Any, w: Any, held: Any) -> Any: ...
+
+
+class OnlyGradient(Steps):
+    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
+        return gradient
+
+
+class HoldsNumbers(Steps):
+    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
+        return gradient, {"steps": 1}
 
 
 class NoGradient(Steps):
@@ -202,11 +241,16 @@ WRONG = {
     OfEachSample: r"term returned Tensor of shape \(\d+,\); return the mean over the samples",
     Number: "term returned float; return the mean over the samples",
     NoLogits: "logits returned None; return logits",
-    ReadsNumbers: "read returned int; return tensors, in dictionaries",
+    OneFeature: r"compared returned Tensor of shape \(16, 8\); return a list of tensors",
+    ReadsNumbers: "read returned int; return tensors in dictionaries",
+    InCompared: "InCompared changes in place what it has read of the client; make new tensors",
     OnlyWeights: "start returned dict; return weights, and what else the steps hold",
     SomePoint: "point returned dict; return all entries of v: network",
-    OtherNames: "direction returned dict; return entries as in v: network",
-    OtherShapes: "direction returned dict; return entries as in v: network",
+    NoPoint: "point returned None; return all entries of v: network",
+    OtherNames: r"direction returned tuple; return a gradient of entries as in v \(network",
+    OtherShapes: r"direction returned tuple; return a gradient of entries as in v \(network",
+    OnlyGradient: r"direction returned dict; return a gradient of entries as in v \(network",
+    HoldsNumbers: "direction returned int; return tensors in dictionaries",
     NoGradient: "model_gradient returned None; return a tensor of the gradient's shape",
     Averages: "Averages changes in place what it has read of the client; make new tensors",
     Shrinks: "Shrinks changes in place what it has read of the client; make new tensors",
@@ -227,18 +271,12 @@ def test_a_head_that_the_model_lacks_is_refused_before_the_first_round() -> None
         run(FedAvg(objective=MeansStayNear("nope.")), 1)
 
 
-@dataclass(frozen=True)
-class InDict(FeatureTerm):
+class InRead(FeatureTerm):
     """Keeps a number of the last client that has started."""
 
-    numbers: dict[str, float] = field(default_factory=dict)
-
     def read(self, client: ClientContext, module: Any) -> Any:
-        self.numbers["share"] = client.samples / 20
+        self.share = client.samples / 20
         return {}
-
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        return self.numbers["share"] * features.square().mean()
 
 
 class InCallbacks(FeatureTerm):
@@ -248,28 +286,42 @@ class InCallbacks(FeatureTerm):
         self.share = client.samples / 20
         return super().callbacks(client)
 
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        return self.share * features.square().mean()
 
-
-class Counts(FeatureTerm):
+class InTerms(FeatureTerm):
     """Keeps the number of its terms."""
 
-    terms = 0
+    share = 0
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> None:
+        self.share += 1
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
+@pytest.mark.parametrize("kind", [InRead, InCallbacks, InTerms])
+def test_an_objective_keeps_no_state(kind: Callable[[], Objective], engine: Any) -> None:
+    with pytest.raises(FlsuiteError, match="has changed its share in a fit, and all clients"):
+        run(FedAvg(objective=kind()), 2, engine=engine)
+
+
+@dataclass(frozen=True)
+class WithParts(FeatureTerm):
+    """Has attributes that neither compare nor copy, and computes one of them once."""
+
+    layer: nn.Module = field(default_factory=lambda: nn.Linear(8, 1))
+    lock: Any = field(default_factory=Lock)
+
+    @cached_property
+    def weight(self) -> Tensor:
+        return self.layer.weight.detach().double().abs()
 
     def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        self.terms += 1
-        return self.terms * features.square().mean()
+        return (self.weight * features.square()).mean()
 
 
-@pytest.mark.parametrize("kind", [InDict, InCallbacks, Counts])
-def test_state_of_an_objective_ends_with_the_fit(
-    kind: Callable[[], Objective], stacks: list[int]
-) -> None:
-    alone, stacked = (
-        run(FedAvg(objective=kind()), 2, engine=engine) for engine in (InProcess(), Vectorized())
-    )
-    assert distance(alone, stacked) == 0.0 and not stacks
+def test_an_objective_may_have_any_attributes(stacks: list[int]) -> None:
+    objective = FedAvg(objective=WithParts())
+    alone, stacked = (run(objective, 2, engine=engine) for engine in (InProcess(), Vectorized()))
+    assert distance(alone, stacked) < 1e-5 and stacks
 
 
 class Measured(AfterFit):

@@ -28,7 +28,7 @@ from flsuite.aggregators import (
 )
 from flsuite.callbacks import DPSGD
 from flsuite.client.stack import Stack
-from flsuite.data import Digits, Dirichlet, TaskSequence
+from flsuite.data import IID, Digits, Dirichlet, TaskSequence
 from flsuite.data.loader import TrainLoader
 from flsuite.engines import InProcess, Processes, Vectorized
 from flsuite.metrics.privacy import RandomDraw, epsilon
@@ -36,6 +36,8 @@ from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone, ResNet20
 from flsuite.schedules import Faults, PowerOfChoice, Synchronous
 from tests.conftest import classifier, equal_states, trainer
+from tests.engines.test_processes import Images
+from tests.engines.test_vectorized import InDouble
 
 pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
 pytest.importorskip("dp_accounting", reason="needs dp-accounting: pip install 'flsuite[privacy]'")
@@ -79,14 +81,24 @@ def spy() -> Spy:
 # The gradient
 
 
-def test_a_step_by_hand(spy: Spy) -> None:
+def in_color() -> Images:
+    """Images whose memory has the channels last, as that of all stored images."""
+    return Images(clients=1, partition=IID(), batch_size=256, val_fraction=0.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "samples"),
+    [(classifier, lambda: few(1, 40)), (lambda: Classifier(InDouble()), in_color)],
+    ids=["digits", "a convolution of images in color"],
+)
+def test_a_step_by_hand(make: Any, samples: Any, spy: Spy) -> None:
     """Draw all of one client's samples, and hardly any noise: the mean of clipped gradients."""
-    data, model = few(1, 40), classifier()
+    data, model = samples(), make()
     fit(DPSGD(noise_multiplier=1e-9, max_grad_norm=0.7), data=data, model=model, callbacks=[spy])
     ((drawn, got),) = Spy.seen
 
-    fresh = classifier()
-    before = trainer(rounds=1).prepare(fresh, few(1, 40))
+    fresh = make()
+    before = trainer(rounds=1).prepare(fresh, samples())
     fresh.load_state_dict(before.federation.client_state(None))
     data = before.federation.data
     rows = data.train_rows(0)

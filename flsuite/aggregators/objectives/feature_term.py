@@ -1,14 +1,15 @@
 """Objectives that add a term of the features to the model's loss, or change its logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from flsuite.aggregators.features import as_rows, features_at
 from flsuite.aggregators.losses import is_other_loss
@@ -47,6 +48,8 @@ class FeatureTerm(Objective):
 
     def compared(self, features_of: Callable[[State], Tensor], held: Any) -> list[Tensor]:
         """Return features of the batch at other weights, which the term reads. Default: none.
+
+        Like the term, it must not mix samples if DPSGD trains the clients.
 
         Args:
             features_of: Returns the features of the batch, ``(n, features)``, at given weights.
@@ -91,6 +94,20 @@ class FeatureTerm(Objective):
         return [FeatureCallback(client, self), *super().callbacks(client)]
 
 
+def compared_of(
+    objective: FeatureTerm, features_of: Callable[[State], Tensor], held: Any
+) -> list[Tensor]:
+    """Return features at other weights, see :meth:`FeatureTerm.compared`.
+
+    Raises:
+        FlsuiteError: If the objective returns something else.
+    """
+    others: Any = objective.compared(features_of, held)
+    if not isinstance(others, Sequence) or not all(isinstance(one, Tensor) for one in others):
+        raise wrong(objective, "compared", others, "a list of tensors")
+    return list(others)
+
+
 def term_of(
     objective: FeatureTerm, features: Tensor, others: list[Tensor], batch: Any, held: Any
 ) -> Tensor | None:
@@ -107,41 +124,75 @@ def term_of(
     return term.reshape(())
 
 
-def refuse_mixed_samples(
+def term_gradient(
     objective: FeatureTerm, features: Tensor, others: list[Tensor], batch: Any, held: Any
-) -> None:
-    """Refuse a term that is no mean over samples, whose gradients cannot be clipped by sample.
-
-    Raises:
-        FlsuiteError: If it is none.
-    """
-
-    def of(rows: slice) -> Tensor | None:
-        own, compared, part = tree_map(lambda tensor: tensor[rows], (z, others, batch))
-        return term_of(objective, own, compared, part, held)
-
-    with torch.random.fork_rng(), torch.no_grad():
-        # A little away from these features, where the term may be zero.
-        z = features + (0.1 * features.abs() + 0.01) * torch.randn_like(features)
-        whole, each = of(slice(None)), [of(slice(i, i + 1)) for i in range(len(z))]
-    terms = [term for term in each if term is not None]
-    if whole is not None and not torch.allclose(whole, torch.stack(terms).mean(), rtol=1e-3):
-        raise FlsuiteError(
-            f"DPSGD: {type(objective).__name__}.term is no mean over the samples of a batch, so "
-            "that a sample's gradient depends on the others; change it, or leave out DPSGD"
-        )
+) -> Tensor:
+    """Return the gradient of the term with respect to the features. The others are as above."""
+    with torch.enable_grad():
+        z = features.detach().requires_grad_()
+        term = term_of(objective, z, others, batch, held)
+        if term is None or not term.requires_grad:
+            return torch.zeros_like(features)
+        (gradient,) = torch.autograd.grad(term, z)
+    return gradient
 
 
-def logits_of(objective: FeatureTerm, outputs: Tensor, batch: Any, held: Any) -> Tensor:
+def logits_of(objective: FeatureTerm, outputs: Any, batch: Any, held: Any) -> Any:
     """Return the logits that the loss reads, see :meth:`FeatureTerm.logits`.
 
     Raises:
         FlsuiteError: If the objective returns something else.
     """
+    if type(objective).logits is FeatureTerm.logits:
+        return outputs  # also those of a head that returns no tensor
     logits: Any = objective.logits(outputs, batch, held)
     if not isinstance(logits, Tensor):
         raise wrong(objective, "logits", logits, "logits")
     return logits
+
+
+def refuse_mixed_samples(
+    objective: FeatureTerm,
+    features_of: Callable[[State, Any], Tensor],
+    batch: Any,
+    held: Any,
+) -> None:
+    """Refuse a term that is no mean over samples, whose gradients cannot be clipped by sample.
+
+    Args:
+        objective: States the term.
+        features_of: Returns the features of a batch at given weights.
+        batch: A batch. One of a single sample shows nothing.
+        held: What the term reads of the client.
+
+    Raises:
+        FlsuiteError: If the gradients of the batch are not those of its two halves.
+    """
+    samples = extract_batch_size(batch)
+
+    def gradient(rows: slice) -> Tensor:
+        def own(part: Tensor) -> Tensor:
+            return part[rows] if part.ndim and len(part) == samples else part
+
+        part = apply_to_collection(batch, Tensor, own)
+        others = compared_of(objective, lambda weights: features_of(weights, part), held)
+        # A term is a mean, and these are gradients of the sums.
+        return len(z[rows]) * term_gradient(objective, z[rows], others, part, held)
+
+    if samples < 2:
+        return
+    with torch.random.fork_rng():
+        # A little away from these features, where the term may be zero.
+        z = features_of({}, batch)
+        z = z + (0.1 * z.abs() + 0.01) * torch.randn_like(z)
+        whole, half = gradient(slice(None)), samples // 2
+        parts = torch.cat([gradient(slice(0, half)), gradient(slice(half, None))])
+    if float((whole - parts).norm()) > 1e-3 * float(parts.norm()) + 1e-8:
+        raise FlsuiteError(
+            f"DPSGD: {type(objective).__name__} has a term that is no mean over the samples of a "
+            "batch, or draws random numbers, so that a sample's gradient depends on the others; "
+            "change it, or leave out DPSGD"
+        )
 
 
 class FeatureCallback(Callback):
@@ -171,8 +222,6 @@ class FeatureCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trainer, self._held = trainer, self.begin(pl_module)
-        # As loss_at, this sees that DPSGD has added its hooks.
-        self._has_privacy = hasattr(pl_module, "autograd_grad_sample_hooks")
         self._head = self.objective.head_in(pl_module)
         head = pl_module.get_submodule(self._head.rstrip("."))
         for handle in (
@@ -184,12 +233,15 @@ class FeatureCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        def features_of(weights: State) -> Tensor:
+        def features_of(weights: State, batch: Any = batch) -> Tensor:
             return features_at(trainer, pl_module, self._head, weights, batch, batch_idx)
 
-        self._batch, self._others = batch, self.objective.compared(features_of, self._held)
-        self._is_in_step, self._is_called = True, bool(self._is_called)
         self._step.enter_context(no_change_in_place(self.objective, self._held))
+        self._batch = batch
+        self._others = compared_of(self.objective, features_of, self._held)
+        if batch_idx == 0 and hasattr(pl_module, "autograd_grad_sample_hooks"):  # DPSGD's
+            refuse_mixed_samples(self.objective, features_of, batch, self._held)
+        self._is_in_step, self._is_called = True, bool(self._is_called)
 
     def on_train_batch_end(
         self,
@@ -234,18 +286,10 @@ class FeatureCallback(Callback):
         self._is_called = True
         return logits_of(self.objective, outputs, self._batch, self._held)
 
-    def _at(self, features: Tensor) -> Tensor | float:
+    def _at(self, features: Tensor) -> Tensor:
         """Return the gradient of the term, scaled like the loss of the step."""
-        with torch.enable_grad():
-            if self._has_privacy:  # once, on the first batch
-                own = features, self._others, self._batch, self._held
-                refuse_mixed_samples(self.objective, *own)
-                self._has_privacy = False
-            z = features.requires_grad_()
-            term = term_of(self.objective, z, self._others, self._batch, self._held)
-            if term is None or not term.requires_grad:
-                return 0.0
-            (gradient,) = torch.autograd.grad(term, z)
+        own = self._others, self._batch, self._held
+        gradient = term_gradient(self.objective, features, *own)
         scaler = scaler_of(self._trainer)
         scale = 1.0 if scaler is None else scaler.get_scale()
         return gradient * (scale / self._trainer.accumulate_grad_batches)

@@ -1,7 +1,9 @@
-"""What an objective that is stated in functions of tensors reads of a client."""
+"""What an objective reads of a client in functions of tensors, and that it keeps no state."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -28,17 +30,28 @@ def wrong(objective: Objective, method: str, returned: Any, wanted: str) -> Flsu
     )
 
 
+def require_tensors(objective: Objective, method: str, returned: Any) -> None:
+    """Refuse what a function has returned if it does not consist of tensors.
+
+    Raises:
+        FlsuiteError: If it does not.
+    """
+    for leaf in tree_leaves(returned):
+        if not isinstance(leaf, Tensor):
+            wanted = "tensors in dictionaries, without those that there are none of"
+            raise wrong(objective, method, leaf, wanted)
+
+
 def own_tensors(objective: Objective, method: str, held: Any, module: LightningModule) -> Any:
     """Return what a function has read of a client, apart from the tensors of its model.
 
     Raises:
         FlsuiteError: If it does not consist of tensors.
     """
-    for leaf in tree_leaves(held):
-        if not isinstance(leaf, Tensor):
-            raise wrong(objective, method, leaf, "tensors, in dictionaries")
+    require_tensors(objective, method, held)
     # The model's own tensors would change in its steps.
-    own = {value.untyped_storage().data_ptr() for value in module.state_dict().values()}
+    tensors = chain(module.parameters(), module.buffers())
+    own = {value.untyped_storage().data_ptr() for value in tensors}
 
     def kept(value: Tensor) -> Tensor:
         # Others stay the same objects: a stack holds what its clients share once.
@@ -46,6 +59,32 @@ def own_tensors(objective: Objective, method: str, held: Any, module: LightningM
         return value.detach().clone() if is_own else value
 
     return tree_map(kept, held)
+
+
+def attributes_of(objective: Objective) -> dict[str, Any]:
+    """Return an objective's attributes, without cached properties, which follow from them."""
+    kind = type(objective)
+    own = getattr(objective, "__dict__", {})
+    return {k: v for k, v in own.items() if not isinstance(getattr(kind, k, None), cached_property)}
+
+
+def refuse_state(objective: Objective, before: Mapping[str, Any]) -> None:
+    """Refuse an objective whose attributes a fit has changed: all clients share it.
+
+    Args:
+        objective: The objective.
+        before: Its attributes at the start of the run.
+
+    Raises:
+        FlsuiteError: If one has changed.
+    """
+    after = attributes_of(objective)
+    for name in after.keys() | before.keys():
+        if name not in before or after.get(name) is not before[name]:
+            raise FlsuiteError(
+                f"{type(objective).__name__} has changed its {name} in a fit, and all clients "
+                "share it; keep what belongs to a client in client.memory"
+            )
 
 
 @contextmanager

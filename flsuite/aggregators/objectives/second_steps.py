@@ -1,8 +1,7 @@
 """Objectives that train a second model next to a client's own."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -10,7 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.objectives.held import no_change_in_place, own_tensors, wrong
+from flsuite.aggregators.objectives.held import (
+    no_change_in_place,
+    own_tensors,
+    require_tensors,
+    wrong,
+)
 from flsuite.aggregators.second_model import SecondModel
 from flsuite.messages import ClientContext
 from flsuite.state import State
@@ -125,24 +129,41 @@ def take_steps(
     Raises:
         FlsuiteError: If the objective returns something else than entries of the second model.
     """
+
+    def point(v: State, w: State, held: State) -> State:
+        at: Any = objective.point(v, w, held)
+        if not isinstance(at, Mapping) or at.keys() != v.keys():
+            raise wrong(objective, "point", at, f"all entries of v: {', '.join(v)}")
+        return dict(at)
+
+    def direction(gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
+        own: Any = objective.direction(gradient, v, w, held, rate=second.rate)
+        if not isinstance(own, tuple) or len(own) != 2 or not _is_part_of(own[0], v):
+            wanted = f"a gradient of entries as in v ({', '.join(v)}), and what the steps hold"
+            raise wrong(objective, "direction", own, wanted)
+        require_tensors(objective, "direction", own[1])
+        return own
+
     for _ in range(objective.steps):
         v = {name: value.detach() for name, value in second.parameters.items()}
         with no_change_in_place(objective, held):
-            at = second.each(objective.point)(v, w, held)
-            if at.keys() != v.keys():
-                raise wrong(objective, "point", at, f"all entries of v: {', '.join(v)}")
-            gradient = second.gradient(batch, index, at)
-            direct = second.each(partial(objective.direction, rate=second.rate))
-            direction, after = direct(gradient, v, w, held)
-        if not all(k in v and value.shape == v[k].shape for k, value in direction.items()):
-            raise wrong(objective, "direction", direction, f"entries as in v: {', '.join(v)}")
+            gradient = second.gradient(batch, index, second.each(point)(v, w, held))
+            to_step, after = second.each(direction)(gradient, v, w, held)
         held = after
         if objective.personal_lr is None:
-            second.step(direction)
+            second.step(to_step)
             continue
-        for name, value in direction.items():
+        for name, value in to_step.items():
             v[name].sub_(value, alpha=objective.personal_lr)
     return held
+
+
+def _is_part_of(gradient: Any, v: State) -> bool:
+    """Return whether a gradient has entries of the second model, of their shapes and dtypes."""
+    return isinstance(gradient, Mapping) and all(
+        name in v and (value.shape, value.dtype) == (v[name].shape, v[name].dtype)
+        for name, value in gradient.items()
+    )
 
 
 def model_gradient(objective: SecondSteps, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
