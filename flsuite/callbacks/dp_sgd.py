@@ -104,8 +104,8 @@ class DPSGD(FederationCallback, Settings):
         self._overwriting = [part for part in pl_module.modules() if vars(part).get("inplace")]
         for part in self._overwriting:
             part.inplace = False  # type: ignore[assignment]
-        # Opacus reads the memory of a convolution's input as if it were contiguous. Where it is not,
-        # as with images in color, it returns other gradients of the weights, without an error.
+        # Opacus reads a convolution's input as if its memory were contiguous. Where it is not, as
+        # with images in color, it returns other gradients of the weights, without an error.
         convolutions = (part for part in pl_module.modules() if isinstance(part, _ConvNd))
         self._handles = [part.register_forward_pre_hook(_contiguous) for part in convolutions]
         self._module, self._hooks = pl_module, _opacus().GradSampleHooks(pl_module)
