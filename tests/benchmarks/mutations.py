@@ -326,11 +326,11 @@ MUTATIONS = [
         "aggregators/test_twins.py",
     ),
     Mutation(
-        "pFedMe starts anew for every batch",
-        "aggregators/pfedme.py",
-        "        for _ in range(self.settings.steps):",
-        "        [theta.copy_(w[name]) for name, theta in v.items()]\n"
-        "        for _ in range(self.settings.steps):",
+        "a second model starts anew for every batch",
+        "aggregators/objectives/second_steps.py",
+        "    for _ in range(objective.steps):",
+        "    [v.detach().copy_(w[name]) for name, v in second.parameters.items()]\n"
+        "    for _ in range(objective.steps):",
         "aggregators/test_twins.py",
     ),
     Mutation(
@@ -391,17 +391,31 @@ MUTATIONS = [
         "engines/test_vectorized.py",
     ),
     Mutation(
+        "Opacus reads images in color as if they lay in order",
+        "callbacks/dp_sgd.py",
+        "    return tuple(value.contiguous() for value in inputs)",
+        "    return inputs",
+        "callbacks/test_dp_sgd.py",
+    ),
+    Mutation(
+        "a term is filled up sample by sample if it is zero at the start",
+        "client/stack_samples.py",
+        "for start in (parameters, _moved(parameters)):",
+        "for start in (parameters,):",
+        "aggregators/test_stated_objectives.py",
+    ),
+    Mutation(
         "batches are filled up whatever the loss",
-        "client/stack_steps.py",
+        "client/stack_samples.py",
         "a.keys() == b.keys() and all(_is_close(a[name], b[name]) for name in a)",
         "a.keys() == b.keys()",
-        "engines/test_vectorized.py",
+        "aggregators/test_stated_objectives.py",
     ),
     Mutation(
         "a stack's second models read what the first client holds",
         "client/stacked_second.py",
-        "self._steps.held = tree_map(lambda *parts: stacked(parts), *helds)",
-        "self._steps.held = tree_map(lambda *parts: stacked(parts[:1] * len(parts)), *helds)",
+        "self._held = tree_map(lambda *parts: stacked(parts), *helds)",
+        "self._held = tree_map(lambda *parts: stacked(parts[:1] * len(parts)), *helds)",
         "engines/test_vectorized.py",
     ),
     Mutation(
