@@ -2,12 +2,33 @@
 
 import copy
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from flsuite.errors import FlsuiteError
 from flsuite.models.modes import plain_attributes
+
+
+@dataclass
+class _Buffer:
+    """A buffer that is not in the state dict, and its initial value."""
+
+    part: nn.Module
+    name: str
+    start: Tensor
+    seen: tuple[Tensor, int] | None = None  # the present one, with its count of changes
+
+    def restore(self) -> None:
+        """Restore it where a fit has changed or replaced it."""
+        now = self.part._buffers[self.name]
+        if self.seen is not None and now is self.seen[0] and now._version == self.seen[1]:
+            return
+        device = self.start.device if now is None else now.device
+        own = self.part._buffers[self.name] = self.start.to(device, copy=True)
+        self.seen = own, own._version
 
 
 class Resident:
@@ -22,19 +43,27 @@ class Resident:
         self.model = model
         self._trainable = [(p, p.requires_grad) for p in model.parameters()]
         self._attributes = plain_attributes(model)
+        self._buffers = [
+            _Buffer(part, name, value.clone())
+            for part in model.modules()
+            for name, value in part.named_buffers(recurse=False)
+            if name in part._non_persistent_buffers_set
+        ]
         self._metrics = [part for part in model.modules() if isinstance(part, Metric)]
         self._parameters = [id(parameter) for parameter in model.parameters()]
         self._frozen = [(name, p) for name, p in model.named_parameters() if name in frozen]
         self._versions: list[int] = []
 
     def restore(self) -> None:
-        """Restore the model's numbers, lists and dicts to their initial values.
+        """Restore the model's numbers, lists, dicts and unsaved buffers to their initial values.
 
         A model may collect numbers in a list or in a metric over the steps of a fit. They must not
         leak into the next client, nor into a fit that restarts in Lightning's loop.
         """
         for name, value in self._attributes.items():
             setattr(self.model, name, copy.deepcopy(value))
+        for buffer in self._buffers:
+            buffer.restore()
         for metric in self._metrics:
             metric.reset()
 

@@ -85,6 +85,28 @@ class Metered(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+class Buffered(Classifier):
+    """Weighs its loss by a count of steps, in a buffer that is not in the state dict."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("steps", torch.ones(()), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count()
+        return super().training_step(batch, batch_idx) / self.steps.clone()
+
+    def count(self) -> None:
+        self.steps.add_(1.0)
+
+
+class Replaced(Buffered):
+    """The same with another tensor in every step."""
+
+    def count(self) -> None:
+        self.steps = self.steps + 1.0
+
+
 def fit(engine: Any, model: Any = Classifier, aggregator: Aggregator | None = None) -> Any:
     made = trainer(rounds=2, max_epochs=2, engine=engine, aggregator=aggregator)
     net = model(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
@@ -99,8 +121,10 @@ def fit(engine: Any, model: Any = Classifier, aggregator: Aggregator | None = No
         (Classifier, lambda: Aggregator(objective=_Half(_Clips, [0]))),
         (FewSteps, FedAvg),
         (Accumulates, FedAvg),
+        (Buffered, FedAvg),
+        (Replaced, FedAvg),
     ],
-    ids=["freezes", "clips", "max_steps", "accumulates"],
+    ids=["freezes", "clips", "max_steps", "accumulates", "changes a buffer", "replaces a buffer"],
 )
 def test_what_one_client_changes_does_not_reach_the_next(model: Any, aggregator: Any) -> None:
     """With four workers, no client follows another one in the first round."""
