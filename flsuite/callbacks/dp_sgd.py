@@ -275,6 +275,7 @@ def _refuse_seen_batches(federation: Federation) -> None:
 
 
 def _refuse_seen(callback: Callback) -> None:
+    """Refuse one callback, as :func:`_refuse_seen_batches` does."""
     # An objective that states functions of tensors has a callback of flsuite's.
     is_stated = type(callback) in STATED
     stated: Any = vars(callback)["objective"] if is_stated else callback

@@ -38,7 +38,7 @@ def require_tensors(objective: Objective, method: str, returned: Any) -> None:
     """
     for leaf in tree_leaves(returned):
         if not isinstance(leaf, Tensor):
-            wanted = "tensors in dictionaries, without those that there are none of"
+            wanted = "tensors in dictionaries, and leave out what a client does not have"
             raise wrong(objective, method, leaf, wanted)
 
 
