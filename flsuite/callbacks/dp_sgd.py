@@ -15,12 +15,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
-from flsuite.aggregators.objectives import FeatureTerm, SecondSteps
+from flsuite.aggregators.objectives import FeatureTerm, Objective, SecondSteps
+from flsuite.aggregators.objectives.held import StatedCallback
 from flsuite.aggregators.part import Statistic
 from flsuite.arguments import PositiveFloat, Settings, SmallProbability
 from flsuite.callbacks.base import FederationCallback
 from flsuite.client.loop import hooks_of_callback
-from flsuite.client.stackable import STATED
 from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.lightning_internals import scaler_of
@@ -93,7 +93,8 @@ class DPSGD(FederationCallback, Settings):
             )
         loader.is_poisson = True
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if type(callback) in STATED:  # some fits may have one that others do not have
+            # Some fits may have an objective that others do not have.
+            if isinstance(callback, StatedCallback):
                 _refuse_seen(callback)
         self._loader, self._batch = loader, 0
         self._trained = [p for p in pl_module.parameters() if p.requires_grad]
@@ -276,23 +277,28 @@ def _refuse_seen_batches(federation: Federation) -> None:
 
 def _refuse_seen(callback: Callback) -> None:
     """Refuse one callback, as :func:`_refuse_seen_batches` does."""
-    # An objective that states functions of tensors has a callback of flsuite's.
-    is_stated = type(callback) in STATED
-    stated: Any = vars(callback)["objective"] if is_stated else callback
-    kind = type(stated)
-    if kind.__module__.startswith("flsuite."):
-        return
-    seen = [name for name in hooks_of_callback(callback) if name in _SEE_SAMPLES]
-    if isinstance(stated, SecondSteps):
-        seen = ["direction"]
-    elif isinstance(stated, FeatureTerm):  # a term passes the clipping, and nothing else
-        seen = ["logits"] * (kind.logits is not FeatureTerm.logits)
-    if seen:
-        raise FlsuiteError(
-            f"DPSGD: {kind.__name__}.{seen[0]} of the objective or rule sees samples, which "
-            "its change of gradients or weights would reveal without noise; leave the method "
-            "out, state the objective as the term of a FeatureTerm, or leave out DPSGD"
-        )
+    own: list[Any] = [callback]
+    if isinstance(callback, StatedCallback):
+        own.append(callback.objective)
+    for part in own:
+        seen = [] if type(part).__module__.startswith("flsuite.") else _seen_by(part)
+        if seen:
+            raise FlsuiteError(
+                f"DPSGD: {type(part).__name__}.{seen[0]} of the objective or rule sees samples, "
+                "which its change of gradients or weights would reveal without noise; leave the "
+                "method out, state the objective as the term of a FeatureTerm, or leave out DPSGD"
+            )
+
+
+def _seen_by(part: Callback | Objective) -> list[str]:
+    """Return the functions of a callback or objective that see samples and pass no clipping."""
+    if isinstance(part, SecondSteps):
+        return ["direction"]
+    if isinstance(part, FeatureTerm):  # a term passes the clipping, and nothing else
+        return ["logits"] * (type(part).logits is not FeatureTerm.logits)
+    if isinstance(part, Callback):
+        return [name for name in hooks_of_callback(part) if name in _SEE_SAMPLES]
+    return []
 
 
 def _refuse_unsupported(model: LightningModule) -> None:

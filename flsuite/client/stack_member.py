@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
+from flsuite.aggregators.objectives.held import StatedCallback
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.loader import TrainLoader
 from flsuite.messages import ClientContext
@@ -71,13 +72,13 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].expand(len(parts), *parts[0].shape) if is_same else torch.stack(list(parts))
 
 
-def stated(members: Sequence[Member], kind: type[Callback]) -> Any:
+def stated(members: Sequence[Member], kind: type[StatedCallback]) -> Any:
     """Return the objective that states what the clients' callbacks of a kind do, or ``None``.
 
     Raises:
         RuntimeError: If there are several, whose attributes may differ.
     """
-    objectives = [vars(one)["objective"] for one in callbacks_of(members, kind)]
+    objectives = [one.objective for one in callbacks_of(members, kind)]
     if any(one is not objectives[0] for one in objectives):
         name = type(objectives[0]).__name__
         raise RuntimeError(f"each client has a {name} of its own, and a stack needs one for all")

@@ -1,5 +1,6 @@
 """The training steps of a stack of clients."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -10,12 +11,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from flsuite.aggregators.objectives.feature_term import FeatureCallback
+from flsuite.aggregators.objectives.held import StatedCallback
 from flsuite.aggregators.objectives.second_steps import SecondCallback
 from flsuite.aggregators.second_model import first_names, optimizer_for
 from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, callbacks_of, stacked, stated
-from flsuite.client.stackable import STATED, by_sample, phases
+from flsuite.client.stackable import by_sample, phases
 from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
 from flsuite.client.stacked_optimizer import gather_states, hand_state
 from flsuite.client.stacked_second import StackedSecond
@@ -64,7 +66,7 @@ class StackSteps:
         replaced = {id(own[name]): value for name, value in self.parameters.items()}
         self.optimizer = optimizer_for(first.optimizer, replaced)
         starts = self._start_callbacks()
-        term, second = (stated(members, kind) for kind in STATED)
+        term, second = (stated(members, kind) for kind in (FeatureCallback, SecondCallback))
         self.keeps = bool(callbacks_of(members, KeepOptimizers))
         if self.keeps:
             gather_states(self.optimizer, self.parameters, members)
@@ -96,13 +98,13 @@ class StackSteps:
 
     def _start_callbacks(self) -> dict[type[Callback], list[Any]]:
         """Start the fits, and return what objectives state of each client, by kind."""
-        starts: dict[type[Callback], list[Any]] = {kind: [] for kind in STATED}
+        starts: dict[type[Callback], list[Any]] = defaultdict(list)
         for member in self.members:
             before = _frozen(member)
             for callback in _own(member.callbacks):
                 callback.on_fit_start(member.trainer, member.module)
             for callback in member.callbacks:
-                if isinstance(callback, (FeatureCallback, SecondCallback)):
+                if isinstance(callback, StatedCallback):
                     starts[type(callback)].append(callback.begin(member.module))
                 else:
                     callback.on_train_start(member.trainer, member.module)
@@ -144,7 +146,7 @@ class StackSteps:
         for is_after, part in enumerate((slice(0, place), slice(place, None))):
             if is_after and self.second:
                 self.second.change(gradients)
-            if all(kind in STATED for kind in kinds[part]):
+            if not _own(self.members[0].callbacks[part]):
                 continue
             resting = [
                 self._show(step, group, i, gradients, part)
@@ -229,7 +231,7 @@ class StackSteps:
         for callback in member.callbacks:
             if self.second and isinstance(callback, SecondCallback):
                 self.second.end(place)
-            elif type(callback) not in STATED:
+            elif not isinstance(callback, StatedCallback):
                 callback.on_train_end(member.trainer, member.module)
         member.has_ended = True
         return {name: self.tensors[first][place] for name, first in self.entries.items()}
@@ -254,4 +256,4 @@ def _frozen(member: Member) -> frozenset[str]:
 
 def _own(callbacks: Sequence[Callback]) -> list[Callback]:
     """Return the callbacks that act on one client. The stated ones act on all."""
-    return [one for one in callbacks if type(one) not in STATED]
+    return [one for one in callbacks if not isinstance(one, StatedCallback)]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from flsuite.aggregators.objectives.feature_term import FeatureCallback
+from flsuite.aggregators.objectives.held import StatedCallback
 from flsuite.aggregators.objectives.second_steps import SecondCallback
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.client.fits import context_of
@@ -18,9 +19,6 @@ from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import Broadcast, ClientContext, FitRequest
 
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
-STATED: tuple[type[Callback], ...] = (FeatureCallback, SecondCallback)
-"""Callbacks whose objective states in functions of tensors what they do, for all clients at once.
-There may be one of each."""
 _HOOKS = {  # that a stack calls
     "on_fit_start",
     "on_train_start",
@@ -111,8 +109,8 @@ def stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Callb
     """
     own = callbacks_of_algorithm(setup, client)
     steps = [callback for callback in own if not isinstance(callback, AfterFit)]
-    is_one = all(sum(isinstance(one, kind) for one in steps) < 2 for kind in STATED)
-    return steps if is_one and all(map(_supports_stack, steps)) else None
+    kinds = [type(callback) for callback in steps if isinstance(callback, StatedCallback)]
+    return steps if len(set(kinds)) == len(kinds) and all(map(_supports_stack, steps)) else None
 
 
 def callbacks_of_algorithm(setup: WorkerSetup, client: ClientContext) -> list[Callback]:
@@ -123,7 +121,7 @@ def callbacks_of_algorithm(setup: WorkerSetup, client: ClientContext) -> list[Ca
 
 def _supports_stack(callback: Callback) -> bool:
     """Return whether a stack can call a callback. One that implements other hooks it cannot."""
-    if type(callback) in STATED:
+    if type(callback) in (FeatureCallback, SecondCallback):
         return True
     called = {*_HOOKS}
     if phases([callback]) or by_sample([callback]):

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from flsuite.aggregators.features import as_rows, features_at
 from flsuite.aggregators.losses import is_other_loss
 from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.objectives.held import no_change_in_place, own_tensors, wrong
+from flsuite.aggregators.objectives.held import (
+    StatedCallback,
+    no_change_in_place,
+    own_tensors,
+    wrong,
+)
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import scaler_of
 from flsuite.messages import ClientContext
@@ -195,7 +200,7 @@ def refuse_mixed_samples(
         )
 
 
-class FeatureCallback(Callback):
+class FeatureCallback(StatedCallback):
     """Adds the term in a fit of one client.
 
     Only the gradient of the term is computed, where the gradient of the loss passes the features.
@@ -206,8 +211,10 @@ class FeatureCallback(Callback):
         objective: States the term.
     """
 
+    objective: FeatureTerm
+
     def __init__(self, client: ClientContext, objective: FeatureTerm) -> None:
-        self.client, self.objective = client, objective
+        super().__init__(client, objective)
         self._held: Any = {}
         self._batch: Any = ()
         self._others: list[Tensor] = []
@@ -216,7 +223,6 @@ class FeatureCallback(Callback):
         self._hooks, self._step = ExitStack(), ExitStack()
 
     def begin(self, module: LightningModule) -> Any:
-        """Return what the term reads of the client."""
         held = self.objective.read(self.client, module)
         return own_tensors(self.objective, "read", held, module)
 

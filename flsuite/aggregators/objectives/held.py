@@ -1,17 +1,37 @@
 """What an objective reads of a client in functions of tensors, and that it keeps no state."""
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.errors import FlsuiteError
+from flsuite.messages import ClientContext
+
+
+class StatedCallback(Callback):
+    """Acts in a fit of one client as its objective states in functions of tensors.
+
+    A stack does without it: it calls the functions for all clients at once.
+
+    Args:
+        client: The client's view of the round.
+        objective: States the functions.
+    """
+
+    def __init__(self, client: ClientContext, objective: Objective) -> None:
+        self.client, self.objective = client, objective
+
+    @abstractmethod
+    def begin(self, module: LightningModule) -> Any:
+        """Return what the functions read of the client, at the start of its fit."""
 
 
 def wrong(objective: Objective, method: str, returned: Any, wanted: str) -> FlsuiteError:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.objectives.held import (
+    StatedCallback,
     no_change_in_place,
     own_tensors,
     require_tensors,
@@ -178,16 +179,10 @@ def model_gradient(objective: SecondSteps, gradient: Tensor, w: Tensor, v: Tenso
     return own
 
 
-class SecondCallback(Callback):
-    """Takes the steps in a fit of one client.
+class SecondCallback(StatedCallback):
+    """Takes the steps in a fit of one client."""
 
-    Args:
-        client: The client's view of the round.
-        objective: States the steps.
-    """
-
-    def __init__(self, client: ClientContext, objective: SecondSteps) -> None:
-        self.client, self.objective = client, objective
+    objective: SecondSteps
 
     def begin(self, module: LightningModule) -> tuple[State, State]:
         """Return the second model's initial weights, and what else the steps hold."""
