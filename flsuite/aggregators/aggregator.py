@@ -170,8 +170,21 @@ class Aggregator:
     # The client half
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        """Return the callbacks of one client's fit."""
-        return [*self.objective.callbacks(client), *self.rule.callbacks(client)]
+        """Return the callbacks of one client's fit.
+
+        Raises:
+            FlsuiteError: If a part returns something else than a list of them.
+        """
+        callbacks: list[Callback] = []
+        for part in (self.objective, self.rule):
+            own: Any = part.callbacks(client)
+            if not isinstance(own, list):
+                raise FlsuiteError(
+                    f"{type(part).__name__}.callbacks returned {type(own).__name__}; return a list "
+                    "of callbacks"
+                )
+            callbacks += own
+        return callbacks
 
     def contribution(self, update: ClientUpdate, layout: StateLayout, own: Collection[str]) -> Tree:
         """Return what a client adds to the sums of a round.

@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from flsuite.aggregators.objectives.held import attributes_of, refuse_state
 from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.aggregators.stateless import Stateless
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.client.callbacks import CountSkips, KeepOptimizers, MeanLoss, RoundLearningRate
 from flsuite.client.entries import entries_of
@@ -67,7 +67,7 @@ class ClientRunner:
             declarations.to_channels_last(self.model)
         self.entries = entries_of(setup.model, setup.aggregator, setup.batchnorm)
         self._resident = Resident(self.model, self.entries.frozen)
-        self._attributes = attributes_of(setup.aggregator.objective)
+        self._stateless = Stateless(setup.aggregator)
         self._use_local_loop = True
         self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None
@@ -223,7 +223,7 @@ class ClientRunner:
         if trained is None:
             trainer.fit(self.model, loader)
             self._resident.check()
-            refuse_state(setup.aggregator.objective, self._attributes)
+            self._stateless.check("in a fit", "client.memory")
             steps = steps_taken(trainer) - skips.skipped
             if steps and self.model.automatic_optimization and not loss.steps:
                 raise RuntimeError(

@@ -14,9 +14,9 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from flsuite.aggregators.losses import changes_attributes, step_loss
-from flsuite.aggregators.objectives.held import attributes_of, refuse_state
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.aggregators.second_model import first_names
+from flsuite.aggregators.stateless import Stateless
 from flsuite.client.allocator import keep_freed_memory
 from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.entries import Entries
@@ -67,7 +67,7 @@ class Stack:
         self.entries, self.setup = entries, setup
         self.model = self._original = model
         self._modules: list[LightningModule] = []
-        self._attributes = attributes_of(setup.aggregator.objective)
+        self._stateless = Stateless(setup.aggregator)
         self._level = logging.WARNING
         keep_freed_memory()
 
@@ -158,7 +158,7 @@ class Stack:
                 elif len({member.client.samples for member in members}) > 1:
                     batches.fills = is_mean_over_samples(steps, batches.mixed())
                 ends = steps.run(batches)
-        refuse_state(setup.aggregator.objective, self._attributes)
+        self._stateless.check("in a fit", "client.memory")
         seconds = (time.perf_counter() - began) / len(members)
         fits = {}
         for request, member, (state, metrics) in zip(requests, members, ends, strict=True):
@@ -233,7 +233,7 @@ class Stack:
         member.optimizer, decay = optimizer_of(module), self.setup.lr_decay
         for group in member.optimizer.param_groups:
             group["lr"] *= decay.factor(member.client.round) if decay else 1.0
-        member.trainer = TrainerOfOne(trainer, member)
+        member.trainer = module._trainer = TrainerOfOne(trainer, member)  # type: ignore[assignment]
 
 
 @contextmanager

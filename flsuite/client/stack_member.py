@@ -15,6 +15,7 @@ from flsuite.data.loader import TrainLoader
 from flsuite.messages import ClientContext
 
 Kind = TypeVar("Kind", bound=Callback)
+_OF_A_LOOP = {"fit_loop", "callback_metrics", "logged_metrics", "progress_bar_metrics", "_results"}
 
 
 @dataclass
@@ -50,14 +51,31 @@ class Member:
 
 
 class TrainerOfOne:
-    """The Trainer of the worker, with one client's optimizer, batches and callbacks."""
+    """The Trainer of the worker, with what differs between clients: counters, batches, callbacks.
+
+    Raises:
+        RuntimeError: If something else is read that differs between them.
+    """
 
     def __init__(self, trainer: ClientTrainer, member: Member) -> None:
         self._trainer = trainer
         self.optimizers, self.train_dataloader = [member.optimizer], member.loader
         self.callbacks = member.callbacks
+        self.num_training_batches = len(member.loader)
+        self.estimated_stepping_batches = member.steps
+        self.should_stop = False
+        self.move_to(0)
+
+    def move_to(self, step: int) -> None:
+        """Set the counters to those of a step of the fit, from 0."""
+        self.global_step = step
+        self.current_epoch, batch = divmod(step, self.num_training_batches)
+        self.is_last_batch = batch + 1 == self.num_training_batches
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_A_LOOP:
+            what = "logs" if name == "_results" else f"reads trainer.{name}"
+            raise RuntimeError(f"a callback {what}, which differs between clients")
         return getattr(self._trainer, name)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from flsuite.aggregators.objectives.feature_term import FeatureCallback
@@ -65,6 +66,8 @@ class StackSteps:
 
         replaced = {id(own[name]): value for name, value in self.parameters.items()}
         self.optimizer = optimizer_for(first.optimizer, replaced)
+        kinds = map(type, first.callbacks)
+        self._has_users = not all(kind.__module__.startswith("flsuite.") for kind in kinds)
         starts = self._start_callbacks()
         term, second = (stated(members, kind) for kind in (FeatureCallback, SecondCallback))
         self.keeps = bool(callbacks_of(members, KeepOptimizers))
@@ -99,7 +102,7 @@ class StackSteps:
     def _start_callbacks(self) -> dict[type[Callback], list[Any]]:
         """Start the fits, and return what objectives state of each client, by kind."""
         starts: dict[type[Callback], list[Any]] = defaultdict(list)
-        for member in self.members:
+        for place, member in enumerate(self.members):
             before = _frozen(member)
             for callback in _own(member.callbacks):
                 callback.on_fit_start(member.trainer, member.module)
@@ -108,6 +111,7 @@ class StackSteps:
                     starts[type(callback)].append(callback.begin(member.module))
                 else:
                     callback.on_train_start(member.trainer, member.module)
+            self._refuse_own_settings(place)
             if _frozen(member) != before:
                 raise RuntimeError("a callback freezes parameters before the first epoch")
         return starts
@@ -118,7 +122,7 @@ class StackSteps:
             return
         for member in self.members:  # those of such a stack begin their epochs together
             if step % len(member.loader) == 0:
-                member.trainer.current_epoch = step // len(member.loader)
+                member.trainer.move_to(step)
                 for callback in _own(member.callbacks):
                     callback.on_train_epoch_start(member.trainer, member.module)
         self.frozen, *others = map(_frozen, self.members)
@@ -174,11 +178,10 @@ class StackSteps:
             if name in gradients:
                 shown[name] = parameter
                 parameter.grad = gradients[name][place]
+        member.trainer.move_to(step)
         for callback in callbacks:
             at = member.trainer, member.module
             if phases([callback]):
-                member.trainer.global_step = step
-                member.trainer.is_last_batch = step % batches + 1 == batches
                 callback.on_train_batch_start(*at, group.batch_of(index), step % batches)
             elif by_sample([callback]):
                 callback.on_train_batch_start(*at, None, step % batches)
@@ -186,7 +189,19 @@ class StackSteps:
         for name, parameter in shown.items():
             if parameter.grad is not None and not _is_same(parameter.grad, gradients[name][place]):
                 gradients[name][place] = parameter.grad
+        self._refuse_own_settings(place)
         return {name for name, parameter in shown.items() if parameter.grad is None}
+
+    def _refuse_own_settings(self, place: int) -> None:
+        """Refuse what a callback of the user has set for one client, and a stack has for all."""
+        if not self._has_users:
+            return
+        member, options = self.members[place], _options(self.optimizer)
+        for name, parameter in member.module.named_parameters():
+            if parameter.data_ptr() != self.tensors[name][place].data_ptr():
+                raise RuntimeError(f"a callback gives {name} other memory; change it in place")
+        if _options(member.optimizer) != options or member.trainer.should_stop:
+            raise RuntimeError("a callback changes a client's optimizer, or stops its fit")
 
     def _gradients(self, step: int, group: Group) -> State:
         """Return the gradients of a group's clients, and keep the rest of what the step gives."""
@@ -228,11 +243,14 @@ class StackSteps:
         member = self.members[place]
         if self.keeps:
             hand_state(self.optimizer, self.parameters, member, place)
+        if member.callbacks:
+            member.trainer.move_to(member.steps)
         for callback in member.callbacks:
             if self.second and isinstance(callback, SecondCallback):
                 self.second.end(place)
             elif not isinstance(callback, StatedCallback):
                 callback.on_train_end(member.trainer, member.module)
+        self._refuse_own_settings(place)
         member.has_ended = True
         return {name: self.tensors[first][place] for name, first in self.entries.items()}
 
@@ -245,6 +263,14 @@ class StackSteps:
 def _is_same(ours: Tensor, theirs: Tensor) -> bool:
     """Return whether two tensors are the same memory."""
     return ours.data_ptr() == theirs.data_ptr()
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options of an optimizer, without its parameters."""
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _frozen(member: Member) -> frozenset[str]:

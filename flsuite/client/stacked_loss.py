@@ -178,9 +178,10 @@ class StackedLoss:
             return features_at(self.trainer, self.model, self.head, at, batch, index)
 
         term, seen = self.term, list[Tensor]()
-        compared = compared_of(term, features_of, held) if term else []
         # As in Lightning, the backward pass is outside.
         with ExitStack() as entered:
+            entered.enter_context(no_change_in_place(term, held))
+            compared = compared_of(term, features_of, held) if term else []
             if term:
                 seen = entered.enter_context(inputs_of(self.model, self.head))
                 entered.enter_context(
@@ -191,7 +192,8 @@ class StackedLoss:
 
         if term and not seen:
             raise RuntimeError(f"a step does not call {self.head}")
-        terms = [term_of(term, z, compared, batch, held) for z in seen] if term else []
+        with no_change_in_place(term, held):
+            terms = [term_of(term, z, compared, batch, held) for z in seen] if term else []
         total = sum((added for added in terms if added is not None), loss)
         after = {name: ends[name].detach() for name in self.buffers}
         return total, loss.detach(), after, logged

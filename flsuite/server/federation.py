@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from flsuite.aggregators import Aggregator
 from flsuite.aggregators.part import Named, Server, ServerTools, refuse_conflicts
 from flsuite.aggregators.rules import CohortRule
+from flsuite.aggregators.stateless import Stateless
 from flsuite.aggregators.uplink import Uplink, part_size
 from flsuite.client.entries import Entries, layout_of
 from flsuite.data.federated import FederatedData
@@ -89,6 +90,7 @@ class Federation:
         self._server = Server({}, layout, tools)  # its state and round are set on access
         self._refuse_conflicts(secure_sum)
         aggregator.prepare(self.server)
+        self._stateless = Stateless(aggregator)
         rule, expected = aggregator.rule, schedule.declarations.expected_updates
         fault = rule.too_few(expected) if expected and isinstance(rule, CohortRule) else None
         if fault is not None:
@@ -172,9 +174,13 @@ class Federation:
         Raises:
             FederationError: If too few clients came back for secure aggregation.
         """
+        state = self._aggregated(updates)
+        self._stateless.check("at the server", "server.memory")
+        return state
+
+    def _aggregated(self, updates: Iterator[ClientUpdate]) -> State:
         if self._devices is None:
             return self.aggregator.aggregate(self.server, updates)
-
         arrived = list(updates)
         # With an in-process engine, the resident model still holds the last client's weights.
         load_(self._resident.state_dict(), {**self.initial, **self.state})

@@ -151,8 +151,8 @@ def logits_of(objective: FeatureTerm, outputs: Any, batch: Any, held: Any) -> An
     if type(objective).logits is FeatureTerm.logits:
         return outputs  # also those of a head that returns no tensor
     logits: Any = objective.logits(outputs, batch, held)
-    if not isinstance(logits, Tensor):
-        raise wrong(objective, "logits", logits, "logits")
+    if not isinstance(logits, Tensor) or logits.shape != outputs.shape:
+        raise wrong(objective, "logits", logits, "logits of the outputs' shape")
     return logits
 
 
@@ -223,7 +223,8 @@ class FeatureCallback(StatedCallback):
         self._hooks, self._step = ExitStack(), ExitStack()
 
     def begin(self, module: LightningModule) -> Any:
-        held = self.objective.read(self.client, module)
+        with no_change_in_place(self.objective, self.client.global_state):
+            held = self.objective.read(self.client, module)
         return own_tensors(self.objective, "read", held, module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

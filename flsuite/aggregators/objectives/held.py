@@ -1,9 +1,8 @@
 """What an objective reads of a client in functions of tensors, and that it keeps no state."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -81,43 +80,21 @@ def own_tensors(objective: Objective, method: str, held: Any, module: LightningM
     return tree_map(kept, held)
 
 
-def attributes_of(objective: Objective) -> dict[str, Any]:
-    """Return an objective's attributes, without cached properties, which follow from them."""
-    kind = type(objective)
-    own = getattr(objective, "__dict__", {})
-    return {k: v for k, v in own.items() if not isinstance(getattr(kind, k, None), cached_property)}
-
-
-def refuse_state(objective: Objective, before: Mapping[str, Any]) -> None:
-    """Refuse an objective whose attributes a fit has changed: all clients share it.
-
-    Args:
-        objective: The objective.
-        before: Its attributes at the start of the run.
-
-    Raises:
-        FlsuiteError: If one has changed.
-    """
-    after = attributes_of(objective)
-    for name in after.keys() | before.keys():
-        if name not in before or after.get(name) is not before[name]:
-            raise FlsuiteError(
-                f"{type(objective).__name__} has changed its {name} in a fit, and all clients "
-                "share it; keep what belongs to a client in client.memory"
-            )
-
-
 @contextmanager
 def no_change_in_place(objective: Objective | None, held: Any) -> Iterator[None]:
     """Refuse changes of what is held, which may be the global model, or a copy in a stack.
 
     Raises:
-        FlsuiteError: If a tensor has changed in place.
+        FlsuiteError: If a tensor has changed in place, or has been replaced in its dictionary.
     """
-    before = [leaf._version for leaf in tree_leaves(held)]
+    before = [(leaf, leaf._version) for leaf in tree_leaves(held)]
     yield
-    if [leaf._version for leaf in tree_leaves(held)] != before:
+    after = tree_leaves(held)
+    if len(after) != len(before) or any(
+        new is not old or new._version != version
+        for new, (old, version) in zip(after, before, strict=True)
+    ):
         raise FlsuiteError(
-            f"{type(objective).__name__} changes in place what it has read of the client; make "
-            "new tensors"
+            f"{type(objective).__name__} changes what it reads of the client; make new tensors, "
+            "and leave the dictionaries as they are"
         )

@@ -17,6 +17,7 @@ from flsuite.aggregators.objectives.held import (
     wrong,
 )
 from flsuite.aggregators.second_model import SecondModel
+from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
 from flsuite.state import State
 
@@ -132,13 +133,15 @@ def take_steps(
     """
 
     def point(v: State, w: State, held: State) -> State:
-        at: Any = objective.point(v, w, held)
+        with no_change_in_place(objective, held):
+            at: Any = objective.point(v, w, held)
         if not isinstance(at, Mapping) or at.keys() != v.keys():
             raise wrong(objective, "point", at, f"all entries of v: {', '.join(v)}")
         return dict(at)
 
     def direction(gradient: State, v: State, w: State, held: State) -> tuple[State, State]:
-        own: Any = objective.direction(gradient, v, w, held, rate=second.rate)
+        with no_change_in_place(objective, held):
+            own: Any = objective.direction(gradient, v, w, held, rate=second.rate)
         if not isinstance(own, tuple) or len(own) != 2 or not _is_part_of(own[0], v):
             wanted = f"a gradient of entries as in v ({', '.join(v)}), and what the steps hold"
             raise wrong(objective, "direction", own, wanted)
@@ -186,10 +189,16 @@ class SecondCallback(StatedCallback):
 
     def begin(self, module: LightningModule) -> tuple[State, State]:
         """Return the second model's initial weights, and what else the steps hold."""
-        started: Any = self.objective.start(self.client, module)
+        with no_change_in_place(self.objective, self.client.global_state):
+            started: Any = self.objective.start(self.client, module)
         if not isinstance(started, tuple) or len(started) != 2:
             raise wrong(self.objective, "start", started, "weights, and what else the steps hold")
         weights, held = own_tensors(self.objective, "start", started, module)
+        if unknown := weights.keys() - module.state_dict().keys():
+            raise FlsuiteError(
+                f"{type(self.objective).__name__}.start returned weights of {min(unknown)}, which "
+                "the model does not have; return entries of its state dict"
+            )
         return weights, held
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,0 +1,125 @@
+"""Parts of an algorithm that keep state in their attributes are refused."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from flsuite import FlsuiteError
+from flsuite.aggregators import Aggregator, FedAvg, Mean
+from flsuite.aggregators.objectives import FeatureTerm, Objective
+from flsuite.engines import InProcess, Processes, Vectorized
+from flsuite.messages import ClientContext
+from tests.aggregators.federations import run
+
+
+class InRead(FeatureTerm):
+    """Keeps a number of the last client that has started."""
+
+    def read(self, client: ClientContext, module: Any) -> Any:
+        self.share = client.samples / 20
+        return {}
+
+
+class InCallbacks(FeatureTerm):
+    """Keeps a number of the last client whose callbacks were asked for."""
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        self.share = client.samples / 20
+        return super().callbacks(client)
+
+
+class InTerms(FeatureTerm):
+    """Keeps the number of its terms."""
+
+    share = 0
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> None:
+        self.share += 1
+
+
+class OnItsClass(FeatureTerm):
+    """Keeps a number in an attribute of its class."""
+
+    share = 0
+
+    def read(self, client: ClientContext, module: Any) -> Any:
+        type(self).share += 1
+        return {}
+
+
+@dataclass(frozen=True)
+class InADictionary(FeatureTerm):
+    """Keeps a number in a dictionary, which stays the same object."""
+
+    share: dict[int, int] = field(default_factory=dict)
+
+    def read(self, client: ClientContext, module: Any) -> Any:
+        self.share[client.id] = self.share.get(client.id, 0) + 1
+        return {}
+
+
+@dataclass(frozen=True)
+class InATensor(FeatureTerm):
+    """Keeps a number in a tensor, which stays the same object."""
+
+    share: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def read(self, client: ClientContext, module: Any) -> Any:
+        self.share.add_(1)
+        return {}
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
+@pytest.mark.parametrize(
+    "kind", [InRead, InCallbacks, InTerms, OnItsClass, InADictionary, InATensor]
+)
+def test_an_objective_keeps_no_state(kind: Callable[[], Objective], engine: Any) -> None:
+    with pytest.raises(FlsuiteError, match="has changed its share in a fit: all clients"):
+        run(FedAvg(objective=kind()), 2, engine=engine)
+
+
+class InConclude(Objective):
+    """Keeps the number of its rounds."""
+
+    share = 0
+
+    def conclude(self, server: Any, statistics: Any, count: int) -> None:
+        self.share += 1
+
+
+class InResult(Mean):
+    """Keeps the number of its rounds."""
+
+    share = 0
+
+    def result(self, server: Any, sums: Any, count: int) -> Any:
+        self.share += 1
+        return super().result(server, sums, count)
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Processes(2)], ids=["one", "two"])
+@pytest.mark.parametrize("parts", [{"objective": InConclude()}, {"rule": InResult()}])
+def test_parts_keep_no_state_at_the_server(parts: dict[str, Any], engine: Any) -> None:
+    with pytest.raises(FlsuiteError, match=r"its share at the server: .* in server.memory"):
+        run(Aggregator(**parts), 1, engine=engine)
+
+
+class InWeight(Mean):
+    """Keeps the number of its weights."""
+
+    share = 0
+
+    def weight(self, update: Any) -> float:
+        self.share += 1
+        return super().weight(update) + self.share
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Processes(2)], ids=["one", "two"])
+def test_weights_depend_on_no_state(engine: Any) -> None:
+    with pytest.raises(FlsuiteError, match=r"InWeight has changed its share"):
+        run(Aggregator(rule=InWeight()), 2, engine=engine)
