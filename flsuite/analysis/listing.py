@@ -95,14 +95,19 @@ def _measured(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _state(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) -> State:
     if is_locked(folder):
         return "running"
-    return "finished" if len(table) and _has_ended(folder, settings, table) else "interrupted"
+    return "finished" if len(table) and has_ended(folder, settings, table) else "interrupted"
 
 
-def _has_ended(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) -> bool:
-    """Return whether the run ended with the last round in the table.
+def has_ended(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) -> bool:
+    """Return whether a run ended with the last round in its table.
 
     The round spent the budget, or a callback ended the run. Scores by class and the picture of the
     curves are only written at the end.
+
+    Args:
+        folder: The run's folder.
+        settings: Its settings, of which the limits are read.
+        table: Its metrics.
     """
     limits = {name: settings.get(name) for name in _LIMITS}
     if any(

@@ -1,13 +1,34 @@
-"""Notes for the reader on finished runs that cannot be compared, or mean something else."""
+"""Notes for the reader on runs that cannot be compared, or mean something else."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from flsuite.analysis.groups import Group
+from flsuite.analysis.listing import has_ended
 from flsuite.analysis.runs import curve
 from flsuite.files import FAILED
 
 _MOST_LINES = 5  # runs that are named one by one
+
+
+def finished(groups: Sequence[Group]) -> tuple[Sequence[Group], list[str]]:
+    """Return the groups without runs that have not ended, and a line about those.
+
+    If no run has ended, all are kept.
+    """
+    ended: list[Group] = []
+    for group in groups:
+        runs = {f: t for f, t in group.runs.items() if has_ended(f, group.settings, t)}
+        ended += [replace(group, runs=runs)] if runs else []
+    kept = {folder for group in ended for folder in group.runs}
+    left = {f: t for group in groups for f, t in group.runs.items() if f not in kept}
+    if not ended or not left:
+        return groups, []
+    folder, table = next(iter(left.items()))
+    runs_are = "1 run is" if len(left) == 1 else f"{len(left)} runs are"
+    end = f"{folder} ends with round {int(table['round'].max())}{_why(folder)}"
+    return ended, [f"{runs_are} not finished and left out: {'such as ' * (len(left) > 1)}{end}"]
 
 
 def uneven(groups: Sequence[Group]) -> list[str]:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pydoc import locate
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from jsonargparse import Namespace
@@ -132,7 +133,11 @@ def _expected(hint: Any, text: str, message: str) -> str:
     """
     known = sorted({path.rpartition(".")[2] for path in get_all_subclass_paths(hint)})
     if text.endswith("is abstract"):
-        name = text.split()[-3].rpartition(".")[2]
+        path = text.split()[-3]
+        name = path.rpartition(".")[2]
+        missing = getattr(locate(path), "__abstractmethods__", ())
+        if missing and not path.startswith("flsuite."):
+            return f"{name} lacks {', '.join(sorted(missing))}; write what its base class asks for"
         return f"name a specific {name}: {', '.join(known)}, or my_module.Name"
     if not text.startswith(("Expected a", "Not a valid subclass", "Unexpected import path")):
         return text

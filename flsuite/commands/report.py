@@ -21,7 +21,7 @@ from flsuite.analysis.comparison import (
 )
 from flsuite.analysis.curves import curves_figure
 from flsuite.analysis.groups import Group, find_runs, group_runs
-from flsuite.analysis.notes import apart, measured, own_models, repeated, uneven
+from flsuite.analysis.notes import apart, finished, measured, own_models, repeated, uneven
 from flsuite.analysis.report import (
     averaged_text,
     default_metrics,
@@ -49,13 +49,15 @@ def report(args: list[str]) -> None:
     request = _parse(args)
     if request.html:
         require_page()
-    groups = group_runs(find_runs(request.folders))
+    groups, left_out = finished(group_runs(find_runs(request.folders)))
     if not request.metric:
         # A target is a value of one score, and a cross table has one score per cell.
         most = 1 if request.rows or request.target is not None else MOST_SCORES
         request.metric = default_metrics(groups, ["test", request.split], most)
     if request.rows:
-        report_cross(groups, request.rows, request.columns, request.metric, request.output)
+        report_cross(
+            groups, request.rows, request.columns, request.metric, request.output, left_out
+        )
         return
     for metric in request.metric:
         require_score(groups, metric, request.split)
@@ -78,7 +80,7 @@ def report(args: list[str]) -> None:
     tuning = read_tuning(request.folders)
     if tuning is not None:
         console.print(_shown_tuning(tuning))
-    notes = [*uneven(groups), *repeated(groups), *measured(groups, request.x)]
+    notes = [*left_out, *uneven(groups), *repeated(groups), *measured(groups, request.x)]
     notes += own_models(groups, request.metric, request.split)
     for line in notes:
         console.print(line)

@@ -15,7 +15,12 @@ from flsuite.files import make_folder
 
 
 def report_cross(
-    groups: Sequence[Group], rows: str, columns: str, metrics: Sequence[str], output: str | None
+    groups: Sequence[Group],
+    rows: str,
+    columns: str,
+    metrics: Sequence[str],
+    output: str | None,
+    notes: Sequence[str],
 ) -> None:
     """Print scores by two settings, and write them with heat maps to ``output`` if given."""
     table, console = cross_table(groups, rows, columns, metrics), Console()
@@ -27,7 +32,7 @@ def report_cross(
         f"last round, means; runs per cell: {most if least == most else f'{least} to {most}'}\n"
         "spreads, and the round picked on validation: --output FOLDER"
     )
-    for line in [*uneven(groups), *repeated(groups)]:
+    for line in [*notes, *uneven(groups), *repeated(groups)]:
         console.print(line)
     if output:
         _write(table, metrics, make_folder(Path(output)))

@@ -2,6 +2,7 @@
 
 import os
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -208,6 +209,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         )
         test = self._resized(fixed_subset(published.test, self.test_samples))
         val = None if published.val is None else self._resized(published.val)
+        _check_shapes(train, {"test": test, "validation": val})
 
         # A partition receives one class per sample and the owners, never the samples themselves.
         labels = partition_labels(train.classes.numpy())
@@ -282,6 +284,17 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         if self.resize is None:
             return split
         return replace(split, x=resize_images(split.x, self.resize))
+
+
+def _check_shapes(train: DataSplit, others: Mapping[str, DataSplit | None]) -> None:
+    """Refuse samples of another shape than the training samples have."""
+    shape = tuple(train.x.shape[1:])
+    for name, split in others.items():
+        if split is not None and (own := tuple(split.x.shape[1:])) != shape:
+            raise FlsuiteError(
+                f"data: the {name} samples have shape {own}, and the training samples {shape}; "
+                "resize them to one shape"
+            )
 
 
 def _check_labels(partition: Partition, spec: DataSpec) -> None:

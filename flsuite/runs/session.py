@@ -162,11 +162,11 @@ def _naming_the_disk(folder: RunFolder) -> Iterator[None]:
 
 def _create(run: Run, is_restart: bool) -> None:
     """Start in a new folder, or in the folder of a run that was killed in its first round."""
+    data, attack = run.federation.data, run.evaluator.attack
+    run.folder.create(run.config, run.settings, data, is_restart, attack)
     if is_restart:
         first = first_round(run.settings)
         log.info("no checkpoint in %s yet: starting with round %d", run.folder.checkpoints, first)
-    data, attack = run.federation.data, run.evaluator.attack
-    run.folder.create(run.config, run.settings, data, is_restart, attack)
     run.store.create()
     if run.settings.get("initial_weights"):
         log.warning(

@@ -25,7 +25,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-CellState = Literal["done", "failed", "running", "waiting"]
+CellState = Literal["done", "failed", "running", "interrupted", "waiting"]
 
 
 class Queue:
@@ -114,7 +114,10 @@ class Queue:
             return "done"
         if self._is_locked(cell):
             return "running"
-        return "failed" if self._failure(cell) else "waiting"
+        if self._failure(cell):
+            return "failed"
+        has_begun = (self.run_dir(cell) / "metrics.csv").is_file()
+        return "interrupted" if has_begun else "waiting"
 
     def counts(self) -> "Counter[CellState]":
         """Return the number of cells per state. Results with unknown values are waiting."""

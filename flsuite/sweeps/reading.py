@@ -148,7 +148,7 @@ class _Reader:
         for config in places:
             if config.is_file():
                 return config
-        raise self.error("config", f"there is no file {' or '.join(map(str, places))}")
+        raise self.error("config", f"names no file: {' or '.join(map(str, places))}")
 
     def methods(self, content: Any) -> dict[str, Overrides]:
         if not isinstance(content, dict) or not content:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from flsuite.sweeps.outcome import Outcome
 from flsuite.sweeps.plan import Cell, label_of
-from flsuite.sweeps.queue import Queue
+from flsuite.sweeps.queue import CellState, Queue
 from flsuite.sweeps.tuning import Contest
 
 
@@ -204,9 +204,12 @@ def _seconds_left(queue: Queue) -> float | None:
     return left / queue.sweep.workers
 
 
+_UNDONE: tuple[CellState, ...] = ("running", "failed", "interrupted", "waiting")
+
+
 def _counts(queue: Queue) -> str:
     counts = queue.counts()
-    others = [f"{counts[s]} {s}" for s in ("running", "failed", "waiting") if counts[s]]
+    others = [f"{counts[s]} {s}" for s in _UNDONE if counts[s]]
     return ", ".join([f"{counts['done']} of {queue.size} cells are done", *others])
 
 

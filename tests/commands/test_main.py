@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,6 +18,7 @@ import torch
 import yaml
 
 from flsuite import __version__
+from flsuite.aggregators.objectives import SecondSteps
 from flsuite.commands.fit import build
 from flsuite.commands.main import main
 from flsuite.data import Digits, Dirichlet
@@ -306,6 +308,14 @@ def test_a_users_own_classes_go_by_their_short_names(tmp_path: Path) -> None:
 
 # Requests that cannot be met
 
+
+class Unfinished(SecondSteps):
+    """Has no step and no end."""
+
+    def start(self, client: Any, module: Any) -> Any:
+        return {}, {}
+
+
 BAD_ARGUMENTS = {
     "unknown_key": (("--trainer.rouns", "3"), "did you mean --trainer.rounds"),
     "a_part_of_the_algorithm": (
@@ -352,6 +362,10 @@ BAD_ARGUMENTS = {
     "bare_transform": (
         ("--trainer.compression", "Transform"),
         "name a specific Transform: ClipUpdates",
+    ),
+    "unfinished_objective": (
+        ("--trainer.aggregator.objective", "tests.commands.test_main.Unfinished"),
+        "Unfinished lacks direction, end; write what its base class asks for",
     ),
     "unknown_model": (("--model", "Klassifier"), "did you mean Classifier?"),
     "unknown_class_of_others": (("--trainer.logger", "WandLogger"), "did you mean WandbLogger?"),

@@ -115,12 +115,12 @@ def test_a_mapping_is_named_as_a_whole(tmp_path: Path) -> None:
 def test_the_command_prints_and_writes(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path / "short", settings(9, "FedYogi"), [0.3, 0.4])
+    write(tmp_path / "short", settings(9, "FedYogi", rounds=2), [0.3, 0.4])
     out = ran(capsys, str(runs), "--output", str(tmp_path / "out"))
     assert "0.500±0.141" in out and "ends with round 2 of 3" in " ".join(out.split())
     assert "last 2: mean" in " ".join(out.split()), "no more than all runs have"
     (tmp_path / "short" / "metrics.csv").unlink()
-    write(tmp_path / "shorter", settings(9, "FedYogi"), [0.3])
+    write(tmp_path / "shorter", settings(9, "FedYogi", rounds=1), [0.3])
     assert ": mean" not in ran(capsys, str(runs))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "comparison.csv",
@@ -558,7 +558,8 @@ def test_runs_of_equal_work_may_differ_in_rounds(
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path)])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "ends with round 2 of 4" in printed and "were measured" not in printed
+    assert "1 run is not finished and left out:" in printed and "ends with round 2" in printed
+    assert "were measured" not in printed and "short" not in printed.split("not finished")[0]
 
 
 # Pairs, and the tuning
@@ -629,10 +630,24 @@ def test_a_table_that_is_not_the_tunings_is_named(
     assert "lacks the columns method, grid point" in capsys.readouterr().err
 
 
+def test_runs_that_are_not_finished_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "whole", settings(0), [0.1, 0.2, 0.3])
+    write(tmp_path / "killed", settings(0, "FedYogi"), [0.9])
+    out = " ".join(ran(capsys, str(tmp_path)).split())
+    assert "FedYogi" not in out and "0.300" in out
+    assert "1 run is not finished and left out: " in out and "ends with round 1" in out
+    (tmp_path / "whole" / "metrics.csv").unlink()
+    out = ran(capsys, str(tmp_path))
+    assert "0.900" in out and "left out" not in out, "alone, it shows how far it is"
+
+
 def test_many_short_runs_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "whole", settings(0), [0.1, 0.2, 0.3])
     for seed in range(1, 7):
-        write(tmp_path / f"short-{seed}", settings(seed), [0.1] * (1 + seed % 2))
+        rounds = 1 + seed % 2
+        write(tmp_path / f"short-{seed}", settings(seed, rounds=rounds), [0.1] * rounds)
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path)])
     out = " ".join(capsys.readouterr().out.split())

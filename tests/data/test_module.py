@@ -1,6 +1,7 @@
 """Tests of the data module: validation, test samples, scaling, batches, seeds."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,21 @@ def test_a_part_of_the_test_split_is_kept() -> None:
     assert {row.numpy().tobytes() for row in few.test.x} <= {
         r.numpy().tobytes() for r in whole.test.x
     }
+
+
+class LargerTests(Images):
+    """Test images are larger than the others."""
+
+    def load(self) -> PublishedSplits:
+        published = super().load()
+        test = published.test.x.repeat_interleave(2, dim=1)
+        return replace(published, test=replace(published.test, x=test))
+
+
+def test_samples_of_another_shape_are_refused() -> None:
+    LargerTests(clients=2, resize=8).setup()
+    with pytest.raises(FlsuiteError, match=r"test samples have shape \(16, 8, 3\), and the train"):
+        LargerTests(clients=2).setup()
 
 
 def test_owners_stay_with_the_clients_samples() -> None:

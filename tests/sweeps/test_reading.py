@@ -88,7 +88,7 @@ WRONG_FILES = {
     GOOD + "tune: 3\n": "tune must be a mapping with trials and seeds",
     "": "must be a mapping",
     "config: base.yaml\nseeds: [1]\n": "methods is missing",
-    GOOD.replace("base", "other"): "there is no file other.yaml",
+    GOOD.replace("base", "other"): "config names no file: other.yaml",
     GOOD.replace("[1, 2]", "5"): "seeds must be a list of whole numbers, got 5",
     GOOD.replace("[1, 2]", "[1, 1]"): "seeds has 1 twice",
     GOOD.replace("[1, 2]", "[-1]"): "seeds must be a whole number of at least 0",
