@@ -13,7 +13,7 @@ from flsuite.errors import FlsuiteError
 class Stateless:
     """Refuses parts whose attributes, or those of their classes, change in a run.
 
-    All clients share a part, and a resumed run makes a new one.
+    All clients share a part, and a resumed run makes a new one. Parts of flsuite have no state.
 
     Args:
         aggregator: The algorithm, at the start of the run.
@@ -21,7 +21,8 @@ class Stateless:
 
     def __init__(self, aggregator: Aggregator) -> None:
         parts = (aggregator.rule, aggregator.objective, *aggregator.transforms)
-        self._before = [(part, _attributes(part)) for part in parts]
+        own = [part for part in parts if not type(part).__module__.startswith("flsuite.")]
+        self._before = [(part, _attributes(part)) for part in own]
 
     def check(self, where: str, memory: str) -> None:
         """Refuse changes since the start.

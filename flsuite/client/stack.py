@@ -233,7 +233,7 @@ class Stack:
         member.optimizer, decay = optimizer_of(module), self.setup.lr_decay
         for group in member.optimizer.param_groups:
             group["lr"] *= decay.factor(member.client.round) if decay else 1.0
-        member.trainer = module._trainer = TrainerOfOne(trainer, member)  # type: ignore[assignment]
+        member.trainer = module.trainer = TrainerOfOne(trainer, member)  # type: ignore[assignment]
 
 
 @contextmanager

@@ -290,7 +290,8 @@ def _check_shapes(train: DataSplit, others: Mapping[str, DataSplit | None]) -> N
     """Refuse samples of another shape than the training samples have."""
     shape = tuple(train.x.shape[1:])
     for name, split in others.items():
-        if split is not None and (own := tuple(split.x.shape[1:])) != shape:
+        # The samples of a map-style dataset may have any shape.
+        if type(split) is type(train) and (own := tuple(split.x.shape[1:])) != shape:
             raise FlsuiteError(
                 f"data: the {name} samples have shape {own}, and the training samples {shape}; "
                 "resize them to one shape"

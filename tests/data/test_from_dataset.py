@@ -193,7 +193,8 @@ def test_tensors_are_not_copied() -> None:
 
 def test_bytes_reach_the_model_as_they_are() -> None:
     images = torch.randint(256, (20, 3, 4, 4), dtype=torch.uint8)
-    data = split(TensorDataset(images, torch.arange(20) % 2), Pairs(10), in_memory=None)
+    both = TensorDataset(images, torch.arange(20) % 2)
+    data = split(both, both, in_memory=None)
     (x, _), *_ = batches(data)
     assert x.dtype == torch.uint8 and x.shape[1:] == (3, 4, 4)
 

@@ -1,7 +1,7 @@
 """Secure aggregation in whole federations: what the aggregator sees, and what comes out."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,14 +83,14 @@ def test_results_depend_on_neither_the_keys_nor_the_engine() -> None:
     assert distance(once, again) == distance(once, there) == 0.0
 
 
-@dataclass(frozen=True)
+seen: list[ClientUpdate] = []
+
+
 class Watched(Mean):
     """The mean, which records everything that its server half receives."""
 
-    seen: list[ClientUpdate] = field(default_factory=list)
-
     def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
-        self.seen.extend(updates)
+        seen.extend(updates)
         # The resident model, on which clients train here, no longer holds a client's weights.
         module = server.tools.module({})
         assert all(torch.equal(module.state_dict()[k], v) for k, v in server.state.items())
@@ -98,14 +98,14 @@ class Watched(Mean):
 
 
 def test_the_aggregator_sees_sums_and_no_client(tmp_path: Path) -> None:
-    rule = Watched()
-    trainer = fitted(rule, secure_sum=PairwiseMasks(), run_dir=str(tmp_path / "run"),
+    seen.clear()
+    trainer = fitted(Watched(), secure_sum=PairwiseMasks(), run_dir=str(tmp_path / "run"),
                      enable_checkpointing=True)  # fmt: skip
-    assert len(rule.seen) == 10
-    assert all(not update.state and not update.extras for update in rule.seen)
-    assert all(len(update.class_counts) == 0 for update in rule.seen)
+    assert len(seen) == 10
+    assert all(not update.state and not update.extras for update in seen)
+    assert all(len(update.class_counts) == 0 for update in seen)
     # The server's knowledge of each client, as stated in the guide.
-    assert all(u.samples and u.steps and "loss" in u.metrics for u in rule.seen)
+    assert all(u.samples and u.steps and "loss" in u.metrics for u in seen)
     # No client data remains where it could be read later.
     memories = [trainer.federation.clients[client] for client in range(5)]
     assert all("held" not in memory for memory in memories)
