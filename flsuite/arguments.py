@@ -37,7 +37,7 @@ def at_least(lowest: float) -> Range:
     return Range(f"at least {lowest}", lambda x: lowest <= x < math.inf)
 
 
-def at_most(highest: float) -> Range:
+def _at_most(highest: float) -> Range:
     """Return the range of numbers <= ``highest``."""
     return Range(f"at most {highest}", lambda x: x <= highest)
 
@@ -52,7 +52,7 @@ Radius = Annotated[float, Range("positive", lambda x: x > 0)]  # may be infinite
 PositiveInt = Annotated[int, at_least(1)]
 NonNegativeInt = Annotated[int, at_least(0)]
 Bits = Annotated[int, Range("from 2 to 16", lambda x: 2 <= x <= 16)]
-Threads = Annotated[int, at_least(1), at_most(4096)]  # torch rejects absurd numbers
+Threads = Annotated[int, at_least(1), _at_most(4096)]  # torch rejects absurd numbers
 
 
 _RENAMED = {"buffers": "batchnorm"}  # former names of trainer arguments
@@ -72,10 +72,10 @@ class Settings:
     owner = ""
 
     def __post_init__(self) -> None:
-        check_arguments(self)
+        _check_arguments(self)
 
 
-def check_arguments(obj: Any) -> None:
+def _check_arguments(obj: Any) -> None:
     """Refuse a dataclass with a field that its annotation does not allow.
 
     Raises:
@@ -89,7 +89,7 @@ def check_arguments(obj: Any) -> None:
 def check_init(obj: Any, cls: type | None = None, names: Collection[str] | None = None) -> None:
     """Refuse an object with an ``__init__`` argument that the annotation does not allow.
 
-    Like :func:`check_arguments`, but for a class that is not a dataclass.
+    Like :func:`_check_arguments`, but for a class that is not a dataclass.
 
     Args:
         obj: The object.

@@ -47,7 +47,7 @@ def compare(
     Raises:
         FlsuiteError: If the score or method does not exist.
     """
-    scores = seed_scores(results, metric, score, monitor, last)
+    scores = _seed_scores(results, metric, score, monitor, last)
     methods = list(dict.fromkeys(scores["method"]))
     if against is not None and against not in methods:
         raise FlsuiteError(
@@ -67,7 +67,7 @@ def compare(
     return table
 
 
-def seed_scores(
+def _seed_scores(
     results: pd.DataFrame,
     metric: str = "accuracy",
     score: Score | None = None,

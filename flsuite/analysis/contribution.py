@@ -28,7 +28,7 @@ def contribution_table(values: pd.DataFrame, names: Sequence[str]) -> pd.DataFra
     return table.reset_index()
 
 
-def by_run(values: pd.DataFrame) -> pd.DataFrame:
+def _by_run(values: pd.DataFrame) -> pd.DataFrame:
     """Return the mean contribution of each client of each run, with a column per method."""
     return values.pivot_table(index=["run", "client"], columns="name", values="value")
 
@@ -48,7 +48,7 @@ def rank_correlation(values: pd.DataFrame, names: Sequence[str]) -> pd.Series:
         is_open = min(first.nunique(), second.nunique()) < 2 or len(rows) < _FEWEST
         return float("nan") if is_open else float(first.corr(second))
 
-    means = by_run(values)
+    means = _by_run(values)
     return pd.Series({run: of_a_run(rows) for run, rows in means.groupby("run")}, dtype=float)
 
 
@@ -83,7 +83,7 @@ def _bars(axes: Axes, table: pd.DataFrame, name: str) -> None:
 
 
 def _against(axes: Axes, values: pd.DataFrame, names: Sequence[str]) -> None:
-    for run, rows in by_run(values).groupby("run"):
+    for run, rows in _by_run(values).groupby("run"):
         axes.scatter(rows[names[0]], rows[names[1]], s=14, label=str(run))
     axes.axhline(0, color="black", linewidth=0.5)
     axes.axvline(0, color="black", linewidth=0.5)

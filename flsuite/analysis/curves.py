@@ -70,7 +70,7 @@ def curves_figure(
                 panel.set_axis_off()
             for label, curves in lines.items():
                 look = looks[label]
-                drawn[textwrap.fill(label, 60)] = draw_band(panel, curves, label, x, *look)
+                drawn[textwrap.fill(label, 60)] = _draw_band(panel, curves, label, x, *look)
             if target is not None and metric == metrics[0]:
                 panel.axhline(target, color="0.4", linestyle="--", linewidth=0.8)
     _add_legend(figure, drawn)
@@ -149,7 +149,7 @@ def seed_curves(rows: pd.DataFrame, x: str = "round") -> pd.DataFrame:
     return aligned(curves, x)
 
 
-def draw_band(
+def _draw_band(
     panel: Axes,
     curves: pd.DataFrame,
     label: str,
@@ -226,7 +226,7 @@ def gamma_figure(results: pd.DataFrame, x: str = "round") -> Figure:
     colors = {label: f"C{n % 10}" for n, label in enumerate(by_experiment(results))}
     for panel, name in zip(panels, parts, strict=True):
         for label, rows in by_experiment(only(results, name, "train")).items():
-            draw_band(panel, seed_curves(rows, x), label, x, color=colors.get(label))
+            _draw_band(panel, seed_curves(rows, x), label, x, color=colors.get(label))
         label_axes(panel, name, "train", x)
         panel.set_ylabel(GAMMA[name])
         if (only(results, name, "train")["value"] > 0).all():

@@ -15,7 +15,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.score_names import lower_is_better
 
 
-def point_of_target(scores: pd.Series, target: float, lower: bool) -> float | None:
+def _point_of_target(scores: pd.Series, target: float, lower: bool) -> float | None:
     """Return the first point at which a score reaches a target, or ``None``.
 
     Args:
@@ -48,7 +48,7 @@ def target_columns(
         require_axis(x, table, folder)
         scores = curve(of_last_task(table), metric, split, x=x)
         if len(scores):
-            points.append(point_of_target(scores, target, lower))
+            points.append(_point_of_target(scores, target, lower))
 
     reached = pd.Series([point for point in points if point is not None], dtype=float)
     return {
@@ -140,7 +140,7 @@ def own_targets(results: pd.DataFrame, metric: str, split: str = "test") -> dict
     return {str(name): float(f"{0.95 * top:.2g}") for name, top in best.items() if top > 0}
 
 
-def reached_text(reached: int, runs: int) -> str:
+def _reached_text(reached: int, runs: int) -> str:
     """Return how many runs reach a target, such as ``not reached in 2 of 5``."""
     return f"reached in {runs}" if reached == runs else f"not reached in {runs - reached} of {runs}"
 
@@ -180,7 +180,7 @@ def target_figure(
         panel.scatter(reached, [row] * len(reached), s=22, alpha=0.7, linewidths=0)
         if len(reached):
             panel.plot([reached.mean()] * 2, [row - 0.3, row + 0.3], color="0.2", linewidth=1.4)
-        missing = reached_text(len(reached), total) if len(reached) < total else ""
+        missing = _reached_text(len(reached), total) if len(reached) < total else ""
         where = panel.get_yaxis_transform()
         panel.text(1.01, row, missing, transform=where, va="center", fontsize=8, color="0.4")
 

@@ -75,7 +75,7 @@ def collude(
         return
     moved: State = {}
     if known.values:
-        moved = attack.conspire(*mean_and_std(known.values), clients, len(held))
+        moved = attack.conspire(*_mean_and_std(known.values), clients, len(held))
     sent = {
         name: received[name].add(moved[name]).to(received[name].dtype)
         if name in moved
@@ -88,7 +88,7 @@ def collude(
         yield replace(update, state=state, part=-1)
 
 
-def mean_and_std(known: Tree) -> tuple[State, State]:
+def _mean_and_std(known: Tree) -> tuple[State, State]:
     """Return mean and standard deviation (ddof 0) of changes from their sums, float64.
 
     Args:

@@ -54,7 +54,7 @@ class LatentSpace(FederationCallback, Settings):
     def on_round_end(self, run: Run, round: int) -> None:
         run.evaluator.load(run.federation.client_state(None))
         assert isinstance(run.evaluator.model, PriorModel)
-        means, sigmas = (t.detach().float().cpu() for t in prior_moments(run.evaluator.model))
+        means, sigmas = (t.detach().float().cpu() for t in _prior_moments(run.evaluator.model))
         for name, value in prior_distances(means, sigmas).items():
             run.log_metric(name, value)
         if self.every and (round % self.every == 0 or run.finished):
@@ -84,7 +84,7 @@ class LatentSpace(FederationCallback, Settings):
             _send(run, path, round)
 
 
-def prior_moments(model: PriorModel) -> tuple[Tensor, Tensor]:
+def _prior_moments(model: PriorModel) -> tuple[Tensor, Tensor]:
     """Return the means and the standard deviations of the classes, ``(classes, latent)`` each."""
     means, log_variances = model.priors()
     return means, (0.5 * log_variances).exp()

@@ -34,7 +34,7 @@ def final_pictures(run: Run) -> dict[str, "Figure"]:
         scores = client_rounds(run, metric)
         if not scores.empty:
             title = f"test {metric.replace('_', ' ')}"
-            pictures["clients/heatmap"] = client_figure(scores, title)
+            pictures["clients/heatmap"] = _client_figure(scores, title)
             break
 
     if run.folder.path is not None and run.federation.schedule.declarations.is_virtual:
@@ -67,7 +67,7 @@ def client_rounds(run: Run, metric: str) -> "pd.DataFrame":
     return table.pivot(index="client", columns="round", values="value")
 
 
-def client_figure(scores: "pd.DataFrame", title: str) -> "Figure":
+def _client_figure(scores: "pd.DataFrame", title: str) -> "Figure":
     """Draw the scores of clients (rows) over rounds (columns) as colors."""
     from matplotlib.figure import Figure
 

@@ -94,7 +94,7 @@ class TaskMatrix(FederationCallback, Settings):
         for client in present:
             for task, accuracy in enumerate(row[client].tolist()):
                 run.log_metric(f"task_accuracy/{task}", accuracy, client, "test")
-        for name, value in summarize(self.matrix[present]).items():
+        for name, value in _summarize(self.matrix[present]).items():
             run.log_metric(name, value, split="test")
         if run.folder.path is not None:
             from flsuite.analysis.partition import task_figure
@@ -128,7 +128,7 @@ class TaskMatrix(FederationCallback, Settings):
         self.matrix = state_dict.get("matrix")
 
 
-def summarize(matrix: Tensor) -> dict[str, float]:
+def _summarize(matrix: Tensor) -> dict[str, float]:
     """Return means over clients, without the numbers that need more than one task."""
     numbers = {
         "task_accuracy": average_accuracy(matrix),

@@ -96,7 +96,7 @@ class WandbLink(LoggerLink):
         self._step = _next_step(self.logger.experiment) + int(run.finished)
 
     def send(self, run: Run, row: RoundNumbers) -> None:
-        self._send(row.round, row.numbers, client_table(run, row))
+        self._send(row.round, row.numbers, _client_table(run, row))
 
     def show(self, round: int, pictures: Mapping[str, "Figure"]) -> None:
         import wandb
@@ -251,7 +251,7 @@ class WandbLink(LoggerLink):
             self.logger.log_metrics(row)
 
 
-def client_table(run: Run, row: RoundNumbers) -> dict[str, Any]:
+def _client_table(run: Run, row: RoundNumbers) -> dict[str, Any]:
     """Return a table with one row per evaluated client: client, training samples, scores.
 
     The mapping is empty in rounds that are not scored.

@@ -80,7 +80,7 @@ class LocalLoop:
             and not trainer.min_epochs
             and isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
             and type(precision) in (Precision, MixedPrecision)
-            and not step_methods_of(module)
+            and not _step_methods_of(module)
             and all(map(supports_local_loop, trainer.callbacks))  # type: ignore[attr-defined]
         )
 
@@ -206,7 +206,7 @@ def implements(obj: Any, base: type, hook: str) -> bool:
     return getattr(method, "__func__", method) is not getattr(base, hook)
 
 
-def step_methods_of(module: LightningModule) -> list[str]:
+def _step_methods_of(module: LightningModule) -> list[str]:
     """Return the methods of a step that a model has overridden."""
     return [name for name in _STEP_METHODS if implements(module, LightningModule, name)]
 
@@ -214,7 +214,7 @@ def step_methods_of(module: LightningModule) -> list[str]:
 def hooks_of(module: LightningModule) -> list[str]:
     """Return the hooks and methods of a fit that a model has overridden."""
     own = (name for name in _HOOKS if implements(module, LightningModule, name))
-    return [*step_methods_of(module), *own]
+    return [*_step_methods_of(module), *own]
 
 
 def hooks_of_callback(callback: Callback) -> list[str]:

@@ -77,7 +77,7 @@ def stackable(setup: WorkerSetup, request: FitRequest) -> list[Callback] | None:
     users = list(request.broadcast.callbacks)
     if request.adapts:
         return users
-    own = stackable_callbacks(setup, context_of(setup, request))
+    own = _stackable_callbacks(setup, context_of(setup, request))
     # A second model would train without their noise, and a frozen layer would get noise.
     differs = phases(own or ()) or any(isinstance(one, SecondCallback) for one in own or ())
     return None if own is None or (differs and by_sample(users)) else [*users, *own]
@@ -95,7 +95,7 @@ def phases(callbacks: Iterable[Callback]) -> bool:
     )
 
 
-def stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Callback] | None:
+def _stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Callback] | None:
     """Return what an algorithm does in a client's fit, or ``None`` if a stack cannot do it.
 
     A callback that a stack can call has ``supports_stack = True``. Of the steps, it sees the
@@ -168,7 +168,7 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
         if (value := setup.trainer_kwargs.get(argument)) not in values:
             yield f"trainer.{argument} is {value!r}"
     # Attackers train by themselves.
-    if stackable_callbacks(replace(setup, attack=None), _some_client(setup)) is None:
+    if _stackable_callbacks(replace(setup, attack=None), _some_client(setup)) is None:
         yield f"{setup.aggregator.name} does more in a client's steps than a stack can"
     try:
         optimizer_of(model)

@@ -31,7 +31,7 @@ def main() -> int:
     sweep, folder, parent = pickle.load(sys.stdin.buffer)
     die_with(parent)
     work_here()
-    answer = typos_of(sweep)
+    answer = _typos_of(sweep)
     if not answer:
         _import_all()
         answer = _checked_in_fork(sweep, folder)
@@ -113,7 +113,7 @@ def _make_ready(sweep: Sweep, cell: Cell) -> tuple[int, dict[str, Any]]:
     return getattr(trainer.engine, "workers", None) or 1, run.settings
 
 
-def typos_of(sweep: Sweep) -> dict[str, Any]:
+def _typos_of(sweep: Sweep) -> dict[str, Any]:
     """Return an error that lists the misspelled keys and classes of all methods, if any."""
     lines: dict[str, str] = {}
     for cell in samples_of(sweep):

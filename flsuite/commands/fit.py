@@ -33,7 +33,7 @@ _EXTRAS = {
 }
 
 
-def complete_loggers(config: Any, run_dir: Path) -> None:
+def _complete_loggers(config: Any, run_dir: Path) -> None:
     """Set the folder of loggers that have none to the run's, and give MLflow a database.
 
     MLflow compares runs within one database: ``mlflow.db`` in the working folder, or in the
@@ -160,7 +160,7 @@ class _FederatedCLI(LightningCLI):
         config.run_dir = config.trainer.run_dir = run_dir
         config.trainer.from_updates = config.from_updates or config.trainer.from_updates
 
-        complete_loggers(config.trainer.logger, Path(run_dir))
+        _complete_loggers(config.trainer.logger, Path(run_dir))
         request = self.config[self.subcommand].as_dict()
         trainer = {"class_path": "flsuite.FederatedTrainer", "init_args": request["trainer"]}
         for name, chosen in {**request, "trainer": trainer}.items():

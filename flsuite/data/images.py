@@ -73,11 +73,11 @@ def fit_scaling(x: Tensor, standardize: bool, rgb: bool) -> Scaling:
     channels = x.shape[-1]
     mean, std = torch.zeros(channels), torch.ones(channels)
     if standardize:
-        mean, std = channel_moments(x)
+        mean, std = _channel_moments(x)
     return Scaling(1 / (255 * std), -mean / std, 3 if rgb else channels)
 
 
-def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def _channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each channel of uint8 images, as fractions of 255.
 
     They are computed exactly from the histogram of the bytes, without a float copy.

@@ -53,7 +53,7 @@ def unpack(packed: np.ndarray, count: int, bits: int) -> np.ndarray:
 _DTYPES = {8: torch.int8, 16: torch.int16}
 
 
-def largest_code(bits: int) -> int:
+def _largest_code(bits: int) -> int:
     """Return L, the largest code."""
     return 2 ** (bits - 1) - 1
 
@@ -67,7 +67,7 @@ def quantize(values: Tensor, largest: Tensor, bits: int) -> Tensor:
             or one per column.
         bits: Bits per code.
     """
-    levels = largest_code(bits)
+    levels = _largest_code(bits)
     # In float64, because a tiny float32 divided by L underflows to 0 in float32.
     scale = largest.double() / levels
     codes = torch.round(values.double() / scale).clamp_(-levels, levels)
@@ -109,7 +109,7 @@ def decode_tensor(message: Any, template: Tensor, bits: int, name: str) -> Tenso
         expected = empty((packed_size(count, bits - 1),), torch.uint8)
         require_match(message["magnitudes"], expected, f"{name}.magnitudes")
         codes = torch.from_numpy(unpack(message["magnitudes"].numpy(), count, bits - 1))
-    values = codes.double().mul_(largest / largest_code(bits))
+    values = codes.double().mul_(largest / _largest_code(bits))
     return values.reshape(template.shape).to(template.dtype)
 
 
@@ -117,7 +117,7 @@ def encode_codes(codes: Tensor, bits: int) -> Tensor:
     """Return codes as 8-bit or 16-bit integers in their shape, or packed into bytes."""
     if bits in _DTYPES:
         return codes.to(_DTYPES[bits])
-    return torch.from_numpy(pack(codes.numpy() + largest_code(bits), bits))
+    return torch.from_numpy(pack(codes.numpy() + _largest_code(bits), bits))
 
 
 def decode_codes(encoded: Any, shape: torch.Size, bits: int, name: str) -> Tensor:
@@ -126,7 +126,7 @@ def decode_codes(encoded: Any, shape: torch.Size, bits: int, name: str) -> Tenso
     Raises:
         ValueError: If their number is wrong, or one is outside ``[-L, L]``.
     """
-    levels = largest_code(bits)
+    levels = _largest_code(bits)
     require_match(encoded, empty_codes(shape, bits), f"{name}.codes")
     if bits in _DTYPES:
         codes = encoded.to(torch.int32)

@@ -29,7 +29,7 @@ def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), reduction="none").mean(1)
 
 
-def mean_classification_loss(logits: Tensor, y: Tensor) -> Tensor:
+def _mean_classification_loss(logits: Tensor, y: Tensor) -> Tensor:
     """Return the mean of :func:`classification_loss` over the batch, in one operation."""
     logits = logits.float()
     # Not the mean of classification_loss, whose per-sample losses cost an extra kernel.
@@ -117,7 +117,7 @@ class Classifier(ClientModel):
     @mean_over_samples
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
-        return mean_classification_loss(self(x), y)
+        return _mean_classification_loss(self(x), y)
 
     def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         x, y = batch

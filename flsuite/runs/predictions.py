@@ -67,8 +67,8 @@ def predict(
     if folder is None:
         return predictions, []
 
-    table = write_predictions(folder, probabilities, federation.data)
-    return predictions, [table, *write_pictures(folder, _pictures(federation, evaluator))]
+    table = _write_predictions(folder, probabilities, federation.data)
+    return predictions, [table, *_write_pictures(folder, _pictures(federation, evaluator))]
 
 
 def _own_predictions(
@@ -117,7 +117,7 @@ def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, dict[st
         }
 
 
-def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) -> Path:
+def _write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) -> Path:
     """Write ``predictions.csv``: sample, target, prediction, and a probability per class.
 
     Classes are numbers. For multi-label samples, the cells list the labels that are set.
@@ -137,7 +137,7 @@ def write_predictions(folder: Path, probabilities: Tensor, data: FederatedData) 
     return path
 
 
-def write_pictures(folder: Path, grids: Mapping[str, Mapping[str, Tensor]]) -> list[Path]:
+def _write_pictures(folder: Path, grids: Mapping[str, Mapping[str, Tensor]]) -> list[Path]:
     """Write one PNG per grid, with a row of images ``(n, channels, height, width)`` per label."""
     paths = []
     for name, grid in grids.items():

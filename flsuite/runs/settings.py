@@ -64,8 +64,8 @@ def run_settings(
     return {
         **describe({**vars(options.budget), **plain}),
         "model": describe(model),
-        "data": describe_data(data),
-        "client": describe_chosen(trainer.client_kwargs, Trainer),
+        "data": _describe_data(data),
+        "client": _describe_chosen(trainer.client_kwargs, Trainer),
         **{name: describe(getattr(trainer, name)) for name in _OF_TRAINER},
         **described_engine(trainer.engine),
         # Only where they are set, so that runs of earlier versions have the same settings.
@@ -73,8 +73,8 @@ def run_settings(
         **(fork.settings(checkpoint) if fork else {}),
         # They may be drawn from the seed, so the description of the attack does not contain them.
         "attackers": None if trainer.attack is None else describe(trainer.attack.attackers),
-        **describe_callbacks(callbacks),
-        **{name: weights_digest(model) if name == weights else None for name in WEIGHTS},
+        **_describe_callbacks(callbacks),
+        **{name: _weights_digest(model) if name == weights else None for name in WEIGHTS},
     }
 
 
@@ -183,7 +183,7 @@ def with_contents(ours: Any, theirs: Any) -> Any:
     return theirs if theirs.startswith(ours.removesuffix("not read")) else ours
 
 
-def describe_data(datamodule: Any) -> Any:
+def _describe_data(datamodule: Any) -> Any:
     """Describe a data module and any module that it wraps, without the folder of the files."""
 
     def without_place(description: Any) -> Any:
@@ -195,7 +195,7 @@ def describe_data(datamodule: Any) -> Any:
     return without_place(describe(datamodule))
 
 
-def describe_chosen(arguments: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+def _describe_chosen(arguments: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
     """Describe the arguments that are set and differ from the function's defaults."""
     # An explicit default is the same setting as an omitted one.
     usual = defaults(function)
@@ -206,7 +206,7 @@ def describe_chosen(arguments: Mapping[str, Any], function: Callable[..., Any]) 
     }
 
 
-def describe_callbacks(callbacks: Sequence[Any]) -> dict[str, Any]:
+def _describe_callbacks(callbacks: Sequence[Any]) -> dict[str, Any]:
     """Describe the callbacks that can change a result.
 
     A class declares its effect as ``affects``, which is ``weights`` (the default), ``rounds`` or
@@ -219,7 +219,7 @@ def describe_callbacks(callbacks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def weights_digest(module: torch.nn.Module) -> str:
+def _weights_digest(module: torch.nn.Module) -> str:
     """Return a short digest of a module's weights and buffers."""
     digest = hashlib.sha256()
     for name, value in module.state_dict().items():

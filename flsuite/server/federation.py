@@ -83,7 +83,7 @@ class Federation:
         self.initial = {name: whole[name] for name in untrained}
 
         sizes = data.train.rows.lengths()[: data.clients].tolist()
-        refuse_absent(schedule.absent, data.clients, aggregator)
+        _refuse_absent(schedule.absent, data.clients, aggregator)
         layout = layout_of(model, self.state, data.spec.shape, sizes)
         schedule.configure(sizes, seed, self._work)
         tools = replace(tools, sampling=schedule.declarations.client_sampling)
@@ -342,7 +342,7 @@ class Federation:
         return broadcast
 
 
-def refuse_absent(absent: Collection[int], clients: int, aggregator: Aggregator) -> None:
+def _refuse_absent(absent: Collection[int], clients: int, aggregator: Aggregator) -> None:
     """Refuse absent clients that do not exist, that are all, or whose samples are used anyway.
 
     Raises:

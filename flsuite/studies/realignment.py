@@ -53,11 +53,11 @@ class Realignment(FederationCallback, Settings):
             return
         clients = range(run.federation.data.clients)
         for epochs in self.epochs:
-            scores = [accuracy_after(run, client, epochs) for client in clients]
+            scores = [_accuracy_after(run, client, epochs) for client in clients]
             run.log_metric(f"realigned_{epochs}/accuracy", sum(scores) / len(scores), split="test")
 
 
-def accuracy_after(run: Run, client: int, epochs: int) -> float:
+def _accuracy_after(run: Run, client: int, epochs: int) -> float:
     """Return the accuracy of a client's model on the test split after a warm-up."""
     model, data = run.evaluator.model, run.federation.data.at(run.round)
     assert isinstance(model, FusedSpaceFed)

@@ -248,7 +248,7 @@ def membership(members: Tensor, classes: Tensor, others: Tensor, other_classes: 
     return (below + ties / 2) / pairs
 
 
-def unlearning_figure(table: pd.DataFrame) -> Figure:
+def _unlearning_figure(table: pd.DataFrame) -> Figure:
     """Draw every measure by the way of removal, a point per seed and client."""
     figure = Figure(figsize=(9.5, 2.9), layout="constrained")
     for axes, (measure, label) in zip(figure.subplots(1, 3), MEASURES.items(), strict=True):
@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"error: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
     table.to_csv(study.output / "unlearning.csv", index=False)
-    unlearning_figure(table).savefig(study.output / "unlearning.png", dpi=100)
+    _unlearning_figure(table).savefig(study.output / "unlearning.png", dpi=100)
     means = table.groupby(["seed", "way"])[[*MEASURES]].mean().groupby("way", sort=False)
     print(means.agg(["mean", "std"]).loc[list(WAYS)].round(4).to_string())
 

@@ -129,7 +129,7 @@ def term_of(
     return term.reshape(())
 
 
-def term_gradient(
+def _term_gradient(
     objective: FeatureTerm, features: Tensor, others: list[Tensor], batch: Any, held: Any
 ) -> Tensor:
     """Return the gradient of the term with respect to the features. The others are as above."""
@@ -182,7 +182,7 @@ def refuse_mixed_samples(
         part = apply_to_collection(batch, Tensor, own)
         others = compared_of(objective, lambda weights: features_of(weights, part), held)
         # A term is a mean, and these are gradients of the sums.
-        return len(z[rows]) * term_gradient(objective, z[rows], others, part, held)
+        return len(z[rows]) * _term_gradient(objective, z[rows], others, part, held)
 
     if samples < 2:
         return
@@ -296,7 +296,7 @@ class FeatureCallback(StatedCallback):
     def _at(self, features: Tensor) -> Tensor:
         """Return the gradient of the term, scaled like the loss of the step."""
         own = self._others, self._batch, self._held
-        gradient = term_gradient(self.objective, features, *own)
+        gradient = _term_gradient(self.objective, features, *own)
         scaler = scaler_of(self._trainer)
         scale = 1.0 if scaler is None else scaler.get_scale()
         return gradient * (scale / self._trainer.accumulate_grad_batches)

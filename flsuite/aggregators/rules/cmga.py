@@ -97,11 +97,11 @@ class CMGA(LinearRule, Settings):
         new = move_weights(theta, networks, server.layout.parameters, self.lr)
         momentum = self._momentum(server, sums, theta[means])
         new[means] = separate(momentum, self.delta, self.separation_weight, self.separation_steps)
-        spread = holder_mean(sums["spreads"], sums["held"], otherwise=theta[log_variances])
+        spread = _holder_mean(sums["spreads"], sums["held"], otherwise=theta[log_variances])
         new[log_variances] = floor_sigma(spread, self.sigma_floor)
 
-        server.metrics["prior_distance_before"] = smallest_distance(momentum)
-        server.metrics["prior_distance_after"] = smallest_distance(new[means])
+        server.metrics["prior_distance_before"] = _smallest_distance(momentum)
+        server.metrics["prior_distance_after"] = _smallest_distance(new[means])
         server.metrics["prior_sigma_floored"] = float((new[log_variances] > spread).sum())
         return new
 
@@ -110,7 +110,7 @@ class CMGA(LinearRule, Settings):
         never = {"centres": current, "seen": torch.zeros(len(current), dtype=torch.bool)}
         before, held = server.memory or never, sums["held"] > 0
         # A class that no client of the round holds has no observation. Its row is ignored below.
-        observed = holder_mean(sums["centres"], sums["held"], otherwise=before["centres"])
+        observed = _holder_mean(sums["centres"], sums["held"], otherwise=before["centres"])
         momentum = class_momentum(before["centres"], before["seen"], observed, held, self.beta)
         server.memory.update(centres=momentum, seen=before["seen"] | held)
 
@@ -229,7 +229,7 @@ def _priors(layout: StateLayout) -> tuple[str, str]:
     return layout.groups[MEANS][0], layout.groups[LOG_VARIANCES][0]
 
 
-def holder_mean(total: Tensor, weight: Tensor, otherwise: Tensor) -> Tensor:
+def _holder_mean(total: Tensor, weight: Tensor, otherwise: Tensor) -> Tensor:
     """Return the mean of each class's row over the clients that hold the class.
 
     Args:
@@ -269,7 +269,7 @@ def directions(centres: Tensor) -> tuple[Tensor, Tensor]:
     return direction.masked_fill(itself[..., None], 0.0), distance.masked_fill(itself, math.inf)
 
 
-def smallest_distance(centres: Tensor) -> float:
+def _smallest_distance(centres: Tensor) -> float:
     """Return the smallest distance between two centres.
 
     It is infinite for a single centre.

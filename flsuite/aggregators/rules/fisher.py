@@ -99,7 +99,7 @@ class FisherMean(LinearRule, Settings):
         least = self.least(sums["share"])
         for name, fisher in sums["fisher"].items():
             # Keep FedAvg's value where no client's data determines a parameter.
-            new[name] = fisher_mean(sums["product"][name], fisher, least, otherwise=new[name])
+            new[name] = _fisher_mean(sums["product"][name], fisher, least, otherwise=new[name])
         self._report(server, sums, new, len(updates))
         return new
 
@@ -153,7 +153,7 @@ class FisherMean(LinearRule, Settings):
                 )
 
 
-def fisher_mean(product: Tensor, fisher: Tensor, least: float, otherwise: Tensor) -> Tensor:
+def _fisher_mean(product: Tensor, fisher: Tensor, least: float, otherwise: Tensor) -> Tensor:
     """Return ``product / fisher``, or ``otherwise`` where the Fisher is not above ``least``."""
     known = fisher > least
     # Divide by 1 elsewhere, because 0 / 0 would be NaN even if not selected.

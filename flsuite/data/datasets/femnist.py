@@ -45,7 +45,7 @@ def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
     return [], []
 
 
-def read_samples(files: Sequence[Path]) -> Samples:
+def _read_samples(files: Sequence[Path]) -> Samples:
     """Read the samples of all files.
 
     Raises:
@@ -169,7 +169,7 @@ class FEMNIST(FederatedDataModule):
         if not train:
             raise FlsuiteError(f"FEMNIST is not in {folder}; {REMEDY}, or set data.root")
 
-        samples = [read_samples(files) for files in (train, test) if files]
+        samples = [_read_samples(files) for files in (train, test) if files]
         whole = _joined(samples)
         # The samples of the test files, if there are any, come second.
         held = torch.arange(len(samples[0][1]), len(whole)) if test else _held_out(whole)

@@ -85,7 +85,7 @@ def _places(folder: Path, number: int, traffic: str) -> tuple[Path, Path]:
     return folder / f"{number}.{traffic}.csv", folder / DEVICES[number - 1] / inside
 
 
-def checked_header(file: Path, first: list[str] | None) -> list[str]:
+def _checked_header(file: Path, first: list[str] | None) -> list[str]:
     """Return the column names of a file.
 
     Args:
@@ -251,7 +251,7 @@ class NBaIoT(FederatedDataModule):
         test: list[FileRows] = []
         for number, traffic, file in find_files(folder, self.device):
             # Each file must have the header of the first, to prevent mixed-up columns.
-            header = checked_header(file, header)
+            header = _checked_header(file, header)
             rng = numpy_generator(SPLIT_SEED, f"nbaiot/{traffic}", client=number)
             chunks = numeric_chunks(csv_frames(file, CHUNK_ROWS), file)
             rows = _sample(chunks, self.rows_per_file, rng)

@@ -23,7 +23,7 @@ from flsuite.models.layers import uncovered
 from flsuite.state import Layer, State
 
 
-def layer_squares(part: LayerPass) -> State:
+def _layer_squares(part: LayerPass) -> State:
     """Return the sums over samples and columns of squared gradients, by parameter."""
     layer, g = part.layer, part.gradients
     if part.input.ndim == 2:
@@ -58,7 +58,7 @@ def summed_squares(
     done: set[str] = set()
     for part in passes:
         if f"{part.name}.weight" in parameters:
-            squares = layer_squares(part)
+            squares = _layer_squares(part)
             done |= squares.keys()
             yield from squares.items()
 

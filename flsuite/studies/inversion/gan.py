@@ -130,7 +130,7 @@ class GANTraining(Settings):
                 with torch.no_grad():
                     fake = generator(self._latents(real, draws))
                 of_critic.zero_grad()
-                critic_loss(critic, real, fake, self.penalty, draws).backward()
+                _critic_loss(critic, real, fake, self.penalty, draws).backward()
                 of_critic.step()
 
                 steps += 1
@@ -147,7 +147,7 @@ class GANTraining(Settings):
         return torch.randn(len(real), self.latent, generator=draws).to(real)
 
 
-def critic_loss(
+def _critic_loss(
     critic: nn.Module, real: Tensor, fake: Tensor, penalty: NonNegativeFloat, draws: torch.Generator
 ) -> Tensor:
     """Return ``mean D(fake) - mean D(real) + penalty mean (|grad D(x)| - 1)^2``.

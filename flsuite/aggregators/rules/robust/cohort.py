@@ -69,7 +69,7 @@ class Cohort:
 
     def name_clients(self, rule: Rule, did: str, vectors: Iterable[int]) -> None:
         """Log the clients affected by a rule, in ascending order."""
-        if clients := sorted({client for k in vectors for client in clients_of(self.members[k])}):
+        if clients := sorted({client for k in vectors for client in _clients_of(self.members[k])}):
             more = f" and {len(clients) - _NAMED} more" if len(clients) > _NAMED else ""
             named = ", ".join(map(str, clients[:_NAMED])) + more
             log.info("round %d: %s %s clients %s", self.round, type(rule).__name__, did, named)
@@ -138,11 +138,11 @@ def bucket_of(
         number=first.number,
         staleness=staleness,
         part=first.part,
-        clients=tuple(client for update in members for client in clients_of(update)),
+        clients=tuple(client for update in members for client in _clients_of(update)),
     )
 
 
-def clients_of(update: ClientUpdate) -> tuple[int, ...]:
+def _clients_of(update: ClientUpdate) -> tuple[int, ...]:
     """Return the clients that an update stands for."""
     return update.clients if isinstance(update, Bucket) else (update.client,)
 

@@ -50,13 +50,13 @@ class GeometricMedian(ParameterRule):
         alpha = torch.tensor(own, dtype=torch.float64) / sum(own)
         gram = cohort.parameters.gram()
 
-        beta, steps = weiszfeld(gram, alpha, self.smoothing, self.iterations, self.tolerance)
+        beta, steps = _weiszfeld(gram, alpha, self.smoothing, self.iterations, self.tolerance)
         server.metrics["rfa_steps"] = float(steps)
         cohort.note("weight", beta.tolist())
         return cohort.parameters.mean(beta.tolist(), 1.0)
 
 
-def weiszfeld(
+def _weiszfeld(
     gram: Tensor, alpha: Tensor, smoothing: float, iterations: int, tolerance: float
 ) -> tuple[Tensor, int]:
     """Return the weights of the points in their geometric median, and the number of iterations.
@@ -70,7 +70,7 @@ def weiszfeld(
         iterations: The largest number of iterations.
         tolerance: The largest final move, relative to the median distance.
     """
-    beta = around_medoid(squared_distances(gram).sqrt(), alpha)
+    beta = _around_medoid(squared_distances(gram).sqrt(), alpha)
     for step in range(iterations):
         distances = distances_from(gram, beta).clamp(min=smoothing)
         closer = alpha / distances
@@ -81,7 +81,7 @@ def weiszfeld(
     return beta, iterations
 
 
-def around_medoid(distances: Tensor, alpha: Tensor) -> Tensor:
+def _around_medoid(distances: Tensor, alpha: Tensor) -> Tensor:
     """Return weights of the half of the points around the most central one.
 
     The mean of all points can be arbitrarily far away with a single attacker, and so can a median

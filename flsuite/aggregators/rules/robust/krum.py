@@ -40,7 +40,7 @@ class MultiKrum(ParameterRule):
     def parameters(self, server: Server, cohort: Cohort) -> Tensor:
         count = len(cohort)
         byzantine = number_of(self.byzantine, count)
-        scores = krum_scores(squared_distances(cohort.parameters.gram()), byzantine)
+        scores = _krum_scores(squared_distances(cohort.parameters.gram()), byzantine)
 
         number = self.selected or count - byzantine
         chosen = set(torch.sort(scores, stable=True).indices[:number].tolist())
@@ -79,7 +79,7 @@ class Krum(MultiKrum):
     selected: PositiveInt | None = field(default=1, init=False)
 
 
-def krum_scores(squares: Tensor, byzantine: int) -> Tensor:
+def _krum_scores(squares: Tensor, byzantine: int) -> Tensor:
     """Return the sum of the squared distances of each client to its ``n - f - 2`` nearest others.
 
     Args:
