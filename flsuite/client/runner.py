@@ -113,7 +113,7 @@ class ClientRunner:
         if len(fits) < len(job):
             return [self.run(r) if isinstance(r, FitRequest) else self.score(r) for r in job]
         if self._stack is not None:
-            trainer, data = self.rewound_trainer([], fits[0].adapts)
+            trainer, data = self._rewound_trainer([], fits[0].adapts)
             self._resident.restore()
             self._stacked = self._stack.train_all(fits, trainer, data)
             self._resident.release()
@@ -175,7 +175,7 @@ class ClientRunner:
         """
         self._resident.restore()
         try:
-            trainer, _ = self.rewound_trainer([])
+            trainer, _ = self._rewound_trainer([])
             data = self.setup.data.at(request.broadcast.round)
             device, precision = trainer.strategy.root_device, trainer.precision_plugin
             scorer = Scorer(
@@ -213,7 +213,7 @@ class ClientRunner:
             declarations.begin_task(self.model, view.stage.task, view.stage.seen, view.stage.past)
         keeper, skips = KeepOptimizers(request.memory.get("optimizers")), CountSkips()
         callbacks = self._callbacks(request, client, keeper, loss, skips)
-        trainer, data = self.rewound_trainer(callbacks, request.adapts)
+        trainer, data = self._rewound_trainer(callbacks, request.adapts)
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         view = data.at(broadcast.round)
         loader = TrainLoader(
@@ -345,7 +345,7 @@ class ClientRunner:
                 callback.on_fit_start(trainer, self.model)
                 callback.measure(self.model, loader)
 
-    def rewound_trainer(
+    def _rewound_trainer(
         self, callbacks: list[Callback], epochs: int = 0
     ) -> tuple[ClientTrainer, FederatedData]:
         """Return a Trainer rewound for some epochs, or for its own, and the data on its device.
