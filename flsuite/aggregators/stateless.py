@@ -37,7 +37,7 @@ class Stateless:
         for part, before in self._before:
             after = _attributes(part)
             for name in after.keys() | before.keys():
-                if name not in before or name not in after or after[name] != before[name]:
+                if name not in before or name not in after or _differ(before[name], after[name]):
                     raise FlsuiteError(
                         f"{type(part).__name__} has changed its {name} {where}: all clients share "
                         f"it, and a resumed run begins without it; keep state in {memory}"
@@ -66,6 +66,11 @@ def _is_data(name: str, value: Any) -> bool:
     """Return whether an attribute of a class holds data, not a function or a property."""
     own = name.startswith(("__", "_abc_"))
     return not (own or isroutine(value) or hasattr(type(value), "__get__"))
+
+
+def _differ(before: Any, after: Any) -> bool:
+    """Return whether contents differ. Only bytes can be compared, for all kinds of values."""
+    return after is not before and not (isinstance(after, bytes) and after == before)
 
 
 def _content(value: Any) -> Any:

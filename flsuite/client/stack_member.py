@@ -63,14 +63,16 @@ class TrainerOfOne:
         self.callbacks = member.callbacks
         self.num_training_batches = len(member.loader)
         self.estimated_stepping_batches = member.steps
-        self.should_stop = False
+        self.should_stop, self.training = False, True
         self.move_to(0)
 
     def move_to(self, step: int) -> None:
         """Set the counters to those of a step of the fit, from 0."""
         self.global_step = step
         self.current_epoch, batch = divmod(step, self.num_training_batches)
-        self.is_last_batch = batch + 1 == self.num_training_batches
+        # At the end of the fit, it is still the last one.
+        is_end = step == self.estimated_stepping_batches
+        self.is_last_batch = is_end or batch + 1 == self.num_training_batches
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_A_LOOP:

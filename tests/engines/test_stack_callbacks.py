@@ -42,6 +42,7 @@ class Scales(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         assert trainer.global_step == trainer.estimated_stepping_batches
+        assert trainer.is_last_batch and trainer.training
 
 
 class ByNumber(Objective):
