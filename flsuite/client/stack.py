@@ -14,19 +14,18 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from flsuite.aggregators.losses import changes_attributes, step_loss
-from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.aggregators.second_model import first_names
 from flsuite.aggregators.stateless import Stateless
 from flsuite.client.allocator import keep_freed_memory
 from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.entries import Entries
-from flsuite.client.fits import StackedFit, context_of, start_of
+from flsuite.client.fits import StackedFit, start_of
 from flsuite.client.setup import WorkerSetup
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, TrainerOfOne, callbacks_of, stacked
 from flsuite.client.stack_samples import is_mean_over_samples, refuse_mixed_samples
 from flsuite.client.stack_steps import StackSteps
-from flsuite.client.stackable import callbacks_of_algorithm, optimizer_of, phases, stackable
+from flsuite.client.stackable import Candidate, candidate, optimizer_of, phases
 from flsuite.client.stacked_optimizer import past_of
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
@@ -83,16 +82,16 @@ class Stack:
             trainer: The Trainer, rewound for them.
             data: The samples, on its device.
         """
-        alike: dict[Any, list[FitRequest]] = {}
+        alike: dict[Any, list[Candidate]] = {}
         for request in requests:
-            if (callbacks := stackable(self.setup, request)) is not None:
-                alike.setdefault(self._kind(request, callbacks, data), []).append(request)
+            if one := candidate(self.setup, request):
+                alike.setdefault(self._kind(one, data), []).append(one)
         fits: dict[int, StackedFit] = {}
         for members in chain.from_iterable(map(self._in_stacks, alike.values())):
             if len(members) < 2:  # a stack of one would only be slower
                 continue
             try:
-                fits |= self.train(members, trainer, data)
+                fits |= self._train(members, trainer, data)
             except Exception as error:
                 # Which client it is shows when each trains by itself.
                 self._modules = []  # a callback may have left hooks in them
@@ -102,10 +101,9 @@ class Stack:
                 log.log(level, text, len(members), *names)
         return fits
 
-    def _kind(
-        self, request: FitRequest, callbacks: Sequence[Callback], data: FederatedData
-    ) -> tuple[Any, ...]:
+    def _kind(self, one: Candidate, data: FederatedData) -> tuple[Any, ...]:
         """Return what fits of one stack have in common."""
+        request, callbacks = one.request, one.callbacks
         round, decay = request.broadcast.round, self.setup.lr_decay
         view, steps = data.at(round), None
         if phases(callbacks):  # epochs that train other parameters begin together
@@ -120,18 +118,16 @@ class Stack:
             view.stage,
         )
 
-    def _in_stacks(self, requests: list[FitRequest]) -> Iterator[list[FitRequest]]:
-        for first in range(0, len(requests), self.setup.stack):
-            yield requests[first : first + self.setup.stack]
+    def _in_stacks(self, candidates: list[Candidate]) -> Iterator[list[Candidate]]:
+        for first in range(0, len(candidates), self.setup.stack):
+            yield candidates[first : first + self.setup.stack]
 
-    def train(
-        self, requests: Sequence[FitRequest], trainer: ClientTrainer, data: FederatedData
+    def _train(
+        self, candidates: Sequence[Candidate], trainer: ClientTrainer, data: FederatedData
     ) -> dict[int, StackedFit]:
-        """Train one stack, and return the fits of clients with a finite loss.
-
-        The arguments are those of :meth:`train_all`.
-        """
+        """Train one stack, and return the fits of clients with a finite loss."""
         began = time.perf_counter()
+        requests = [one.request for one in candidates]
         setup, first = self.setup, requests[0]
         view = data.at(first.broadcast.round)
         # What a model draws in its steps, as for dropout, depends on who is in the stack.
@@ -145,7 +141,7 @@ class Stack:
 
         starts = [start_of(setup, self.entries, request) for request in requests]
         tensors = self._tensors(starts, trainer.strategy.root_device)
-        members = [self._member(i, r, view, trainer, tensors) for i, r in enumerate(requests)]
+        members = [self._member(i, c, view, trainer, tensors) for i, c in enumerate(candidates)]
         batches = StackBatches(members, view, trainer)
         with attached(self.model, _NoTrainer(type(self.model).__name__)):
             start = {name: value[0] for name, value in tensors.items()}
@@ -196,24 +192,21 @@ class Stack:
     def _member(
         self,
         place: int,
-        request: FitRequest,
+        one: Candidate,
         view: FederatedData,
         trainer: ClientTrainer,
         tensors: Mapping[str, Tensor],
     ) -> Member:
-        setup, round = self.setup, request.broadcast.round
-        client = context_of(setup, request)
-        loader = TrainLoader(view, client.id, setup.seed, round, request.batches, request.repeat)
+        setup, request, client = self.setup, one.request, one.client
+        loader = TrainLoader(
+            view, client.id, setup.seed, client.round, request.batches, request.repeat
+        )
         callbacks: list[Callback] = copy.deepcopy(list(request.broadcast.callbacks))
-        own: list[Callback] = []
-        if not request.adapts:
-            if setup.keep_optimizers:
-                callbacks.append(KeepOptimizers(request.memory.get("optimizers")))
-            own = callbacks_of_algorithm(setup, client)
-        measures = [callback for callback in own if isinstance(callback, AfterFit)]
-        callbacks += [callback for callback in own if callback not in measures]
+        if setup.keep_optimizers and not request.adapts:
+            callbacks.append(KeepOptimizers(request.memory.get("optimizers")))
+        callbacks += one.own
         epochs = trainer.fit_loop.max_epochs or 1
-        member = Member(client, loader, epochs, callbacks, bool(measures))
+        member = Member(client, loader, epochs, callbacks, one.measures)
         if member.callbacks or place == 0:  # the first one's optimizer is the stack's
             self._give_model(member, place, trainer, tensors)
         return member

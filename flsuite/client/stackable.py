@@ -1,7 +1,7 @@
 """Which models, settings and algorithms can train as a stack of clients."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -67,20 +67,44 @@ def refuse_callbacks(request: FitRequest) -> None:
         )
 
 
-def stackable(setup: WorkerSetup, request: FitRequest) -> list[Callback] | None:
-    """Return what a client does in its steps, or ``None`` if it does not train in a stack.
+@dataclass(frozen=True)
+class Candidate:
+    """A fit that can train in a stack.
+
+    Attributes:
+        request: The request.
+        client: The client's view of the round.
+        own: What the algorithm does in the client's steps, after the callbacks of the user.
+        measures: Whether it measures the trained model.
+    """
+
+    request: FitRequest
+    client: ClientContext
+    own: list[Callback]
+    measures: bool
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """Return all that acts in the client's steps. Clients share the callbacks of the user."""
+        return [*self.request.broadcast.callbacks, *self.own]
+
+
+def candidate(setup: WorkerSetup, request: FitRequest) -> Candidate | None:
+    """Return a fit as it trains in a stack, or ``None`` if it does not.
 
     Attackers do not, nor do clients whose trained model is known.
     """
     if request.trained is not None:
         return None
-    users = list(request.broadcast.callbacks)
-    if request.adapts:
-        return users
-    own = _stackable_callbacks(setup, context_of(setup, request))
+    client = context_of(setup, request)
+    own = [] if request.adapts else _callbacks_of_algorithm(setup, client)
+    steps = [callback for callback in own if not isinstance(callback, AfterFit)]
     # A second model would train without their noise, and a frozen layer would get noise.
-    differs = phases(own or ()) or any(isinstance(one, SecondCallback) for one in own or ())
-    return None if own is None or (differs and by_sample(users)) else [*users, *own]
+    differs = phases(steps) or any(isinstance(one, SecondCallback) for one in steps)
+    clashes = differs and by_sample(request.broadcast.callbacks)
+    if clashes or not _are_stackable(steps):
+        return None
+    return Candidate(request, client, steps, measures=len(steps) < len(own))
 
 
 def by_sample(callbacks: Iterable[Callback]) -> bool:
@@ -95,8 +119,8 @@ def phases(callbacks: Iterable[Callback]) -> bool:
     )
 
 
-def _stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Callback] | None:
-    """Return what an algorithm does in a client's fit, or ``None`` if a stack cannot do it.
+def _are_stackable(steps: Sequence[Callback]) -> bool:
+    """Return whether a stack can do what an algorithm does in a client's steps.
 
     A callback that a stack can call has ``supports_stack = True``. Of the steps, it sees the
     gradients before the optimizer's, ``on_before_optimizer_step``, and neither batches nor the
@@ -104,16 +128,13 @@ def _stackable_callbacks(setup: WorkerSetup, client: ClientContext) -> list[Call
     right before the gradients, in ``on_train_batch_start``. It may take gradients away, so that no
     step follows. It does the same for all clients. One that reads gradients by sample learns the
     number of the batch there, but not the batch. Objectives state second models and terms of
-    features in functions of tensors, at most one of each. Measurements of the trained model are
-    left out: they come after the fit.
+    features in functions of tensors, at most one of each.
     """
-    own = callbacks_of_algorithm(setup, client)
-    steps = [callback for callback in own if not isinstance(callback, AfterFit)]
     kinds = [type(callback) for callback in steps if isinstance(callback, StatedCallback)]
-    return steps if len(set(kinds)) == len(kinds) and all(map(_supports_stack, steps)) else None
+    return len(set(kinds)) == len(kinds) and all(map(_supports_stack, steps))
 
 
-def callbacks_of_algorithm(setup: WorkerSetup, client: ClientContext) -> list[Callback]:
+def _callbacks_of_algorithm(setup: WorkerSetup, client: ClientContext) -> list[Callback]:
     """Return what the attack and the algorithm do in a client's fit."""
     attacks = setup.attack.callbacks(client) if setup.attack else []
     return [*attacks, *setup.aggregator.callbacks(client)]
@@ -168,7 +189,8 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
         if (value := setup.trainer_kwargs.get(argument)) not in values:
             yield f"trainer.{argument} is {value!r}"
     # Attackers train by themselves.
-    if _stackable_callbacks(replace(setup, attack=None), _some_client(setup)) is None:
+    some = FitRequest(0, 0, Broadcast(1, setup.initial, {}), {})
+    if candidate(replace(setup, attack=None), some) is None:
         yield f"{setup.aggregator.name} does more in a client's steps than a stack can"
     try:
         optimizer_of(model)
@@ -179,8 +201,3 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
 def _has_options(part: nn.Embedding | nn.EmbeddingBag) -> bool:
     """Return whether an embedding has options that a batched program ignores."""
     return part.padding_idx is not None or bool(part.max_norm) or part.scale_grad_by_freq
-
-
-def _some_client(setup: WorkerSetup) -> ClientContext:
-    """Return the view of a client, to ask the algorithm what it does."""
-    return context_of(setup, FitRequest(0, 0, Broadcast(1, setup.initial, {}), {}))

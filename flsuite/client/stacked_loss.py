@@ -1,7 +1,7 @@
 """The losses of many clients' training steps as one program."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flsuite.aggregators.features import features_at, inputs_of, outputs_of
@@ -83,6 +85,8 @@ class StackedLoss:
         self.model, self.trainer, self.term = model, trainer, term
         self.head = term.head_in(model) if term else ""
         self.buffers = [name for name, _ in model.named_buffers()]
+        is_large = any(_is_large(parameter) for parameter in model.parameters())
+        self._layers: AbstractContextManager[Any] = _WeightsFirst() if is_large else nullcontext()
 
     def step(
         self,
@@ -119,7 +123,7 @@ class StackedLoss:
             axes = (0, 0, 0, 0, None if isinstance(index, int) else 0, *(0 for _ in parts))
             together = torch.vmap(loss, axes, randomness="different")
             # Without a term, nothing is held.
-            with no_change_in_place(self.term, held):
+            with no_change_in_place(self.term, held), self._layers:
                 ends = together(leaves, others, batch, held, index, *parts)
         totals, losses, buffers, logged = ends
 
@@ -246,6 +250,31 @@ def clip(gradients: State, trainer: ClientTrainer) -> None:
     factors = (float(limit) / (torch.stack(norms).norm(dim=0) + 1e-6)).clamp(max=1.0)
     for gradient in gradients.values():
         gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)))
+
+
+def _is_large(weight: Tensor) -> bool:
+    """Return whether the memory order of a weight's gradient matters."""
+    return weight.ndim == 2 and weight.numel() > 4096
+
+
+class _WeightsFirst(TorchFunctionMode):
+    """Computes large linear layers as weights times inputs.
+
+    The gradients of a stack's weights are then in the memory order of the weights. Those of inputs
+    times weights are not, and their copies take a third of a step.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear and not kwargs:
+            x, weight, *bias = args
+            # The outputs are copied instead, because a model may view them. They are smaller.
+            if _is_large(weight) and x.ndim == 2 and 1 < x.shape[0] < x.shape[1]:
+                if not bias or bias[0] is None:
+                    return torch.mm(weight, x.mT).mT.contiguous()
+                return torch.addmm(bias[0][:, None], weight, x.mT).mT.contiguous()
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

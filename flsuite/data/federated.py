@@ -110,10 +110,12 @@ class FederatedData:
             yield from split.batches(batch_rows, generator)
             return
         for rows in batch_rows:
-            x = self.scaling(split.x[rows])
+            rows = rows.to(split.x.device)
+            # It copies whole images, where an index would copy byte by byte.
+            x = self.scaling(split.x.index_select(0, rows))
             if generator is not None and self.augment is not None:
                 x = self.augment(x, generator)
-            yield x, split.y[rows]
+            yield x, split.y.index_select(0, rows)
 
     def to(self, device: torch.device) -> "FederatedData":
         """Return the data with the training tensors on ``device``.

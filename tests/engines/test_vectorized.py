@@ -176,14 +176,14 @@ def distance(a: FederatedTrainer, b: FederatedTrainer) -> float:
 def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that receives the size of each stack that has trained."""
     sizes: list[int] = []
-    train = Stack.train
+    train = Stack._train
 
     def counted(self: Stack, requests: Sequence[Any], *args: Any) -> Any:
         fits = train(self, requests, *args)
         sizes.append(len(requests))
         return fits
 
-    monkeypatch.setattr(Stack, "train", counted)
+    monkeypatch.setattr(Stack, "_train", counted)
     return sizes
 
 
@@ -257,6 +257,22 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 def test_in_double_precision_nothing_differs(optimizer: Any, stacks: list[int]) -> None:
     """Clients have 3 to 40 images, so their steps and the sizes of their batches differ."""
     close(stacks, 1e-12, None, Classifier(InDouble(), optimizer), images())
+
+
+class Wide(Backbone):
+    """Layers whose gradients are computed in the memory order of their weights."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        pixels = shape[0] * shape[1] * shape[2]
+        views = (nn.Unflatten(1, (4, -1)), nn.Tanh(), nn.Flatten())  # need contiguous outputs
+        layers = nn.Linear(pixels, 128), *views, nn.Linear(128, 64, bias=False), nn.Tanh()
+        return nn.Sequential(_ToDouble(), nn.Flatten(), *layers, nn.Linear(64, outputs)).double()
+
+
+@pytest.mark.parametrize("partition", [IID(), Natural()], ids=["equal", "unequal"])
+def test_large_layers_train_as_alone(partition: Any, stacks: list[int]) -> None:
+    data = Images(clients=6, partition=partition, batch_size=8, val_fraction=0.0)
+    close(stacks, 1e-12, None, Classifier(Wide(), OPTIMIZERS["momentum"]), data)
 
 
 METHODS: dict[str, Aggregator] = {
@@ -627,13 +643,13 @@ def test_no_fit_trains_before_the_aggregation_that_it_arrives_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[tuple[int, int]] = []
-    train = Stack.train
+    train = Stack._train
 
-    def noted(self: Stack, requests: Sequence[Any], *args: Any) -> Any:
-        trained.extend((request.number, made.federation.clock.round) for request in requests)
-        return train(self, requests, *args)
+    def noted(self: Stack, candidates: Sequence[Any], *args: Any) -> Any:
+        trained.extend((one.request.number, made.federation.clock.round) for one in candidates)
+        return train(self, candidates, *args)
 
-    monkeypatch.setattr(Stack, "train", noted)
+    monkeypatch.setattr(Stack, "_train", noted)
     schedule, folder = Asynchronous(5, 3), str(tmp_path)
     made = federation(FedBuff(), 8, engine=Vectorized(), schedule=schedule, run_dir=folder)
     made.fit(table_model(), table_data(8))
