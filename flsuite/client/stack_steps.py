@@ -20,7 +20,7 @@ from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, callbacks_of, stacked, stated
 from flsuite.client.stackable import by_sample, phases
 from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
-from flsuite.client.stacked_optimizer import gather_states, hand_state
+from flsuite.client.stacked_optimizer import gather_states, hand_state, has_state
 from flsuite.client.stacked_second import StackedSecond
 from flsuite.client.trainer import ClientTrainer
 from flsuite.state import State, clone
@@ -179,6 +179,8 @@ class StackSteps:
                 shown[name] = parameter
                 parameter.grad = gradients[name][place]
         member.trainer.move_to(step)
+        if self._has_users:  # they may read or change its momentum
+            hand_state(self.optimizer, self.parameters, member, place)
         for callback in callbacks:
             at = member.trainer, member.module
             if phases([callback]):
@@ -190,6 +192,7 @@ class StackSteps:
             if parameter.grad is not None and not _is_same(parameter.grad, gradients[name][place]):
                 gradients[name][place] = parameter.grad
         self._refuse_own_settings(place)
+        self._refuse_other_state(place)
         return {name for name, parameter in shown.items() if parameter.grad is None}
 
     def _refuse_own_settings(self, place: int) -> None:
@@ -202,6 +205,12 @@ class StackSteps:
                 raise RuntimeError(f"a callback gives {name} other memory; change it in place")
         if _options(member.optimizer) != options or member.trainer.should_stop:
             raise RuntimeError("a callback changes a client's optimizer, or stops its fit")
+
+    def _refuse_other_state(self, place: int) -> None:
+        """Refuse a state of a client's optimizer that a callback of the user has replaced."""
+        at = self.optimizer, self.parameters, self.members[place], place
+        if self._has_users and not has_state(*at):
+            raise RuntimeError("a callback replaces the optimizer's state; change it in place")
 
     def _gradients(self, step: int, group: Group) -> State:
         """Return the gradients of a group's clients, and keep the rest of what the step gives."""
@@ -241,8 +250,8 @@ class StackSteps:
     def _end(self, place: int) -> State:
         """End a client's fit, and return its state, under all names of tied weights."""
         member = self.members[place]
-        if self.keeps:
-            hand_state(self.optimizer, self.parameters, member, place)
+        if self.keeps or self._has_users:
+            hand_state(self.optimizer, self.parameters, member, place, copies=self.keeps)
         if member.callbacks:
             member.trainer.move_to(member.steps)
         for callback in member.callbacks:

@@ -50,16 +50,51 @@ def gather_states(
 
 
 def hand_state(
-    optimizer: Optimizer, parameters: Mapping[str, Tensor], member: Member, place: int
+    optimizer: Optimizer,
+    parameters: Mapping[str, Tensor],
+    member: Member,
+    place: int,
+    copies: bool = False,
 ) -> None:
-    """Give a client's own optimizer its part of the stack's state, see :func:`gather_states`."""
+    """Give a client's own optimizer its part of the stack's state, see :func:`gather_states`.
+
+    The other arguments are those of :func:`gather_states`.
+
+    Args:
+        member: The client.
+        place: Its place in the stack.
+        copies: Whether to copy it. A kept view would keep the whole stack's memory.
+    """
     own = dict(member.module.named_parameters())
     for name, parameter in parameters.items():
-        member.optimizer.state[own[name]] = {
-            # A copy, because a kept view would keep the whole stack's memory.
-            key: value[place].clone() if _is_stacked(key, value) else value
-            for key, value in optimizer.state[parameter].items()
-        }
+        if parameter in optimizer.state:
+            member.optimizer.state[own[name]] = {
+                key: _part(key, value, place, copies)
+                for key, value in optimizer.state[parameter].items()
+            }
+
+
+def has_state(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], member: Member, place: int
+) -> bool:
+    """Return whether a client's own optimizer still has what :func:`hand_state` has given it."""
+    own = dict(member.module.named_parameters())
+    for name, parameter in parameters.items():
+        ours, theirs = optimizer.state.get(parameter, {}), member.optimizer.state.get(own[name], {})
+        if ours.keys() != theirs.keys():
+            return False
+        for key, value in ours.items():
+            part = _part(key, value, place, copies=False)
+            is_tensor = isinstance(part, Tensor) and isinstance(theirs[key], Tensor)
+            if is_tensor and part.data_ptr() != theirs[key].data_ptr():
+                return False
+    return True
+
+
+def _part(key: str, value: Any, place: int, copies: bool) -> Any:
+    if not _is_stacked(key, value):
+        return value
+    return value[place].clone() if copies else value[place]
 
 
 def _is_stacked(key: str, value: Any) -> bool:

@@ -13,7 +13,7 @@ from flsuite.engines import InProcess, Vectorized
 from flsuite.messages import ClientContext
 from tests.aggregators.federations import assert_same_models
 from tests.engines import test_vectorized
-from tests.engines.test_vectorized import close, fitted, table_data
+from tests.engines.test_vectorized import close, fitted, table_data, table_model
 
 stacks = test_vectorized.stacks  # a fixture
 
@@ -60,6 +60,36 @@ def test_the_trainer_counts_the_steps_of_one_client(number: str, stacks: list[in
     close(stacks, 1e-5, FedAvg(objective=ByNumber(FACTORS[number])), data=table_data(8))
 
 
+def momenta(optimizer: Any) -> list[torch.Tensor]:
+    return [state["momentum_buffer"] for state in optimizer.state.values()]
+
+
+class ReadsMomentum(Callback):
+    """Shrinks the gradients by the momentum, which it halves where it is large."""
+
+    supports_stack = True
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        norm = 1 + sum(float(one.norm()) for one in momenta(optimizer))
+        for parameter in pl_module.parameters():
+            parameter.grad = parameter.grad / norm
+        for one in momenta(optimizer):
+            one.mul_(0.5 if float(one.norm()) > 0.1 else 1.0)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        with torch.no_grad():
+            for parameter, one in zip(
+                pl_module.parameters(), momenta(trainer.optimizers[0]), strict=True
+            ):
+                parameter.add_(one, alpha=-0.1)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_optimizer_has_the_state_of_one_client(keep: bool, stacks: list[int]) -> None:
+    settings: dict[str, Any] = {"callbacks": [ReadsMomentum()], "keep_optimizers": keep}
+    close(stacks, 1e-5, FedAvg(), table_model(momentum=0.9), data=table_data(8), **settings)
+
+
 class Acts(Callback):
     """Changes at one hook what a stack has for all clients."""
 
@@ -89,6 +119,10 @@ def stops(trainer: Any, module: Any) -> None:
     trainer.should_stop = True
 
 
+def forgets(trainer: Any, module: Any) -> None:
+    trainer.optimizers[0].state.clear()
+
+
 def reads_the_loop(trainer: Any, module: Any) -> None:
     with torch.no_grad():
         next(module.parameters()).mul_(0.9 ** (1 + trainer.fit_loop.epoch_loop.batch_idx))
@@ -104,6 +138,7 @@ def reads_the_loop(trainer: Any, module: Any) -> None:
         ("on_train_end", new_memory),
         ("on_before_optimizer_step", logs),
         ("on_before_optimizer_step", stops),
+        ("on_before_optimizer_step", forgets),
         ("on_before_optimizer_step", reads_the_loop),
     ],
 )
@@ -111,6 +146,7 @@ def test_what_differs_between_clients_trains_them_by_themselves(
     hook: str, act: Callable[[Any, Any], None], stacks: list[int]
 ) -> None:
     settings: dict[str, Any] = {"callbacks": [Acts(hook, act)], "data": table_data(8)}
+    settings["model"] = table_model(momentum=0.9)
     alone, stacked = (fitted(engine, **settings) for engine in (InProcess(), Vectorized()))
     assert not stacks
     assert_same_models(alone, stacked)
