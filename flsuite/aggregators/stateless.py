@@ -1,9 +1,11 @@
 """A check that the parts of an algorithm keep no state in their attributes."""
 
+import io
 import pickle
-from functools import cached_property
-from inspect import isroutine
+from inspect import getattr_static, isfunction, isroutine
 from typing import Any
+
+from torch import nn
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.part import Part
@@ -45,27 +47,37 @@ class Stateless:
 
 
 def _attributes(part: Part) -> dict[str, Any]:
-    """Return what a part's attributes hold, by name.
-
-    Cached properties are left out, because they follow from the others.
-    """
+    """Return what a part's attributes hold, by name."""
     values: dict[str, Any] = {}
     for kind in reversed(type(part).__mro__):
         if not kind.__module__.startswith("flsuite.") and kind is not object:
             values |= {name: value for name, value in vars(kind).items() if _is_data(name, value)}
-    values |= getattr(part, "__dict__", {})
-    kind = type(part)
-    return {
-        name: _content(value)
-        for name, value in values.items()
-        if not isinstance(getattr(kind, name, None), cached_property)
-    }
+    values |= _without_caches(part, getattr(part, "__dict__", {}))
+    return {name: _content(value) for name, value in values.items()}
 
 
 def _is_data(name: str, value: Any) -> bool:
     """Return whether an attribute of a class holds data, not a function or a property."""
     own = name.startswith(("__", "_abc_"))
     return not (own or isroutine(value) or hasattr(type(value), "__get__"))
+
+
+def _without_caches(owner: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return attributes of an object without those that follow from the others.
+
+    They are cached properties, and whether a module is in training mode: who uses it sets that.
+    """
+    skipped = {"training"} if isinstance(owner, nn.Module) else set()
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in skipped and not _is_cache(getattr_static(type(owner), name, None))
+    }
+
+
+def _is_cache(of_the_class: Any) -> bool:
+    """Return whether a class computes an attribute when it is first read, by a descriptor."""
+    return hasattr(type(of_the_class), "__get__") and not isfunction(of_the_class)
 
 
 def _differ(before: Any, after: Any) -> bool:
@@ -75,7 +87,21 @@ def _differ(before: Any, after: Any) -> bool:
 
 def _content(value: Any) -> Any:
     """Return what changes with a value: its bytes, or itself if it has none."""
+    content = io.BytesIO()
     try:
-        return pickle.dumps(value)
+        _Pickler(content).dump(value)
     except Exception:  # some objects raise errors of their own
         return value
+    return content.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles objects without what they cache."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type) or isroutine(value) or not hasattr(value, "__dict__"):
+            return NotImplemented
+        reduced = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return reduced
+        return *reduced[:2], _without_caches(value, reduced[2]), *reduced[3:]

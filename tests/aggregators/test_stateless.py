@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributions import Categorical
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import Aggregator, FedAvg, Mean
@@ -81,6 +83,48 @@ class InATensor(FeatureTerm):
 def test_an_objective_keeps_no_state(kind: Callable[[], Objective], engine: Any) -> None:
     with pytest.raises(FlsuiteError, match="has changed its share in a fit: all clients"):
         run(FedAvg(objective=kind()), 2, engine=engine)
+
+
+class Caches:
+    """Computes an attribute when it is first read."""
+
+    @cached_property
+    def half(self) -> float:
+        return 0.5
+
+
+@dataclass(frozen=True)
+class UsesHelpers(FeatureTerm):
+    """Has a teacher, a distribution and a helper that compute what they need once."""
+
+    teacher: nn.Module = field(default_factory=lambda: nn.Sequential(nn.Linear(1, 1)))
+    helper: list[Caches] = field(default_factory=lambda: [Caches()])
+    prior: Categorical = field(default_factory=lambda: Categorical(torch.ones(3)))
+
+    @cached_property
+    def own(self) -> float:
+        return self.helper[0].half + float(self.prior.logits.sum())
+
+    def read(self, client: ClientContext, module: Any) -> Any:
+        self.teacher.eval()
+        return {"own": torch.tensor(self.own)}
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
+def test_what_follows_from_other_attributes_is_no_state(engine: Any) -> None:
+    run(FedAvg(objective=UsesHelpers()), 2, engine=engine)
+
+
+class TrainsItsTeacher(UsesHelpers):
+    def read(self, client: ClientContext, module: Any) -> Any:
+        with torch.no_grad():
+            self.teacher[0].weight.add_(1)
+        return {}
+
+
+def test_weights_in_a_nested_module_are_state() -> None:
+    with pytest.raises(FlsuiteError, match="has changed its teacher in a fit"):
+        run(FedAvg(objective=TrainsItsTeacher()), 2)
 
 
 class InConclude(Objective):
