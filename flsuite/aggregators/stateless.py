@@ -104,4 +104,5 @@ class _Pickler(pickle.Pickler):
         reduced = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
             return reduced
-        return *reduced[:2], _without_caches(value, reduced[2]), *reduced[3:]
+        # Without any attribute, the state of an object is None.
+        return *reduced[:2], _without_caches(value, reduced[2]) or None, *reduced[3:]
