@@ -378,7 +378,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the end of a stacked fit is not the algorithm's",
-        "client/stack_steps.py",
+        "client/stack_callbacks.py",
         "callback.on_train_end(member.trainer, member.module)",
         "pass",
         "engines/test_vectorized.py",
@@ -420,8 +420,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the optimizer of a stack does not go on",
-        "client/stack_steps.py",
-        "            gather_states(self.optimizer, self.parameters, members)",
+        "client/stack_callbacks.py",
+        "            gather_states(self._optimizer, self._parameters, self._members)",
         "            pass",
         "engines/test_vectorized.py",
     ),

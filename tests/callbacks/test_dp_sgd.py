@@ -291,14 +291,14 @@ class SteppedInPart(Classifier):
 def agrees_on_a_stack(monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> None:
     """Compare a stack with fits of single clients: batches of all sizes, some of them empty."""
     stacks: list[int] = []
-    train = Stack.train
+    train = Stack._train
 
     def counted(self: Stack, requests: Any, *args: Any) -> Any:
         fits = train(self, requests, *args)
         stacks.append(len(fits))
         return fits
 
-    monkeypatch.setattr(Stack, "train", counted)
+    monkeypatch.setattr(Stack, "_train", counted)
     alone, stacked = (
         fit(
             DPSGD(max_grad_norm=0.5), data=few(5, 60, 4), rounds=3, max_epochs=2, engine=engine,
