@@ -84,7 +84,9 @@ class ClientRunner:
             FlsuiteError: If no client can train with the settings of the run.
         """
         loss = MeanLoss()
-        self._resident.restore()
+        stacked = self._stacked.get(request.number)
+        if stacked is None or stacked.measures:  # else the model is not needed
+            self._resident.restore()
         try:
             result = self._fit(request, loss)
             return result if request.fault is None else carry_out(request.fault, result)
@@ -166,7 +168,9 @@ class ClientRunner:
             read = self.setup.uplink.unpack(outcome.update, base, received)
         except ValueError:
             return None
-        return None if replace(outcome, update=read).fault(reads_numbers) else read
+        # Without transforms it is the same.
+        outcome = outcome if read is outcome.update else replace(outcome, update=read)
+        return None if outcome.fault(reads_numbers) else read
 
     def score(self, request: ScoreRequest) -> OwnScores | ClientFailure | None:
         """Score one client's own model.
