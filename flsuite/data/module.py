@@ -201,52 +201,21 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
     def _make(self) -> FederatedData:
         """Read the published splits and split them over clients."""
         published = self.load()
-        # Select the subset first, so only its images are resized.
-        kept = fixed_subset(published.train, self.train_samples, self.train_part)
-        train = self._resized(kept)
-        train, server = hold_out_for_server(
-            train, self.server_samples, self.clients, self.partition_seed
-        )
-        test = self._resized(fixed_subset(published.test, self.test_samples))
-        val = None if published.val is None else self._resized(published.val)
-        _check_shapes(train, {"test": test, "validation": val})
-
-        # A partition receives one class per sample and the owners, never the samples themselves.
-        labels = partition_labels(train.classes.numpy())
-        ids = None if train.ids is None else train.ids.numpy()
-        rng = numpy_generator(self.partition_seed, "partition")
-        partition = self.partition or IID()
-        _check_labels(partition, published.spec)
-        split = partition(labels, self.clients, rng, ids)
-        rows = checked_rows(partition, split, len(labels), self.clients)
-
-        # A published validation split is the default, and an explicit fraction replaces it.
-        default_fraction = 0.1 if val is None else 0.0
-        fraction = default_fraction if self.val_fraction is None else self.val_fraction
+        train, server, val, test = self._samples(published)
+        rows = self._rows(train, published.spec)
         unseen = self._number_unseen()
-        inside = self.clients - unseen
-        train_rows, val_rows = hold_out(rows[:inside], fraction, self.partition_seed)
-        if unseen:
-            train_rows = Rows.of([*train_rows, *rows[inside:]])
-        is_held_out = val is None or self.val_fraction is not None
+        train_rows, val_rows = self._held_out(rows, unseen, has_val=val is not None)
+        test_rows = self._test_rows(train, test, rows, train_rows)
+
         if self.skew is not None:
-            # Held-out rows are in the training split too, but their labels are not changed.
             of_data = self.skew, published.spec, self.partition_seed
             train = skewed(train, train_rows, *of_data, "train")
+            # Held-out rows are in the training split too, but their labels are not changed.
             train = skewed(train, val_rows, *of_data, "val")
-        if is_held_out:
-            held_out = replace(train, rows=RaggedIndex.of(val_rows)).owned()
-            val = held_out if len(held_out) else None
-
-        # Clients that are groups of owners are tested on their owners' data. All others are tested
-        # on their training class mix, because their test data would otherwise be IID.
-        if ids is not None and test.ids is not None and owners_are_whole(ids, rows):
-            test_rows = assign_test_rows_by_owner(ids, rows, test.ids.numpy())
-        else:
-            test_labels = partition_labels(test.classes.numpy())
-            test_rows = split_test_like_train(labels, train_rows, test_labels, self.partition_seed)
-        if self.skew is not None:
             test = skewed(test, test_rows, *of_data, "test")
+        if val is None or self.val_fraction is not None:
+            own = replace(train, rows=RaggedIndex.of(val_rows)).owned()
+            val = own if len(own) else None
 
         scaling, shape = self._scaling(train, published.spec)
         return FederatedData(
@@ -260,6 +229,56 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
             server=server,
             unseen=unseen,
         )
+
+    def _samples(
+        self, published: PublishedSplits
+    ) -> tuple[DataSplit, DataSplit | None, DataSplit | None, DataSplit]:
+        """Return the training, server, validation and test samples, resized."""
+        # Select the subset first, so only its images are resized.
+        train = self._resized(fixed_subset(published.train, self.train_samples, self.train_part))
+        held = self.server_samples, self.clients, self.partition_seed
+        train, server = hold_out_for_server(train, *held)
+        test = self._resized(fixed_subset(published.test, self.test_samples))
+        val = None if published.val is None else self._resized(published.val)
+        _check_shapes(train, {"test": test, "validation": val})
+        return train, server, val, test
+
+    def _rows(self, train: DataSplit, spec: DataSpec) -> Rows:
+        """Return the rows of each client, as the partition draws them."""
+        # It receives one class per sample and the owners, never the samples themselves.
+        labels = partition_labels(train.classes.numpy())
+        ids = None if train.ids is None else train.ids.numpy()
+        rng = numpy_generator(self.partition_seed, "partition")
+        partition = self.partition or IID()
+        _check_labels(partition, spec)
+        rows = partition(labels, self.clients, rng, ids)
+        return checked_rows(partition, rows, len(labels), self.clients)
+
+    def _held_out(self, rows: Rows, unseen: int, has_val: bool) -> tuple[Rows, Rows]:
+        """Return each client's rows for training, and those for validation.
+
+        A published validation split is the default, and an explicit fraction replaces it.
+        """
+        default = 0.0 if has_val else 0.1
+        fraction = default if self.val_fraction is None else self.val_fraction
+        inside = self.clients - unseen
+        train_rows, val_rows = hold_out(rows[:inside], fraction, self.partition_seed)
+        if unseen:
+            train_rows = Rows.of([*train_rows, *rows[inside:]])
+        return train_rows, val_rows
+
+    def _test_rows(self, train: DataSplit, test: DataSplit, rows: Rows, train_rows: Rows) -> Rows:
+        """Return the rows of the test split that each client is tested on.
+
+        Clients that are groups of owners are tested on their owners' data. All others are tested on
+        their training class mix, because their test data would otherwise be IID.
+        """
+        if train.ids is not None and test.ids is not None:
+            ids = train.ids.numpy()
+            if owners_are_whole(ids, rows):
+                return assign_test_rows_by_owner(ids, rows, test.ids.numpy())
+        labels, test_labels = (partition_labels(split.classes.numpy()) for split in (train, test))
+        return split_test_like_train(labels, train_rows, test_labels, self.partition_seed)
 
     def _number_unseen(self) -> int:
         """Return the number of clients outside the federation."""
