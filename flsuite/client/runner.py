@@ -8,8 +8,6 @@ import copy
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -48,7 +46,7 @@ from flsuite.messages import (
 )
 from flsuite.models import declarations
 from flsuite.random import seed_process
-from flsuite.state import State, Sums, clone, load_, nbytes
+from flsuite.state import State, clone, load_, nbytes
 
 
 class ClientRunner:
@@ -73,28 +71,30 @@ class ClientRunner:
         self._data: FederatedData | None = None
         self._counted: tuple[Broadcast, int] | None = None
         self._stack = Stack(self.model, self.entries, setup) if setup.stack > 1 else None
-        self._stacked: dict[int, StackedFit] = {}
 
-    def run(self, request: FitRequest) -> Outcome:
+    def run(self, request: FitRequest, stacked: StackedFit | None = None) -> Outcome:
         """Train one client.
 
         An error of one client becomes a :class:`ClientFailure`.
+
+        Args:
+            request: The request.
+            stacked: The fit, if it has been trained with others, see :meth:`train_together`.
 
         Raises:
             FlsuiteError: If no client can train with the settings of the run.
         """
         loss = MeanLoss()
-        stacked = self._stacked.get(request.number)
         if stacked is None or stacked.measures:  # else the model is not needed
             self._resident.restore()
         try:
-            result = self._fit(request, loss)
+            result = self._fit(request, loss, stacked)
             return result if request.fault is None else carry_out(request.fault, result)
         except NeedsLightningLoopError:
             # Restart the whole fit in Lightning's loop, from the same state and seed.
             self._use_local_loop, self._trainer = False, None
             self._resident.release()  # a callback may have frozen a part of the model
-            return self.run(request)
+            return self.run(request, stacked)
         except FlsuiteError:
             raise
         except Exception as error:
@@ -104,73 +104,19 @@ class ClientRunner:
         finally:
             self._resident.release()
 
-    def answer(self, job: Sequence[FitRequest | ScoreRequest]) -> list[Any]:
-        """Return the answers to the requests of a job, which are all of one kind.
+    def train_together(self, requests: Sequence[FitRequest]) -> dict[int, StackedFit]:
+        """Train clients in stacks, and return the fits of those that could, by number.
 
-        The models of a part of the cohort are summed. A faulty update keeps its model and is
-        excluded from the sum, so the server can refuse it by name. The model of a single client is
-        sent unchanged.
+        They are all fits, or all adaptations of the final model. Without stacks, there are none.
         """
-        fits = [request for request in job if isinstance(request, FitRequest)]
-        if len(fits) < len(job):
-            return [self.run(r) if isinstance(r, FitRequest) else self.score(r) for r in job]
-        if self._stack is not None:
-            trainer, data = self._rewound_trainer([], fits[0].adapts)
-            self._resident.restore()
-            self._stacked = self._stack.train_all(fits, trainer, data)
-            self._resident.release()
-        parts = groupby(fits, key=lambda request: request.part)
-        outcomes = [o for part, members in parts for o in self._part(part, list(members))]
-        self._stacked = {}
-        return outcomes
-
-    def _part(self, part: int | None, fits: Sequence[FitRequest]) -> list[Outcome]:
-        """Return the outcomes of a part of the cohort."""
-        if part is None or len(fits) < 2 or not self.setup.sums_parts:
-            return [self.run(request) for request in fits]
-
-        # NaN and infinity propagate to the sum, so checking the sum is enough. If it fails, run the
-        # same fits again to find the client.
-        outcomes, total = self._sum_up(fits, reads_numbers=False)
-        return outcomes if total.is_finite else self._sum_up(fits, reads_numbers=True)[0]
-
-    def _sum_up(
-        self, requests: Sequence[FitRequest], reads_numbers: bool
-    ) -> tuple[list[Outcome], Sums]:
-        """Train several clients, and return their outcomes and the sum of the models.
-
-        Args:
-            requests: The fits.
-            reads_numbers: Whether to exclude models with non-finite numbers.
-        """
-        total, outcomes = Sums(), []
-        last: ClientUpdate | None = None
-        for request in requests:
-            outcome = self.run(request)
-            if isinstance(outcome, ClientResult):
-                update = outcome.update
-                is_late = request.fault == "late"  # excluded from its part's sum
-                if not is_late and (read := self._readable(outcome, request, reads_numbers)):
-                    total.add(self.setup.uplink.contribution(read))
-                    update.state, update.extras, update.partial, last = {}, {}, Sums(), update
-            outcomes.append(outcome)
-
-        if last is not None:
-            last.partial = total
-        return outcomes, total
-
-    def _readable(
-        self, outcome: ClientResult, request: FitRequest, reads_numbers: bool
-    ) -> ClientUpdate | None:
-        """Return an update as the server reads it, or ``None`` if the server will refuse it."""
-        base, received = request.broadcast.state, request.broadcast.extras
+        if self._stack is None:
+            return {}
+        trainer, data = self._rewound_trainer([], requests[0].adapts)
+        self._resident.restore()
         try:
-            read = self.setup.uplink.unpack(outcome.update, base, received)
-        except ValueError:
-            return None
-        # Without transforms it is the same.
-        outcome = outcome if read is outcome.update else replace(outcome, update=read)
-        return None if outcome.fault(reads_numbers) else read
+            return self._stack.train_all(requests, trainer, data)
+        finally:
+            self._resident.release()
 
     def score(self, request: ScoreRequest) -> OwnScores | ClientFailure | None:
         """Score one client's own model.
@@ -196,11 +142,10 @@ class ClientRunner:
         except Exception as error:
             return request.failure(f"{type(error).__name__}: {error}", traceback.format_exc())
 
-    def _fit(self, request: FitRequest, loss: MeanLoss) -> ClientResult:
+    def _fit(self, request: FitRequest, loss: MeanLoss, stacked: StackedFit | None) -> ClientResult:
         started = time.perf_counter()
         setup, broadcast = self.setup, request.broadcast
         view = setup.data.at(broadcast.round)
-        stacked = self._stacked.get(request.number)
         client = stacked.own_client() if stacked else context_of(setup, request)
         if stacked and not stacked.measures:
             whole = stacked.trained

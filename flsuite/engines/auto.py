@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from flsuite.arguments import PositiveInt, Settings
+from flsuite.client.jobs import JobRunner
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
 from flsuite.client.stackable import refuse_callbacks, require_stackable
@@ -190,7 +191,7 @@ def _seconds_stacked(
 ) -> float:
     """Return the seconds per fit in a stack of this size, or in a smaller one if that is slow."""
     few = list(requests[: max(2, min(size, int(_STACK / max(alone, 1e-6))))])
-    runner = ClientRunner(replace(_copied(setup), stack=len(few)))
+    runner = JobRunner(replace(_copied(setup), stack=len(few)))
     with threads_set(1):
         first = _timed(lambda: runner.answer(few))
         seconds = first if first > 2 * _STACK else _timed(lambda: runner.answer(few))

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 
 from flsuite.arguments import Settings, Threads
+from flsuite.client.jobs import JobRunner
 from flsuite.client.placement import require_one_gpu
-from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
 from flsuite.messages import ClientFailure, Fault, FitRequest, Outcome, OwnScores, ScoreRequest
 
@@ -108,7 +108,7 @@ class InProcess(Engine, Settings):
         self.stop()
         require_one_gpu(setup.trainer_kwargs)
         self._sums_parts, self._clients = setup.sums_parts, setup.stack
-        self._runner = ClientRunner(setup)
+        self._runner = JobRunner(setup)
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
         for job in jobs_of(requests, self._sums_parts, self._clients):

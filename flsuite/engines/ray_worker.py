@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.client.runner import ClientRunner
+from flsuite.client.jobs import JobRunner
 from flsuite.engines.wire import CANNOT_PICKLE, dumps
 from flsuite.engines.worker import Fatal, sendable
 from flsuite.errors import FlsuiteError
@@ -90,7 +90,7 @@ class RayWorker:
             data, rest = unpack(setup, share=True)
             self._shared = list(_tensors(data))
             self._writes = [tensor._version for tensor in self._shared]
-            self._runner = ClientRunner(replace(pickle.loads(rest), data=data))
+            self._runner = JobRunner(replace(pickle.loads(rest), data=data))
         except Exception as error:
             return pack(Fatal.of(error))
         return pack(None)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flsuite.client.runner import ClientRunner
+from flsuite.client.jobs import JobRunner
 from flsuite.engines.wire import CANNOT_PICKLE, dumps, load_shared, receive, send
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import Broadcast
@@ -74,7 +74,7 @@ def serve(
     try:
         data, rest = load_shared(descriptor, head, places)
         os.close(descriptor)
-        runner = ClientRunner(replace(pickle.loads(rest), data=data), worker)
+        runner = JobRunner(replace(pickle.loads(rest), data=data), worker)
         send(connection, Ready())
         _answer_requests(connection, runner)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -85,7 +85,7 @@ def serve(
             send(connection, Fatal.of(error))
 
 
-def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
+def _answer_requests(connection: Connection, runner: JobRunner) -> None:
     broadcast: Broadcast | None = None
     while True:
         message = receive(connection)
@@ -103,7 +103,7 @@ def _answer_requests(connection: Connection, runner: ClientRunner) -> None:
             send(connection, sendable(runner, job))
 
 
-def sendable(runner: ClientRunner, job: Sequence[Any]) -> list[Any]:
+def sendable(runner: JobRunner, job: Sequence[Any]) -> list[Any]:
     """Return the outcomes of a job, with failures for those that cannot be sent.
 
     If a summed model cannot be sent, the clients are trained again one by one.

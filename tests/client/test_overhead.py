@@ -7,7 +7,7 @@ machine does not decide. The bound is three times the measured overhead.
 import time
 from collections.abc import Callable
 
-from flsuite.client.runner import ClientRunner
+from flsuite.client.jobs import JobRunner
 from flsuite.models import MLP, Classifier
 from flsuite.runs.preparation import worker_setup
 from tests.benchmarks.loop import HandWrittenLoop
@@ -21,7 +21,7 @@ def test_a_small_client_costs_little_more_than_its_step() -> None:
     data = digits(clients=len(clients))
     made = trainer(rounds=1)
     run = made.prepare(Classifier(MLP(hidden=(256, 256))), data)
-    runner = ClientRunner(worker_setup(made, run))
+    runner = JobRunner(worker_setup(made, run))
     requests = run.requests(made.schedule.start(run.federation.clock))
 
     federated = data.federated

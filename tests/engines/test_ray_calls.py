@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flsuite.engines.ray as ray_engine
-from flsuite.client.runner import ClientRunner
+from flsuite.client.jobs import JobRunner
 from flsuite.engines import InProcess, Ray
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientFailure, ClientResult, Outcome, OwnScores, ScoreRequest
@@ -93,7 +93,7 @@ def test_the_outcomes_are_those_of_one_process(
 def test_scores_are_those_of_one_process(start: Start) -> None:
     engine, _ = start()
     made, state = worker_setup()
-    here = ClientRunner(made)
+    here = JobRunner(made)
     broadcast = requests(state)[0].broadcast
     asked = [ScoreRequest(n, n % 6, broadcast, {}, "test", True) for n in range(24)]
     scores = engine.score(asked)

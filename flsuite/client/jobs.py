@@ -1,0 +1,93 @@
+"""Answers the jobs of a worker: fits, whose models it may sum up, and scores."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from flsuite.client.fits import StackedFit
+from flsuite.client.runner import ClientRunner
+from flsuite.client.setup import WorkerSetup
+from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome, ScoreRequest
+from flsuite.state import Sums
+
+
+class JobRunner:
+    """Runs the jobs of one worker.
+
+    Args:
+        setup: The setup shared by all workers.
+        worker: Number of the worker, which determines its GPU if there are several.
+    """
+
+    def __init__(self, setup: WorkerSetup, worker: int = 0) -> None:
+        self._setup, self._runner = setup, ClientRunner(setup, worker)
+        self._stacked: dict[int, StackedFit] = {}
+
+    def answer(self, job: Sequence[FitRequest | ScoreRequest]) -> list[Any]:
+        """Return the answers to the requests of a job, which are all of one kind.
+
+        The models of a part of the cohort are summed. A faulty update keeps its model and is
+        excluded from the sum, so the server can refuse it by name. The model of a single client is
+        sent unchanged.
+        """
+        fits = [request for request in job if isinstance(request, FitRequest)]
+        if len(fits) < len(job):
+            runner = self._runner
+            return [runner.run(r) if isinstance(r, FitRequest) else runner.score(r) for r in job]
+        self._stacked = self._runner.train_together(fits)
+        parts = groupby(fits, key=lambda request: request.part)
+        outcomes = [o for part, members in parts for o in self._part(part, list(members))]
+        self._stacked = {}
+        return outcomes
+
+    def _run(self, request: FitRequest) -> Outcome:
+        return self._runner.run(request, self._stacked.get(request.number))
+
+    def _part(self, part: int | None, fits: Sequence[FitRequest]) -> list[Outcome]:
+        """Return the outcomes of a part of the cohort."""
+        if part is None or len(fits) < 2 or not self._setup.sums_parts:
+            return [self._run(request) for request in fits]
+
+        # NaN and infinity propagate to the sum, so checking the sum is enough. If it fails, run the
+        # same fits again to find the client.
+        outcomes, total = self._sum_up(fits, reads_numbers=False)
+        return outcomes if total.is_finite else self._sum_up(fits, reads_numbers=True)[0]
+
+    def _sum_up(
+        self, requests: Sequence[FitRequest], reads_numbers: bool
+    ) -> tuple[list[Outcome], Sums]:
+        """Train several clients, and return their outcomes and the sum of the models.
+
+        Args:
+            requests: The fits.
+            reads_numbers: Whether to exclude models with non-finite numbers.
+        """
+        total, outcomes = Sums(), []
+        last: ClientUpdate | None = None
+        for request in requests:
+            outcome = self._run(request)
+            if isinstance(outcome, ClientResult):
+                update = outcome.update
+                is_late = request.fault == "late"  # excluded from its part's sum
+                if not is_late and (read := self._readable(outcome, request, reads_numbers)):
+                    total.add(self._setup.uplink.contribution(read))
+                    update.state, update.extras, update.partial, last = {}, {}, Sums(), update
+            outcomes.append(outcome)
+
+        if last is not None:
+            last.partial = total
+        return outcomes, total
+
+    def _readable(
+        self, outcome: ClientResult, request: FitRequest, reads_numbers: bool
+    ) -> ClientUpdate | None:
+        """Return an update as the server reads it, or ``None`` if the server will refuse it."""
+        base, received = request.broadcast.state, request.broadcast.extras
+        try:
+            read = self._setup.uplink.unpack(outcome.update, base, received)
+        except ValueError:
+            return None
+        # Without transforms it is the same.
+        outcome = outcome if read is outcome.update else replace(outcome, update=read)
+        return None if outcome.fault(reads_numbers) else read
