@@ -1,10 +1,13 @@
 """A check that the parts of an algorithm keep no state in their attributes."""
 
+import copyreg
 import io
 import pickle
-from inspect import getattr_static, isfunction, isroutine
+from inspect import getattr_static, isroutine
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 from flsuite.aggregators.aggregator import Aggregator
@@ -77,7 +80,10 @@ def _without_caches(owner: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 def _is_cache(of_the_class: Any) -> bool:
     """Return whether a class computes an attribute when it is first read, by a descriptor."""
-    return hasattr(type(of_the_class), "__get__") and not isfunction(of_the_class)
+    kind = type(of_the_class)
+    is_function = isinstance(of_the_class, (FunctionType, staticmethod, classmethod))
+    # One that is assigned to, as for validation, holds data.
+    return hasattr(kind, "__get__") and not hasattr(kind, "__set__") and not is_function
 
 
 def _differ(before: Any, after: Any) -> bool:
@@ -99,7 +105,11 @@ class _Pickler(pickle.Pickler):
     """Pickles objects without what they cache."""
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type) or isroutine(value) or not hasattr(value, "__dict__"):
+        if isinstance(value, torch.Generator):  # its bytes differ from call to call
+            drawn = torch.randint(2**62, (2,), generator=value.clone_state(), device=value.device)
+            return tuple, (drawn.tolist(),)
+        is_plain = isroutine(value) or not hasattr(value, "__dict__")
+        if is_plain or isinstance(value, type) or type(value) in copyreg.dispatch_table:
             return NotImplemented
         reduced = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):

@@ -83,6 +83,7 @@ class Stack:
             data: The samples, on its device.
         """
         alike: dict[Any, list[Candidate]] = {}
+        self._seed(requests[0])  # an objective may draw where it makes callbacks
         for request in requests:
             if one := candidate(self.setup, request):
                 alike.setdefault(self._kind(one, data), []).append(one)
@@ -130,9 +131,7 @@ class Stack:
         requests = [one.request for one in candidates]
         setup, first = self.setup, requests[0]
         view = data.at(first.broadcast.round)
-        # What a model draws in its steps, as for dropout, depends on who is in the stack.
-        stream = f"stack/{first.repeat}" if first.repeat else "stack"
-        seed_process(setup.seed, stream, first.broadcast.round, first.client)
+        self._seed(first)
         # A copy, because a step may leave a tensor of the transforms in the model.
         self.model = copy.deepcopy(self._original).to(trainer.strategy.root_device).train()
         if view.stage is not None:
@@ -165,6 +164,11 @@ class Stack:
             trained = TrainedFit(state, kept, member.steps, metrics, seconds)
             fits[request.number] = StackedFit(member.client, trained, member.measures)
         return fits
+
+    def _seed(self, first: FitRequest) -> None:
+        """Seed what a stack draws, as for dropout. It depends on who is in the stack."""
+        stream = f"stack/{first.repeat}" if first.repeat else "stack"
+        seed_process(self.setup.seed, stream, first.broadcast.round, first.client)
 
     def _used(self, trainer: ClientTrainer, start: State, batch: Any) -> list[str]:
         """Return the trainable parameters that the loss depends on. The others take no step."""

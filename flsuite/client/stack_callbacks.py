@@ -63,7 +63,7 @@ class StackCallbacks:
             self._refuse_own_settings(place)
             if _frozen(member) != before:
                 raise RuntimeError("a callback freezes parameters before the first epoch")
-        if self._keeps:
+        if self._keeps or self._has_users:  # they may have changed it
             gather_states(self._optimizer, self._parameters, self._members)
         return starts
 
@@ -71,11 +71,14 @@ class StackCallbacks:
         """Begin the epochs that start with this step. A callback may freeze parameters in it."""
         if not phases(self._members[0].callbacks):
             return
-        for member in self._members:  # those of such a stack begin their epochs together
+        for place, member in enumerate(self._members):  # they begin their epochs together
             if step % len(member.loader) == 0:
                 member.trainer.move_to(step)
+                self._hand_state(place)
                 for callback in _own(member.callbacks):
                     callback.on_train_epoch_start(member.trainer, member.module)
+                self._refuse_own_settings(place)
+                self._refuse_other_state(place)
         self.frozen, *others = map(_frozen, self._members)
         if any(names != self.frozen for names in others):
             raise RuntimeError("a callback freezes other parameters for other clients")
@@ -133,8 +136,7 @@ class StackCallbacks:
                 shown[name] = parameter
                 parameter.grad = gradients[name][place]
         member.trainer.move_to(step)
-        if self._has_users:  # they may read or change its momentum
-            hand_state(self._optimizer, self._parameters, member, place)
+        self._hand_state(place)
         for callback in callbacks:
             at = member.trainer, member.module
             if phases([callback]):
@@ -152,8 +154,7 @@ class StackCallbacks:
     def end(self, place: int) -> None:
         """End a client's fit."""
         member = self._members[place]
-        if self._keeps or self._has_users:
-            hand_state(self._optimizer, self._parameters, member, place, copies=self._keeps)
+        self._hand_state(place, copies=True)
         if member.callbacks:
             member.trainer.move_to(member.steps)
         for callback in member.callbacks:
@@ -163,6 +164,12 @@ class StackCallbacks:
                 callback.on_train_end(member.trainer, member.module)
         self._refuse_own_settings(place)
         member.has_ended = True
+
+    def _hand_state(self, place: int, copies: bool = False) -> None:
+        """Show a client's callbacks the state of its optimizer, where some may read it."""
+        if self._has_users or (self._keeps and copies):
+            member = self._members[place]
+            hand_state(self._optimizer, self._parameters, member, place, copies)
 
     def _refuse_own_settings(self, place: int) -> None:
         """Refuse what a callback of the user has set for one client, and a stack has for all."""

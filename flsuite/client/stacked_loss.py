@@ -268,12 +268,13 @@ class _WeightsFirst(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func is F.linear and not kwargs:
-            x, weight, *bias = args
+            x, weight, bias = (*args, None)[:3]
             # The outputs are copied instead, because a model may view them. They are smaller.
             if _is_large(weight) and x.ndim == 2 and 1 < x.shape[0] < x.shape[1]:
-                if not bias or bias[0] is None:
+                if bias is None:
                     return torch.mm(weight, x.mT).mT.contiguous()
-                return torch.addmm(bias[0][:, None], weight, x.mT).mT.contiguous()
+                if bias.ndim == 1:
+                    return torch.addmm(bias[:, None], weight, x.mT).mT.contiguous()
         return func(*args, **(kwargs or {}))
 
 

@@ -35,18 +35,25 @@ def gather_states(
         optimizer: The optimizer.
         parameters: The parameters that it steps, each ``(clients, ...)``.
         members: The clients.
+
+    Raises:
+        RuntimeError: If their states are of different kinds.
     """
     own = [dict(member.module.named_parameters()) for member in members]
     for name, parameter in parameters.items():
         states = [
-            member.optimizer.state[one[name]] for member, one in zip(members, own, strict=True)
+            member.optimizer.state.get(one[name], {})
+            for member, one in zip(members, own, strict=True)
         ]
-        optimizer.state[parameter] = {
-            key: stacked([state[key] for state in states]).contiguous()
-            if _is_stacked(key, value)
-            else value
-            for key, value in states[0].items()
-        }
+        if any(_shared(state) != _shared(states[0]) for state in states[1:]):
+            raise RuntimeError("the optimizers of clients have states of different kinds")
+        if states[0]:
+            optimizer.state[parameter] = {
+                key: stacked([state[key] for state in states]).contiguous()
+                if _is_stacked(key, value)
+                else value
+                for key, value in states[0].items()
+            }
 
 
 def hand_state(
@@ -58,43 +65,57 @@ def hand_state(
 ) -> None:
     """Give a client's own optimizer its part of the stack's state, see :func:`gather_states`.
 
-    The other arguments are those of :func:`gather_states`.
-
     Args:
+        optimizer: The optimizer.
+        parameters: The parameters that it steps, each ``(clients, ...)``.
         member: The client.
         place: Its place in the stack.
         copies: Whether to copy it. A kept view would keep the whole stack's memory.
     """
     own = dict(member.module.named_parameters())
     for name, parameter in parameters.items():
-        if parameter in optimizer.state:
+        if state := optimizer.state.get(parameter):
             member.optimizer.state[own[name]] = {
-                key: _part(key, value, place, copies)
-                for key, value in optimizer.state[parameter].items()
+                key: _part(key, value, place, copies) for key, value in state.items()
             }
 
 
 def has_state(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], member: Member, place: int
 ) -> bool:
-    """Return whether a client's own optimizer still has what :func:`hand_state` has given it."""
+    """Return whether a client's own optimizer still has what :func:`hand_state` has given it.
+
+    Its tensors may have changed in place, but not the numbers that the stack has for all clients.
+    """
     own = dict(member.module.named_parameters())
     for name, parameter in parameters.items():
         ours, theirs = optimizer.state.get(parameter, {}), member.optimizer.state.get(own[name], {})
-        if ours.keys() != theirs.keys():
+        if _shared(ours) != _shared(theirs):
             return False
         for key, value in ours.items():
-            part = _part(key, value, place, copies=False)
-            is_tensor = isinstance(part, Tensor) and isinstance(theirs[key], Tensor)
-            if is_tensor and part.data_ptr() != theirs[key].data_ptr():
+            if _is_stacked(key, value) and value[place].data_ptr() != theirs[key].data_ptr():
                 return False
     return True
 
 
 def _part(key: str, value: Any, place: int, copies: bool) -> Any:
-    if not _is_stacked(key, value):
+    if not isinstance(value, Tensor):
         return value
+    if not _is_stacked(key, value):
+        return value.clone()
     return value[place].clone() if copies else value[place]
+
+
+def _shared(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a stack has for all clients: numbers, and which entries are tensors."""
+    return {
+        key: Tensor
+        if _is_stacked(key, value)
+        else float(value)
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }
 
 
 def _is_stacked(key: str, value: Any) -> bool:

@@ -1,8 +1,10 @@
 """Parts of an algorithm that keep state in their attributes are refused."""
 
+import copyreg
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -113,6 +115,68 @@ class UsesHelpers(FeatureTerm):
 @pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
 def test_what_follows_from_other_attributes_is_no_state(engine: Any) -> None:
     run(FedAvg(objective=UsesHelpers()), 2, engine=engine)
+
+
+class AtLeastZero:
+    """An attribute that is checked where it is set."""
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return owner.__dict__["share"] if owner is not None else self
+
+    def __set__(self, owner: Any, value: float) -> None:
+        owner.__dict__["share"] = max(value, 0.0)
+
+
+class Helper:
+    share = AtLeastZero()
+
+    def __init__(self) -> None:
+        self.share = 0.0
+
+
+class Reduced:
+    """Has a lock, without which it is copied."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value, self.lock = value, Lock()
+
+
+copyreg.pickle(Reduced, lambda one: (Reduced, (one.value,)))
+
+
+@dataclass(frozen=True)
+class InHelpers(FeatureTerm):
+    """Keeps a number in an object of a class that does something of its own."""
+
+    share: Any = field(default_factory=Helper)
+
+    def read(self, client: ClientContext, module: Any) -> Any:
+        name = "share" if isinstance(self.share, Helper) else "value"
+        setattr(self.share, name, getattr(self.share, name) + 1)
+        return {}
+
+
+@pytest.mark.parametrize("helper", [Helper, Reduced])
+def test_state_in_helpers_of_any_kind_is_refused(helper: Callable[[], Any]) -> None:
+    with pytest.raises(FlsuiteError, match="has changed its share in a fit"):
+        run(FedAvg(objective=InHelpers(share=helper())), 2)
+
+
+@dataclass(frozen=True)
+class HasAGenerator(FeatureTerm):
+    generator: torch.Generator = field(default_factory=torch.Generator)
+
+
+class DrawsFromIt(HasAGenerator):
+    def read(self, client: ClientContext, module: Any) -> Any:
+        return {"drawn": torch.rand((), generator=self.generator)}
+
+
+def test_a_generator_is_state_once_it_is_used() -> None:
+    for _ in range(3):
+        run(FedAvg(objective=HasAGenerator()), 2)
+    with pytest.raises(FlsuiteError, match="has changed its generator"):
+        run(FedAvg(objective=DrawsFromIt()), 2)
 
 
 class TrainsItsTeacher(UsesHelpers):

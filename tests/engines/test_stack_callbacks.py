@@ -1,19 +1,30 @@
 """A user's callback in a stack of clients does what it does in each client's own fit."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.optim import SGD, Adagrad, Adam
 
 from flsuite.aggregators import FedAvg
 from flsuite.aggregators.objectives import Objective
 from flsuite.engines import InProcess, Vectorized
 from flsuite.messages import ClientContext
+from flsuite.models import MLP, Classifier
 from tests.aggregators.federations import assert_same_models
 from tests.engines import test_vectorized
-from tests.engines.test_vectorized import close, fitted, table_data, table_model
+from tests.engines.test_vectorized import (
+    InDouble,
+    close,
+    fitted,
+    images,
+    table_data,
+    table_model,
+)
 
 stacks = test_vectorized.stacks  # a fixture
 
@@ -90,6 +101,90 @@ def test_the_optimizer_has_the_state_of_one_client(keep: bool, stacks: list[int]
     close(stacks, 1e-5, FedAvg(), table_model(momentum=0.9), data=table_data(8), **settings)
 
 
+class BeginsAnew(Callback):
+    """Zeroes the momentum at the start of each epoch."""
+
+    supports_stack = True
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        for one in momenta(trainer.optimizers[0]):
+            one.zero_()
+
+
+@pytest.mark.parametrize("batch_size", [4, 64], ids=["some batches", "one batch"])
+def test_the_momentum_can_change_before_an_epoch(batch_size: int, stacks: list[int]) -> None:
+    data = images()
+    data.batch_size = batch_size
+    model = Classifier(InDouble(), partial(SGD, lr=0.1, momentum=0.9))
+    close(stacks, 1e-12, None, model, data, callbacks=[BeginsAnew()])
+
+
+class Remembers(Objective):
+    """Keeps the momentum of each client, whose fit may end before others' fits."""
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        return [_Remembers(client)]
+
+
+class _Remembers(Callback):
+    supports_stack = True
+
+    def __init__(self, client: ClientContext) -> None:
+        self.client = client
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.client.memory["momenta"] = dict(enumerate(momenta(trainer.optimizers[0])))
+
+
+def test_what_a_client_keeps_of_its_momentum_is_its_own(stacks: list[int]) -> None:
+    model = Classifier(InDouble(), partial(SGD, lr=0.1, momentum=0.9))
+    runs = [
+        fitted(engine, FedAvg(objective=Remembers()), model, images())
+        for engine in (InProcess(), Vectorized(clients=4))
+    ]
+    assert stacks
+    alone, stacked = ([made.federation.clients[k]["objective"] for k in range(6)] for made in runs)
+    for one, other in zip(alone, stacked, strict=True):
+        for key, value in one["momenta"].items():
+            torch.testing.assert_close(other["momenta"][key], value)
+            assert other["momenta"][key].untyped_storage().nbytes() == value.nbytes
+
+
+class Looks(Callback):
+    """Does nothing."""
+
+    supports_stack = True
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        return None
+
+
+def test_adagrad_has_a_state_before_its_first_step(stacks: list[int]) -> None:
+    model = Classifier(InDouble(), partial(Adagrad, lr=0.1, initial_accumulator_value=0.5))
+    close(stacks, 1e-12, None, model, images(), callbacks=[Looks()])
+
+
+class DrawsItsRate(Objective):
+    """Draws a number where it makes a client's callbacks."""
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        factor = 1 + float(torch.rand(()))
+        return [Scales(lambda trainer, module: factor)]
+
+
+def test_what_callbacks_draw_depends_on_the_round_alone(tmp_path: Path, stacks: list[int]) -> None:
+    def run(name: str, rounds: int) -> Any:
+        torch.rand(len(name))  # a generator in another state
+        settings: dict[str, Any] = {"data": table_data(8), "run_dir": str(tmp_path / name)}
+        engine = Vectorized(clients=4)
+        return fitted(engine, FedAvg(objective=DrawsItsRate()), rounds=rounds, **settings)
+
+    whole = run("whole", 3)
+    run("parts", 1)
+    assert_same_models(whole, run("parts", 3))
+    assert stacks
+
+
 class Acts(Callback):
     """Changes at one hook what a stack has for all clients."""
 
@@ -123,6 +218,16 @@ def forgets(trainer: Any, module: Any) -> None:
     trainer.optimizers[0].state.clear()
 
 
+def restarts(trainer: Any, module: Any) -> None:
+    for state in trainer.optimizers[0].state.values():
+        state["momentum_buffer"] = None
+
+
+def steps_back(trainer: Any, module: Any) -> None:
+    for state in trainer.optimizers[0].state.values():
+        state["step"].sub_(0.5)
+
+
 def reads_the_loop(trainer: Any, module: Any) -> None:
     with torch.no_grad():
         next(module.parameters()).mul_(0.9 ** (1 + trainer.fit_loop.epoch_loop.batch_idx))
@@ -139,6 +244,8 @@ def reads_the_loop(trainer: Any, module: Any) -> None:
         ("on_before_optimizer_step", logs),
         ("on_before_optimizer_step", stops),
         ("on_before_optimizer_step", forgets),
+        ("on_before_optimizer_step", restarts),
+        ("on_before_optimizer_step", steps_back),
         ("on_before_optimizer_step", reads_the_loop),
     ],
 )
@@ -146,7 +253,8 @@ def test_what_differs_between_clients_trains_them_by_themselves(
     hook: str, act: Callable[[Any, Any], None], stacks: list[int]
 ) -> None:
     settings: dict[str, Any] = {"callbacks": [Acts(hook, act)], "data": table_data(8)}
-    settings["model"] = table_model(momentum=0.9)
+    optimizer: Any = Adam if act is steps_back else partial(SGD, momentum=0.9)
+    settings["model"] = Classifier(MLP((4,)), partial(optimizer, lr=0.05))
     alone, stacked = (fitted(engine, **settings) for engine in (InProcess(), Vectorized()))
     assert not stacks
     assert_same_models(alone, stacked)
