@@ -12,11 +12,13 @@ from torch.optim import SGD, Adagrad, Adam
 
 from flsuite.aggregators import FedAvg
 from flsuite.aggregators.objectives import Objective
+from flsuite.data import IID
 from flsuite.engines import InProcess, Vectorized
 from flsuite.messages import ClientContext
 from flsuite.models import MLP, Classifier
 from tests.aggregators.federations import assert_same_models
 from tests.engines import test_vectorized
+from tests.engines.test_processes import Images
 from tests.engines.test_vectorized import (
     InDouble,
     close,
@@ -113,8 +115,7 @@ class BeginsAnew(Callback):
 
 @pytest.mark.parametrize("batch_size", [4, 64], ids=["some batches", "one batch"])
 def test_the_momentum_can_change_before_an_epoch(batch_size: int, stacks: list[int]) -> None:
-    data = images()
-    data.batch_size = batch_size
+    data = Images(clients=6, partition=IID(), batch_size=batch_size, val_fraction=0.0)
     model = Classifier(InDouble(), partial(SGD, lr=0.1, momentum=0.9))
     close(stacks, 1e-12, None, model, data, callbacks=[BeginsAnew()])
 
