@@ -211,7 +211,7 @@ def pair_cells(table: pd.DataFrame) -> list[tuple[str, ...]]:
 
 
 def comparison_markdown(table: pd.DataFrame, metric: str, score: Score) -> str:
-    """Write the pairs of :func:`compare` as Markdown, with :func:`comparison_note`.
+    """Return the pairs of :func:`compare` as Markdown, with :func:`comparison_note`.
 
     It is empty if no two methods share two seeds. The arguments are those of the note.
     """

@@ -86,7 +86,7 @@ class StackCallbacks:
     def show(
         self, step: int, groups: Sequence[Group], gradients: State, samples: dict[int, State]
     ) -> None:
-        """Let the callbacks see the gradients, in their order, and change or take them away.
+        """Show the gradients to the callbacks in order. They may change or take them away.
 
         Args:
             step: The step.
@@ -120,7 +120,7 @@ class StackCallbacks:
         samples: dict[int, State],
         part: slice,
     ) -> set[str]:
-        """Let some callbacks of a client see its gradients, and change or replace them.
+        """Show a client's gradients to some of its callbacks, which may change or replace them.
 
         Returns the parameters whose gradients they have taken away, so that they take no step.
         """

@@ -49,7 +49,7 @@ def is_mean_over_samples(steps: StackSteps, batch: Any) -> bool:
 
 
 def refuse_mixed_samples(steps: StackSteps, batch: Any) -> None:
-    """Refuse a term of the features that is no mean over the samples of a batch.
+    """Refuse a term of the features that is not a mean over the samples of a batch.
 
     The arguments are those of :func:`is_mean_over_samples`.
 

@@ -1,4 +1,4 @@
-"""What the optimizer of a stack of clients keeps from their last fits."""
+"""The state of a stack's optimizer, and each client's part of it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,10 +18,10 @@ def past_of(states: Sequence[Mapping[str, Any]] | None) -> tuple[Any, ...]:
         states: The state dicts of a client's optimizers, from its last fit.
     """
     entries = (
-        (index, key, float(value) if key in _OF_THE_STEP else None)
+        (index, key, kind)
         for one in states or ()
         for index, state in one["state"].items()
-        for key, value in state.items()
+        for key, kind in _shared(state).items()
     )
     return tuple(entries)
 
@@ -86,6 +86,7 @@ def has_state(
     """Return whether a client's own optimizer still has what :func:`hand_state` has given it.
 
     Its tensors may have changed in place, but not the numbers that the stack has for all clients.
+    The arguments are those of :func:`hand_state`.
     """
     own = dict(member.module.named_parameters())
     for name, parameter in parameters.items():
@@ -99,6 +100,7 @@ def has_state(
 
 
 def _part(key: str, value: Any, place: int, copies: bool) -> Any:
+    """Return a client's part of an entry of the stack's state."""
     if not isinstance(value, Tensor):
         return value
     if not _is_stacked(key, value):
@@ -108,14 +110,13 @@ def _part(key: str, value: Any, place: int, copies: bool) -> Any:
 
 def _shared(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a stack has for all clients: numbers, and which entries are tensors."""
-    return {
-        key: Tensor
-        if _is_stacked(key, value)
-        else float(value)
-        if isinstance(value, Tensor)
-        else value
-        for key, value in state.items()
-    }
+
+    def shared(key: str, value: Any) -> Any:
+        if _is_stacked(key, value):
+            return Tensor
+        return float(value) if isinstance(value, Tensor) else value
+
+    return {key: shared(key, value) for key, value in state.items()}
 
 
 def _is_stacked(key: str, value: Any) -> bool:

@@ -114,7 +114,8 @@ class UsesHelpers(FeatureTerm):
 
 @pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
 def test_what_follows_from_other_attributes_is_no_state(engine: Any) -> None:
-    run(FedAvg(objective=UsesHelpers()), 2, engine=engine)
+    made = run(FedAvg(objective=UsesHelpers()), 2, engine=engine)
+    assert made.round == 2
 
 
 class AtLeastZero:
@@ -173,8 +174,7 @@ class DrawsFromIt(HasAGenerator):
 
 
 def test_a_generator_is_state_once_it_is_used() -> None:
-    for _ in range(3):
-        run(FedAvg(objective=HasAGenerator()), 2)
+    assert all(run(FedAvg(objective=HasAGenerator()), 2).round == 2 for _ in range(3))
     with pytest.raises(FlsuiteError, match="has changed its generator"):
         run(FedAvg(objective=DrawsFromIt()), 2)
 

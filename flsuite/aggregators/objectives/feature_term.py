@@ -162,7 +162,7 @@ def refuse_mixed_samples(
     batch: Any,
     held: Any,
 ) -> None:
-    """Refuse a term that is no mean over samples, whose gradients cannot be clipped by sample.
+    """Refuse a term that is not a mean over samples. Its gradients cannot be clipped by sample.
 
     Args:
         objective: States the term.

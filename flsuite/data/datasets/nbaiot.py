@@ -44,7 +44,7 @@ REMEDY = (
 
 
 def find_files(folder: Path, device: int | None) -> list[tuple[int, str, Path]]:
-    """Return device, kind of traffic and file, ordered by device number and ``TRAFFIC``.
+    """Return (device, kind of traffic, file), ordered by device and ``TRAFFIC``.
 
     Raises:
         FlsuiteError: If there is no device, or some of a device's files are missing.
