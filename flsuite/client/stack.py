@@ -85,7 +85,11 @@ class Stack:
         alike: dict[Any, list[Candidate]] = {}
         self._seed(requests[0])  # an objective may draw where it makes callbacks
         for request in requests:
-            if one := candidate(self.setup, request):
+            try:
+                one = candidate(self.setup, request)
+            except Exception:  # its fit by itself says why
+                continue
+            if one is not None:
                 alike.setdefault(self._kind(one, data), []).append(one)
         fits: dict[int, StackedFit] = {}
         for members in chain.from_iterable(map(self._in_stacks, alike.values())):

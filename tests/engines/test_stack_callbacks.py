@@ -186,6 +186,19 @@ def test_what_callbacks_draw_depends_on_the_round_alone(tmp_path: Path, stacks: 
     assert stacks
 
 
+class FailsOnce(Objective):
+    """Raises an error where it makes the callbacks of one client."""
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        if client.id == 1:
+            raise ValueError("this client is damaged")
+        return []
+
+
+def test_a_client_without_callbacks_fails_alone(stacks: list[int]) -> None:
+    close(stacks, 1e-5, FedAvg(objective=FailsOnce()), data=table_data(8))
+
+
 class Acts(Callback):
     """Changes at one hook what a stack has for all clients."""
 
