@@ -3,7 +3,7 @@
 import copyreg
 import io
 import pickle
-from inspect import getattr_static, isroutine
+from inspect import getattr_static, ismemberdescriptor, isroutine
 from types import FunctionType
 from typing import Any
 
@@ -55,6 +55,8 @@ def _attributes(part: Part) -> dict[str, Any]:
     for kind in reversed(type(part).__mro__):
         if not kind.__module__.startswith("flsuite.") and kind is not object:
             values |= {name: value for name, value in vars(kind).items() if _is_data(name, value)}
+            slots = (name for name, member in vars(kind).items() if ismemberdescriptor(member))
+            values |= {name: getattr(part, name) for name in slots if hasattr(part, name)}
     values |= _without_caches(part, getattr(part, "__dict__", {}))
     return {name: _content(value) for name, value in values.items()}
 
@@ -102,17 +104,24 @@ def _content(value: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles objects without what they cache."""
+    """Pickles objects without what they cache. Those that cannot be pickled count as themselves."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Generator):  # its bytes differ from call to call
             drawn = torch.randint(2**62, (2,), generator=value.clone_state(), device=value.device)
             return tuple, (drawn.tolist(),)
-        is_plain = isroutine(value) or not hasattr(value, "__dict__")
-        if is_plain or isinstance(value, type) or type(value) in copyreg.dispatch_table:
+        if isinstance(value, FunctionType) and "<" in value.__qualname__:  # has no name to find
+            return int, (id(value),)
+        if isinstance(value, type) or isroutine(value) or type(value) in copyreg.dispatch_table:
             return NotImplemented
-        reduced = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        try:
+            reduced = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        except TypeError:  # such as a lock
+            return int, (id(value),)
+        if not isinstance(reduced, tuple) or len(reduced) < 3:
             return reduced
-        # Without any attribute, the state of an object is None.
-        return *reduced[:2], _without_caches(value, reduced[2]) or None, *reduced[3:]
+        # With slots, the state has two parts.
+        state = reduced[2]
+        parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+        kept = [_without_caches(value, p) or None if isinstance(p, dict) else p for p in parts]
+        return *reduced[:2], tuple(kept) if len(kept) > 1 else kept[0], *reduced[3:]

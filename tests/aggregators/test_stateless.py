@@ -1,6 +1,7 @@
 """Parts of an algorithm that keep state in their attributes are refused."""
 
 import copyreg
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -95,17 +96,26 @@ class Caches:
         return 0.5
 
 
+@dataclass(slots=True)
+class Slotted:
+    size: float = 0.5
+
+
+class CachesBesideSlots(Slotted, Caches):
+    """Has slots and a cached property."""
+
+
 @dataclass(frozen=True)
 class UsesHelpers(FeatureTerm):
     """Has a teacher, a distribution and a helper that compute what they need once."""
 
     teacher: nn.Module = field(default_factory=lambda: nn.Sequential(nn.Linear(1, 1)))
-    helper: list[Caches] = field(default_factory=lambda: [Caches()])
+    helper: list[Caches] = field(default_factory=lambda: [Caches(), CachesBesideSlots()])
     prior: Categorical = field(default_factory=lambda: Categorical(torch.ones(3)))
 
     @cached_property
     def own(self) -> float:
-        return self.helper[0].half + float(self.prior.logits.sum())
+        return sum(one.half for one in self.helper) + float(self.prior.logits.sum())
 
     def read(self, client: ClientContext, module: Any) -> Any:
         self.teacher.eval()
@@ -157,7 +167,42 @@ class InHelpers(FeatureTerm):
         return {}
 
 
-@pytest.mark.parametrize("helper", [Helper, Reduced])
+@dataclass
+class Locked:
+    """Has a lock, without which it cannot be copied."""
+
+    value: float = 0.0
+    lock: Any = field(default_factory=Lock)
+
+
+class Counts(defaultdict[str, int]):
+    """Makes its entries by a function without a name."""
+
+    value = property(lambda self: self["n"], lambda self, number: self.update(n=number))
+
+    def __init__(self) -> None:
+        super().__init__(lambda: 0)
+
+
+class InASlot(Objective):
+    """Keeps a number in a slot."""
+
+    __slots__ = ("share",)
+
+    def __init__(self) -> None:
+        self.share = 0
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        self.share += 1
+        return []
+
+
+def test_a_slot_is_state() -> None:
+    with pytest.raises(FlsuiteError, match="has changed its share in a fit"):
+        run(FedAvg(objective=InASlot()), 2)
+
+
+@pytest.mark.parametrize("helper", [Helper, Reduced, Locked, Counts])
 def test_state_in_helpers_of_any_kind_is_refused(helper: Callable[[], Any]) -> None:
     with pytest.raises(FlsuiteError, match="has changed its share in a fit"):
         run(FedAvg(objective=InHelpers(share=helper())), 2)
