@@ -95,7 +95,8 @@ class PixelBackdoor(Attack):
             )
         return x, y
 
-    def prepare(self, data: FederatedData) -> None:
+    def configure(self, data: FederatedData, seed: int) -> None:
+        super().configure(data, seed)
         owner, spec = type(self).__name__, data.spec
         require_classes(owner, data)
         if len(spec.shape) != 3:

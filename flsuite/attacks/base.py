@@ -99,11 +99,6 @@ class Attack(ABC):
             FlsuiteError: If a client does not exist, or the attack cannot handle the data.
         """
         self.attackers = self._chosen(data.clients, seed)
-        self.prepare(data)
-
-    def prepare(self, data: FederatedData) -> None:
-        """Extract what the attack needs from the data, or refuse data that it cannot attack."""
-        return
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
         """Return the callbacks of one client's fit. They run before the algorithm's callbacks."""

@@ -39,7 +39,8 @@ class LabelFlip(Attack):
         # Two labels with the same target set it once.
         return torch.zeros_like(y).index_add_(1, target, y).clamp_(max=1)
 
-    def prepare(self, data: FederatedData) -> None:
+    def configure(self, data: FederatedData, seed: int) -> None:
+        super().configure(data, seed)
         owner, classes = type(self).__name__, data.spec.num_classes
         require_classes(owner, data)
         if self.pairs is None and classes < 2:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -77,9 +77,9 @@ class StackBatches:
         return Group(places, at, self._read(filled), index, count)
 
     def _of(self, loader: TrainLoader, epochs: int) -> Iterator[Any]:
-        """Yield a client's batches, or only their rows where they are read at once."""
-        for _ in range(epochs):
-            yield from loader.rows() if self._reads_rows else loader
+        """Return a client's batches, or only their rows where they are read at once."""
+        epoch = loader.rows if self._reads_rows else loader.__iter__
+        return chain.from_iterable(epoch() for _ in range(epochs))
 
     def _index(self, step: int, places: list[int]) -> int | Tensor:
         """Return the numbers of the batches in their epochs: one, if it is the same for all."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -74,9 +75,8 @@ class TrainLoader:
             yield from self._batches(batch_rows, generator)
 
     def rows(self) -> Iterator[Tensor]:
-        """Yield the rows of each batch of the next epoch, int64, without reading them."""
-        for batch_rows in self._passes(self._next_epoch()):
-            yield from batch_rows
+        """Return the rows of each batch of the next epoch, int64, without reading them."""
+        return chain.from_iterable(self._passes(self._next_epoch()))
 
     def _next_epoch(self) -> torch.Generator:
         """Return the randomness of the next epoch."""
@@ -92,7 +92,8 @@ class TrainLoader:
             return
         left = self._length
         while left > 0:
-            order = self._rows[torch.randperm(len(self._rows), generator=generator)]
+            order = torch.randperm(len(self._rows), generator=generator)
+            order = self._rows.index_select(0, order)
             # The last pass may end early.
             yield [order[start:stop] for start, stop in self._bounds[:left]]
             left -= len(self._bounds)

@@ -47,6 +47,11 @@ class Way:
     seconds: float
     start: float = 0.0
 
+    @property
+    def worth(self) -> float:
+        """Return a divisor of its cost. Stacks round differently, so a small gain is not enough."""
+        return _WORTH if self.engine.declarations.decides else 1.0
+
     def of(self, fits: float) -> float:
         """Return the expected seconds of so many fits."""
         return self.start + fits * self.seconds
@@ -76,10 +81,6 @@ class Auto(Delegate, Settings):
     @property
     def _engine(self) -> Engine:  # type: ignore[override]
         return self.chosen or InProcess()
-
-    @property
-    def decides(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._engine.decides
 
     def choose(
         self,
@@ -117,10 +118,9 @@ class Auto(Delegate, Settings):
             why = "durations are measured" if measures else why
             if why is None:
                 stacks = self._stacks(setup, requests, size, ways[0].seconds)
-                ways += [way for way in stacks if way.engine.joins or at_once is None]
-        ways = [way for way in ways if not {*faults} - way.engine.survives] or ways
-        # Stacks round differently, so a small gain is not worth it.
-        best = min(ways, key=lambda way: way.of(fits) / (_WORTH if way.engine.decides else 1.0))
+                ways += [way for way in stacks if way.engine.declarations.joins or at_once is None]
+        ways = [way for way in ways if not {*faults} - way.engine.declarations.survives] or ways
+        best = min(ways, key=lambda way: way.of(fits) / way.worth)
         self.chosen = best.engine
         costs = ", ".join(f"{_name(way.engine)} {_shown(way.of(fits))}" for way in ways)
         more = f"; no stacks: {why}" if why else ""

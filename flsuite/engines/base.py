@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar
 
 import torch
 
@@ -16,18 +15,34 @@ from flsuite.client.setup import WorkerSetup
 from flsuite.messages import ClientFailure, Fault, FitRequest, Outcome, OwnScores, ScoreRequest
 
 
+@dataclass(frozen=True)
+class EngineDeclarations:
+    """Properties of an engine that other parts of a run depend on.
+
+    Attributes:
+        decides: Names of the arguments that affect the rounding of results, which are settings of
+            the record.
+        joins: Whether fits that start at different times can train together, see
+            :meth:`Engine.join`.
+        survives: The injected faults that lose one client, not the run.
+    """
+
+    decides: tuple[str, ...] = ()
+    joins: bool = False
+    survives: frozenset[Fault] = frozenset({"raises", "nan", "shapes", "late", "twice", "gone"})
+
+
 class Engine(ABC):
     """Determines where clients train.
 
     The engine does not affect results. The same requests give the same outcomes on every engine, in
     any order of collection.
-
-    Attributes:
-        decides: Names of the arguments that affect the rounding of results, which are settings of
-            the record. Default: none.
     """
 
-    decides: ClassVar[tuple[str, ...]] = ()
+    @property
+    def declarations(self) -> EngineDeclarations:
+        """Return properties that other parts of a run depend on."""
+        return EngineDeclarations()
 
     @abstractmethod
     def start(self, setup: WorkerSetup) -> None:
@@ -36,11 +51,6 @@ class Engine(ABC):
     @abstractmethod
     def submit(self, requests: Iterable[FitRequest]) -> None:
         """Queue fits. They may train ahead of their collection, within bounded memory."""
-
-    @property
-    def joins(self) -> bool:
-        """Return whether fits that start at different times can train together, see ``join``."""
-        return False
 
     def join(self, numbers: Collection[int]) -> None:
         """Let these fits train together, which affects the rounding of their results.
@@ -75,11 +85,6 @@ class Engine(ABC):
         """
         return None
 
-    @property
-    def survives(self) -> frozenset[Fault]:
-        """Return the injected faults that lose one client, not the run."""
-        return frozenset({"raises", "nan", "shapes", "late", "twice", "gone"})
-
     def stop(self) -> None:
         """Release the resources of :meth:`start`, and drop pending requests.
 
@@ -113,10 +118,6 @@ class InProcess(Engine, Settings):
     def submit(self, requests: Iterable[FitRequest]) -> None:
         for job in jobs_of(requests, self._sums_parts, self._clients):
             self._jobs.update((request.number, job) for request in job)
-
-    @property
-    def joins(self) -> bool:
-        return self._clients > 1
 
     def join(self, numbers: Collection[int]) -> None:
         self._together = frozenset(numbers)

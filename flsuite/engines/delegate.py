@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from flsuite.client.setup import WorkerSetup
-from flsuite.engines.base import Engine
-from flsuite.messages import Fault, FitRequest, Outcome, ScoreRequest
+from flsuite.engines.base import Engine, EngineDeclarations
+from flsuite.messages import FitRequest, Outcome, ScoreRequest
 
 
 class Delegate(Engine):
@@ -13,15 +13,15 @@ class Delegate(Engine):
 
     _engine: Engine
 
+    @property
+    def declarations(self) -> EngineDeclarations:
+        return self._engine.declarations
+
     def start(self, setup: WorkerSetup) -> None:
         self._engine.start(setup)
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
         self._engine.submit(requests)
-
-    @property
-    def joins(self) -> bool:
-        return self._engine.joins
 
     def join(self, numbers: Collection[int]) -> None:
         self._engine.join(numbers)
@@ -35,10 +35,6 @@ class Delegate(Engine):
 
     def score(self, requests: Iterable[ScoreRequest]) -> Any:
         return self._engine.score(requests)
-
-    @property
-    def survives(self) -> frozenset[Fault]:
-        return self._engine.survives
 
     def stop(self) -> None:
         self._engine.stop()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from flsuite.engines.base import Engine, jobs_of
+from flsuite.engines.base import Engine, EngineDeclarations, jobs_of
 from flsuite.engines.wire import CANNOT_PICKLE
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import (
@@ -151,9 +151,10 @@ class Pool(Engine):
     _clients: int
 
     @property
-    def survives(self) -> frozenset[Fault]:
+    def declarations(self) -> EngineDeclarations:
+        declared = super().declarations
         lost: set[Fault] = {"dies"} if self.timeout is None else {"dies", "hangs"}
-        return super().survives | lost
+        return replace(declared, survives=declared.survives | lost)
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
         # With a timeout, a slow client must not take down others, so jobs have one client.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from flsuite.arguments import PositiveInt, Settings, Threads
 from flsuite.client.setup import WorkerSetup
 from flsuite.client.stackable import refuse_callbacks, require_stackable
-from flsuite.engines.base import Engine, InProcess
+from flsuite.engines.base import Engine, EngineDeclarations, InProcess
 from flsuite.engines.delegate import Delegate
 from flsuite.engines.processes import Processes
 from flsuite.messages import FitRequest
@@ -36,8 +36,6 @@ class Vectorized(Delegate, Settings):
         threads: torch threads per worker.
     """
 
-    decides = ("clients",)
-
     clients: PositiveInt = 64
     workers: PositiveInt = 1
     threads: Threads = 1
@@ -50,13 +48,13 @@ class Vectorized(Delegate, Settings):
             else Processes(workers=self.workers, threads=self.threads)
         )
 
+    @property
+    def declarations(self) -> EngineDeclarations:
+        return replace(super().declarations, decides=("clients",), joins=self.workers == 1)
+
     def start(self, setup: WorkerSetup) -> None:
         require_stackable(setup)
         self._engine.start(replace(setup, stack=self.clients))
-
-    @property
-    def joins(self) -> bool:
-        return self.workers == 1
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
         requests = list(requests)

@@ -121,8 +121,8 @@ def require_engine(run: Run, engine: Engine) -> None:
         FlsuiteError: If injected faults would end it and with it the run, or clients come back in
             an order that a resumed run cannot group again.
     """
-    declared = run.federation.schedule.declarations
-    if engine.decides and declared.is_asynchronous and not (engine.joins and declared.is_virtual):
+    declared, own = run.federation.schedule.declarations, engine.declarations
+    if own.decides and declared.is_asynchronous and not (own.joins and declared.is_virtual):
         what = (
             "in one process; set engine.workers to 1"
             if declared.is_virtual
@@ -133,7 +133,7 @@ def require_engine(run: Run, engine: Engine) -> None:
             "set trainer.engine to Processes"
         )
     faults = declared.faults
-    if fatal := [fault for fault in faults if fault not in engine.survives]:
+    if fatal := [fault for fault in faults if fault not in own.survives]:
         raise FlsuiteError(
             f"Faults: {type(engine).__name__} does not survive {' and '.join(fatal)} with these "
             "arguments; set trainer.engine to Processes(timeout=...), which replaces the worker of "

@@ -81,9 +81,9 @@ def run_settings(
 def described_engine(engine: Any) -> dict[str, Any]:
     """Return an engine's class and the arguments that decide the result, if any do."""
     engine = getattr(engine, "chosen", None) or engine
-    if not engine.decides:
+    if not (decides := engine.declarations.decides):
         return {}
-    arguments = {name: describe(getattr(engine, name)) for name in engine.decides}
+    arguments = {name: describe(getattr(engine, name)) for name in decides}
     return {"engine": {"class_path": class_name(type(engine)), "init_args": arguments}}
 
 

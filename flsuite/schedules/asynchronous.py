@@ -129,7 +129,7 @@ class Asynchronous(Schedule, Settings):
             FederationError: If no update has arrived, and none can be expected.
         """
         self._buffer = set()  # filled by :meth:`accepted`
-        if engine.joins:
+        if engine.declarations.joins:
             engine.join(self._awaited(engine, clock))
 
         def submit(fits: list[Fit]) -> None:

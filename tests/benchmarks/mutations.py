@@ -435,8 +435,8 @@ MUTATIONS = [
     Mutation(
         "the engine is not a setting of the record",
         "engines/vectorized.py",
-        'decides = ("clients",)',
-        "decides = ()",
+        'decides=("clients",)',
+        "decides=()",
         "engines/test_vectorized.py",
     ),
 ]

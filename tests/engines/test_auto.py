@@ -92,7 +92,7 @@ def test_stacks_of_fits_in_flight_are_of_one_process(costs: dict[str, float]) ->
 
 def test_an_injected_death_needs_processes(costs: dict[str, float]) -> None:
     chosen, _ = choice(rounds=1, schedule=Faults(Synchronous(), dies=0.1))
-    assert "dies" in chosen.survives
+    assert "dies" in chosen.declarations.survives
 
 
 def test_training_in_one_place_is_one_fit(costs: dict[str, float]) -> None:

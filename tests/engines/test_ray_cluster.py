@@ -295,7 +295,7 @@ def test_a_client_that_takes_too_long_has_failed_and_no_other(
 ) -> None:
     _, state = worker_setup()
     monkeypatch.setattr(both_ready, "timeout", 6.0)
-    assert "hangs" in both_ready.survives
+    assert "hangs" in both_ready.declarations.survives
     submitted = requests(state, callbacks=(Sleeps(tmp_path, (3,)),))
     with caplog.at_level(logging.WARNING, logger="flsuite"):
         results = within(60, lambda: outcomes(both_ready, submitted))
