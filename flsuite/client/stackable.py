@@ -1,6 +1,7 @@
 """Which models, settings and algorithms can train as a stack of clients."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,8 +191,9 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
             yield f"trainer.{argument} is {value!r}"
     # Attackers train by themselves.
     some = FitRequest(0, 0, Broadcast(1, setup.initial, {}), {})
-    if candidate(replace(setup, attack=None), some) is None:
-        yield f"{setup.aggregator.name} does more in a client's steps than a stack can"
+    with suppress(Exception):  # a client whose callbacks cannot be made fails alone
+        if candidate(replace(setup, attack=None), some) is None:
+            yield f"{setup.aggregator.name} does more in a client's steps than a stack can"
     try:
         optimizer_of(model)
     except (RuntimeError, AttributeError) as error:

@@ -189,14 +189,18 @@ def test_what_callbacks_draw_depends_on_the_round_alone(tmp_path: Path, stacks: 
 class FailsOnce(Objective):
     """Raises an error where it makes the callbacks of one client."""
 
+    def __init__(self, damaged: int) -> None:
+        self.damaged = damaged
+
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        if client.id == 1:
+        if client.id == self.damaged:
             raise ValueError("this client is damaged")
         return []
 
 
-def test_a_client_without_callbacks_fails_alone(stacks: list[int]) -> None:
-    close(stacks, 1e-5, FedAvg(objective=FailsOnce()), data=table_data(8))
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_client_without_callbacks_fails_alone(damaged: int, stacks: list[int]) -> None:
+    close(stacks, 1e-5, FedAvg(objective=FailsOnce(damaged)), data=table_data(8))
 
 
 class Acts(Callback):
