@@ -37,14 +37,13 @@ class NFClassifier(ClientModel):
 
     1. the flow, on ``-log p_g(h_a(x) | y) - k_flow_last log p_g(z' | y')``, with z' drawn from the
        previous task's flow;
-    2. the hidden layer of h_b, on replay: cross-entropy at samples of the flow of classes that the
-    client
-       has met, each weighted by its :func:`~flsuite.models.replay.credibility`, and all of them by
+    2. the hidden layer of h_b, on replay: the cross-entropy at samples of the flow, of classes that
+       the client has met. Each sample is weighted by its
+       :func:`~flsuite.models.replay.credibility`, and all of them by
        ``k_replay ((1 - theta) p + theta)``, with p the batch's mean density
        ``exp(log p_g / feature_dim)``;
-    3. h_a and h_b, on cross-entropy and on distillation from the previous task's classifier and
-    from the
-       classifier that the fit started with.
+    3. h_a and h_b, on cross-entropy and on distillation from two classifiers: the previous task's,
+       and the one that the fit started with.
 
     It differs from the authors' code in three ways. Their code takes three steps per batch. It
     compares a sample's features with the Gaussian of the batch's codes, while this model compares
