@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 
 from lightning.pytorch import Callback
 
-from flsuite.metrics.fisher import diagonal_and_kfac, gram_matrices, measuring
+from flsuite.metrics.fisher import gram_matrices, kfac_factors, measuring, predictive_diagonal
 from flsuite.models.layers import read_layers
 
 SAMPLES = 12_000
 
 
 class PredictivePasses(Callback):
-    """Measures a fit's one epoch, and passes for the diagonal and K-FAC together.
+    """Measures a fit's one epoch, and passes for the diagonal and for K-FAC.
 
     It also measures the pass for Gram matrices, which has no gradients.
     """
@@ -29,15 +29,14 @@ class PredictivePasses(Callback):
         layers, _ = read_layers(pl_module, names)
         batches = trainer.train_dataloader.plain_batches
 
-        def fisher(samples: int | None, expectation: Any) -> Callable[[], Any]:
-            return lambda: diagonal_and_kfac(
-                pl_module, names, layers, batches(samples), expectation
-            )
+        def kfac(samples: int | None, expectation: Any) -> Callable[[], Any]:
+            return lambda: kfac_factors(pl_module, layers, batches(samples), expectation)
 
         passes = {
-            "exact_all": fisher(None, "exact"),
-            "exact_2000": fisher(2000, "exact"),
-            "sampled_all": fisher(None, "sampled"),
+            "diagonal_all": lambda: predictive_diagonal(pl_module, names, batches(None)),
+            "kfac_all": kfac(None, "exact"),
+            "kfac_2000": kfac(2000, "exact"),
+            "kfac_sampled": kfac(None, "sampled"),
             "gram_all": lambda: gram_matrices(pl_module, layers, batches(None)),
         }
         for name, measure in passes.items():

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from flsuite import FlsuiteError
 from flsuite.data import DataSpec
 from flsuite.metrics.fisher import (
-    diagonal_and_kfac,
     full_fisher,
     gram_matrices,
     kfac_factors,
@@ -120,11 +119,10 @@ def test_the_diagonal_is_a_loop_over_samples_and_columns(
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_the_factors_are_a_loop_over_samples_columns_and_positions(task: Any, layout: Any) -> None:
     net, x = convolutions().to(memory_format=layout), images()
-    found, both = (
-        kfac_factors(net, layers_of(net), [(part,) for part in x.split(4)], task=task),
-        diagonal_and_kfac(net, ["0.bias"], layers_of(net), [(x,)], task=task),
+    in_batches, at_once = (
+        kfac_factors(net, layers_of(net), batches, task=task)
+        for batches in ([(part,) for part in x.split(4)], [(x,)])
     )
-    assert both[0].keys() == {"0.bias"}
 
     for layer in layers_of(net):
         module, seen = net.get_submodule(layer.name), []
@@ -146,7 +144,7 @@ def test_the_factors_are_a_loop_over_samples_columns_and_positions(task: Any, la
         handle.remove()
         a = sum(rows.T @ rows for rows in inputs) / len(x)
         g = sum(rows.T @ rows / len(rows) for rows in gradients) / len(x)
-        for factors in (found[layer.name], both[1][layer.name]):
+        for factors in (in_batches[layer.name], at_once[layer.name]):
             torch.testing.assert_close(factors["a"], a, rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(factors["g"], g, rtol=1e-4, atol=1e-7)
 
@@ -188,8 +186,8 @@ def test_saturated_predictions_have_finite_fishers(task: Any, expectation: Any) 
     assert net(x).abs().max() > 300
     names = [name for name, _ in net.named_parameters()]
     settings: Any = {"expectation": expectation, "task": task}
-    diagonal, factors = diagonal_and_kfac(net, names, layers_of(net), [(x,)], **settings)
-    assert flat(diagonal).isfinite().all()
+    factors = kfac_factors(net, layers_of(net), [(x,)], **settings)
+    assert flat(predictive_diagonal(net, names, [(x,)], **settings)).isfinite().all()
     assert all(value.isfinite().all() for pair in factors.values() for value in pair.values())
     assert full_fisher(net, names, [(x,)], **settings).isfinite().all()
 
@@ -201,17 +199,19 @@ def test_sampled_targets_have_the_exact_expectation(task: Any) -> None:
     net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(2, 3)
     names = [name for name, _ in net.named_parameters()]
     many = [(x.repeat(5000, 1),) for _ in range(4)]
-    exact = diagonal_and_kfac(net, names, layers_of(net), [(x,)], task=task)
-    generator = torch.Generator().manual_seed(0)
-    drawn = diagonal_and_kfac(net, names, layers_of(net), many, "sampled", generator, task)
-    whole = full_fisher(net, names, many, "sampled", generator, task)
+    exact = flat(predictive_diagonal(net, names, [(x,)], task=task))
+    factors = kfac_factors(net, layers_of(net), [(x,)], task=task)
+    sampled = many, "sampled", torch.Generator().manual_seed(0), task
+    drawn = flat(predictive_diagonal(net, names, *sampled))
+    drawn_factors = kfac_factors(net, layers_of(net), *sampled)
+    whole = full_fisher(net, names, *sampled)
 
-    scale = flat(exact[0]).max()
-    assert (flat(drawn[0]) - flat(exact[0])).abs().max() < 0.05 * scale
+    scale = exact.max()
+    assert (drawn - exact).abs().max() < 0.05 * scale
     assert (whole - full_fisher(net, names, [(x,)], task=task)).abs().max() < 0.05 * scale
-    for name, pair in exact[1].items():
-        torch.testing.assert_close(drawn[1][name]["a"], pair["a"], rtol=1e-4, atol=1e-5)
-        error = (drawn[1][name]["g"] - pair["g"]).abs().max()
+    for name, pair in factors.items():
+        torch.testing.assert_close(drawn_factors[name]["a"], pair["a"], rtol=1e-4, atol=1e-5)
+        error = (drawn_factors[name]["g"] - pair["g"]).abs().max()
         assert error < 0.05 * pair["g"].max()
 
 
@@ -388,7 +388,8 @@ def test_a_pass_leaves_the_model_as_it_is() -> None:
     net = convolutions().to(memory_format=torch.channels_last)
     before = {name: (p.data_ptr(), p.stride()) for name, p in net.named_parameters()}
     names = list(before)
-    diagonal_and_kfac(net, names, layers_of(net), [(images(),)], task="multiclass")
+    predictive_diagonal(net, names, [(images(),)], task="multiclass")
+    kfac_factors(net, layers_of(net), [(images(),)], task="multiclass")
     assert before == {name: (p.data_ptr(), p.stride()) for name, p in net.named_parameters()}
     assert all(p.grad is None for p in net.parameters())
     assert not any(module._forward_hooks for module in net.modules())
@@ -423,5 +424,6 @@ def test_bad_models_and_sizes_are_named() -> None:
 
 def test_no_samples_have_no_fisher() -> None:
     net = convolutions()
-    diagonal, factors = diagonal_and_kfac(net, ["0.weight"], layers_of(net), [], task="multiclass")
+    diagonal = predictive_diagonal(net, ["0.weight"], [], task="multiclass")
+    factors = kfac_factors(net, layers_of(net), [], task="multiclass")
     assert not flat(diagonal).any() and not factors["0"]["a"].any()

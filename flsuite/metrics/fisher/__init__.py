@@ -10,19 +10,13 @@ from flsuite.metrics.fisher.columns import Expectation, PredictionTask
 from flsuite.metrics.fisher.empirical import Estimator, fisher_diagonal
 from flsuite.metrics.fisher.full import full_fisher
 from flsuite.metrics.fisher.measuring import measuring
-from flsuite.metrics.fisher.predictive import (
-    diagonal_and_kfac,
-    kfac_factors,
-    predictive_diagonal,
-    require_kfac,
-)
+from flsuite.metrics.fisher.predictive import kfac_factors, predictive_diagonal, require_kfac
 from flsuite.metrics.fisher.products import gram_matrices
 
 __all__ = [
     "Estimator",
     "Expectation",
     "PredictionTask",
-    "diagonal_and_kfac",
     "fisher_diagonal",
     "full_fisher",
     "gram_matrices",

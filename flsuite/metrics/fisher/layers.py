@@ -148,7 +148,7 @@ class ProductLayers:
                 ``(columns, n, ...)``.
 
         Returns:
-        One entry per layer, or ``None`` if the outputs do not depend on any of the parameters.
+            One entry per layer, or ``None`` if the outputs depend on none of the parameters.
         """
         with recorded(self.layers) as calls:
             outputs = forward()

@@ -61,7 +61,16 @@ def predictive_diagonal(
         FlsuiteError: If the outputs do not depend on any of the parameters, do not have one row per
             sample, or cannot be vectorized over samples.
     """
-    return diagonal_and_kfac(module, names, (), batches, expectation, generator, task)[0]
+    task, logits = task_of(module, task), Logits(module)
+    diagonal, samples = Diagonal(module, names), 0
+
+    with fast_formats(module):
+        for chunk in _chunks(logits, diagonal.trained, batches, expectation, generator, task):
+            samples += len(chunk.x)
+            diagonal.add(
+                summed_squares(chunk.passes, diagonal.trained, logits, (chunk.x,), chunk.columns)
+            )
+    return diagonal.mean(samples)
 
 
 def kfac_factors(
@@ -86,32 +95,27 @@ def kfac_factors(
     Raises:
         FlsuiteError: If K-FAC does not cover a layer.
     """
-    return diagonal_and_kfac(module, (), layers, batches, expectation, generator, task)[1]
-
-
-def diagonal_and_kfac(
-    module: nn.Module,
-    names: Collection[str],
-    layers: Sequence[Layer],
-    batches: Iterable[Batch],
-    expectation: Expectation = "exact",
-    generator: torch.Generator | None = None,
-    task: PredictionTask | None = None,
-) -> tuple[State, Factors]:
-    """Return :func:`predictive_diagonal` and :func:`kfac_factors` of one pass."""
     require_kfac(module, layers)
-    task = task_of(module, task)
-    diagonal, kfac = Diagonal(module, names), _Factors(module, layers)
-    samples = 0
+    task, logits = task_of(module, task), Logits(module)
+    trained, samples = _trained(module, layers), 0
+    totals = {layer.name: _no_factors(module, layer) for layer in layers}
 
-    parameters = {**diagonal.trained, **kfac.parameters}
     with fast_formats(module):
-        for chunk in _chunks(Logits(module), parameters, batches, expectation, generator, task):
-            samples += len(chunk.batch[0])
-            kfac.add(chunk)
-            own = chunk.passes, diagonal.trained
-            diagonal.add(summed_squares(*own, chunk.logits, chunk.batch, chunk.columns))
-    return diagonal.mean(samples), kfac.mean(samples)
+        for chunk in _chunks(logits, trained, batches, expectation, generator, task):
+            samples += len(chunk.x)
+            passes = {part.name: part for part in chunk.passes}
+            for name in (layer.name for layer in layers if layer.weight_name in trained):
+                if name not in passes:
+                    raise _refusal(name, chunk.failed.get(name, _NO_PART))
+                part = passes[name]
+                has_bias = part.layer.bias is not None
+                totals[name]["a"].add(input_factor(part.layer, part.input, has_bias))
+                totals[name]["g"].add(gradient_factor(part))
+
+    return {
+        name: {kind: total.mean(samples) for kind, total in pair.items()}
+        for name, pair in totals.items()
+    }
 
 
 def require_kfac(module: nn.Module, layers: Sequence[Layer], x: Tensor | None = None) -> None:
@@ -134,9 +138,7 @@ def require_kfac(module: nn.Module, layers: Sequence[Layer], x: Tensor | None = 
     if x is None:
         return
 
-    trained: dict[str, Tensor] = {}
-    for layer in layers:
-        trained |= _trained(module, layer)
+    trained = _trained(module, layers)
     if not trained:
         return
     products = ProductLayers(module, trained, positions=True)
@@ -148,18 +150,16 @@ def require_kfac(module: nn.Module, layers: Sequence[Layer], x: Tensor | None = 
 
 
 class _Chunk(NamedTuple):
-    """A few samples: their tensors, their columns, and their passes through the layers.
+    """A few samples: their inputs, their columns, and their passes through the layers.
 
     Attributes:
-        logits: The forward pass.
-        batch: The samples.
+        x: The inputs.
         columns: Gradients at the logits, ``(columns, n, outputs)``.
         passes: The samples' inputs and output gradients at the layers that qualify.
         failed: The reasons why other layers do not qualify.
     """
 
-    logits: Logits
-    batch: Batch
+    x: Tensor
     columns: Tensor
     passes: list[LayerPass]
     failed: Mapping[str, str]
@@ -196,7 +196,7 @@ def _chunks(
                     f"the logits of {logits.owner} depend on none of the parameters whose Fisher "
                     "is requested; compute them from these, with gradients"
                 )
-            yield _Chunk(logits, (x,), made[0], passes, layers.failed)
+            yield _Chunk(x, made[0], passes, layers.failed)
 
 
 def _samples_at_once(
@@ -210,54 +210,26 @@ def _samples_at_once(
     return max(1, _NUMBERS_AT_ONCE // per_sample)
 
 
-class _Factors:
-    """The sums of K-FAC's factors over samples.
-
-    Args:
-        module: The model.
-        layers: Its layers to compute factors for.
-    """
-
-    def __init__(self, module: nn.Module, layers: Sequence[Layer]) -> None:
-        self.parameters: dict[str, Tensor] = {}
-        self._totals: dict[str, dict[str, Total]] = {}
-        for layer in layers:
-            self.parameters |= _trained(module, layer)
-            weight = module.get_parameter(layer.weight_name)
-            inputs = weight[0].numel() + int(layer.bias)
-            self._totals[layer.name] = {
-                "a": Total(weight.new_empty(inputs, inputs)),
-                "g": Total(weight.new_empty(len(weight), len(weight))),
-            }
-
-    def add(self, chunk: _Chunk) -> None:
-        """Add the sums of a few samples."""
-        passes = {part.name: part for part in chunk.passes}
-        for name, totals in self._totals.items():
-            if f"{name}.weight" not in self.parameters:
-                continue  # frozen
-            if name not in passes:
-                raise _refusal(name, chunk.failed.get(name, _NO_PART))
-            part = passes[name]
-            has_bias = part.layer.bias is not None
-            totals["a"].add(input_factor(part.layer, part.input, has_bias))
-            totals["g"].add(gradient_factor(part))
-
-    def mean(self, samples: int) -> Factors:
-        """Return the factors in float32."""
-        return {
-            name: {kind: (total.value() / max(samples, 1)).float() for kind, total in pair.items()}
-            for name, pair in self._totals.items()
-        }
+def _no_factors(module: nn.Module, layer: Layer) -> dict[str, Total]:
+    """Return empty sums of a layer's factors."""
+    weight = module.get_parameter(layer.weight_name)
+    inputs, outputs = weight[0].numel() + int(layer.bias), len(weight)
+    return {
+        "a": Total(weight.new_empty(inputs, inputs)),
+        "g": Total(weight.new_empty(outputs, outputs)),
+    }
 
 
-def _trained(module: nn.Module, layer: Layer) -> dict[str, Tensor]:
-    """Return the parameters of a layer. Empty if it is frozen."""
-    own = dict(module.get_submodule(layer.name).named_parameters(layer.name))
-    trained: dict[str, Tensor] = {name: p for name, p in own.items() if p.requires_grad}
-    if trained and len(trained) < len(own):
-        raise _refusal(layer.name, "only a part of it is trained")
-    return trained
+def _trained(module: nn.Module, layers: Iterable[Layer]) -> dict[str, Tensor]:
+    """Return the parameters of the layers that are not frozen."""
+    parameters: dict[str, Tensor] = {}
+    for layer in layers:
+        own = dict(module.get_submodule(layer.name).named_parameters(layer.name))
+        trained = {name: p for name, p in own.items() if p.requires_grad}
+        if trained and len(trained) < len(own):
+            raise _refusal(layer.name, "only a part of it is trained")
+        parameters |= trained
+    return parameters
 
 
 def _refusal(name: str, why: str) -> FlsuiteError:

@@ -137,10 +137,10 @@ class Total:
         if self._added % _AT_ONCE == 0:
             self._flush()
 
-    def value(self) -> Tensor:
-        """Return the sum in float64."""
+    def mean(self, count: int) -> Tensor:
+        """Return the sum divided by a number of terms, in float32."""
         self._flush()
-        return self._sum
+        return (self._sum / max(count, 1)).float()
 
     def _flush(self) -> None:
         self._sum += self._few
@@ -171,7 +171,7 @@ class Diagonal:
 
     def mean(self, count: int) -> State:
         """Return the sums divided by the number of terms, in float32, by every name."""
-        means = {name: (t.value() / max(count, 1)).float() for name, t in self._totals.items()}
+        means = {name: total.mean(count) for name, total in self._totals.items()}
         return {name: means[self._first[id(p)]] for name, p in self._named.items()}
 
 
@@ -210,4 +210,4 @@ def gram_matrices(
             totals.setdefault(name, Total(product)).add(product)
             rows[name] += call.outputs // layer.weight.shape[0]
 
-    return {name: (totals[name].value() / rows[name]).float() for name in covered if name in totals}
+    return {name: totals[name].mean(rows[name]) for name in covered if name in totals}
