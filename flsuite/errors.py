@@ -57,13 +57,13 @@ def with_place(error: BaseException, text: str = "", longest: int | None = None)
 
 
 def likeliest(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.65) -> list[str]:
-    """Return the names that are spelled most like a wrong one, if any are.
+    """Return the existing names whose spelling is most similar to a wrong name.
 
     Args:
-        name: The wrong one.
-        known: Those that exist.
-        most: How many are returned.
-        cutoff: How like they must be: 1 for the same letters, whatever their case.
+        name: The wrong name.
+        known: The existing names.
+        most: Maximum number of names to return.
+        cutoff: Minimum similarity. 1 stands for equal names, where the case of letters is ignored.
     """
     import difflib
 
@@ -80,18 +80,6 @@ def require_at_least(owner: str, least: float, **numbers: float | None) -> None:
     for name, value in numbers.items():
         if value is not None and not least <= value < math.inf:
             raise FlsuiteError(f"{owner}: {name} must be at least {least}, got {value}")
-
-
-def require_whole(owner: str, least: int, **numbers: int | None) -> None:
-    """Refuse an argument that is not an integer, or is below ``least``.
-
-    ``None`` means that the argument is left out. Annotations alone reject a fraction in a config
-    but not in a Python call.
-    """
-    for name, value in numbers.items():
-        if value is not None and type(value) is not int:
-            raise FlsuiteError(f"{owner}: {name} must be a whole number, got {value!r}")
-    require_at_least(owner, least, **numbers)
 
 
 def require_positive(owner: str, **numbers: float | None) -> None:

@@ -15,7 +15,7 @@ from flsuite.arguments import Share, check_init
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Batch, DataSplit
-from flsuite.errors import FlsuiteError, require_whole
+from flsuite.errors import FlsuiteError, require_at_least
 from flsuite.messages import ClientContext
 from flsuite.random import numpy_generator, torch_generator
 from flsuite.state import State
@@ -103,7 +103,7 @@ class Attack(ABC):
     def callbacks(self, client: ClientContext) -> list[Callback]:
         """Return the callbacks of one client's fit. They run before the algorithm's callbacks."""
         poisons = client.id in self.attackers and type(self).poison is not Attack.poison
-        return [PoisonBatches(self.poison)] if poisons else []
+        return [_PoisonBatches(self.poison)] if poisons else []
 
     def poison(self, batch: Any, generator: torch.Generator) -> Any:
         """Return the poisoned version of a training batch.
@@ -156,8 +156,8 @@ class Attack(ABC):
 
         named = self.clients or []
         for client in named:
-            require_whole(owner, 0, clients=client)
-            if client >= clients:
+            require_at_least(owner, 0, clients=client)
+            if client not in range(clients):
                 raise FlsuiteError(
                     f"{owner}: clients names {client}, but the clients are 0 to {clients - 1}"
                 )
@@ -166,17 +166,14 @@ class Attack(ABC):
         return tuple(sorted(named))
 
 
-Poison = Callable[[Batch, torch.Generator], Batch]
-
-
-class PoisonBatches(Callback):
+class _PoisonBatches(Callback):
     """Poisons all batches of one fit, including those that the algorithm measures after training.
 
     Args:
         poison: Returns the poisoned version of a batch. It must not change the batch itself.
     """
 
-    def __init__(self, poison: Poison) -> None:
+    def __init__(self, poison: Callable[[Batch, torch.Generator], Batch]) -> None:
         self.poison = poison
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

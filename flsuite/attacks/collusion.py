@@ -10,9 +10,6 @@ from flsuite.attacks.base import Attack
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, Sums, Tree, wide
 
-Known = Literal["attackers", "honest", "all"]
-"""The clients whose updates the attackers know: attackers, honest clients, or all."""
-
 
 class Collusion(Attack):
     """Attackers that all send the same change, computed from the round's updates that they know.
@@ -20,10 +17,10 @@ class Collusion(Attack):
     Each known client counts equally, whatever its number of samples.
 
     Attributes:
-        knows: The clients whose updates the attackers know.
+        knows: The clients whose updates the attackers know: attackers, honest clients, or all.
     """
 
-    knows: Known
+    knows: Literal["attackers", "honest", "all"]
 
     @property
     def needs(self) -> frozenset[Capability]:

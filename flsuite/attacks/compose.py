@@ -32,8 +32,8 @@ def with_attack(aggregator: Aggregator, attack: Attack | None) -> Aggregator:
 
     # After the algorithm's transforms and before the codecs, which see the altered change.
     transforms = list(aggregator.transforms)
-    is_codec = ["dense changes" in transform.withholds for transform in transforms]
-    transforms.insert(is_codec.index(True) if any(is_codec) else len(transforms), _Altering(attack))
+    codecs = (i for i, part in enumerate(transforms) if "dense changes" in part.withholds)
+    transforms.insert(next(codecs, len(transforms)), _Altering(attack))
     return aggregator.with_parts(given, transforms=transforms)
 
 

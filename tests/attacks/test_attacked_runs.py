@@ -306,6 +306,7 @@ def test_a_resume_with_another_attack_is_refused(tmp_path: Path) -> None:
         (lambda: LabelFlip(fraction=-0.1), "fraction must be from 0 to 1, got -0.1"),
         (lambda: FreeRider([5]), "FreeRider: clients names 5"),
         (lambda: FreeRider([-1]), "FreeRider: clients must be at least 0"),
+        (lambda: FreeRider([0.5]), "FreeRider: clients names 0.5"),
         (lambda: InnerProduct([1, 1]), "names a client twice"),
         (lambda: SignFlip(fraction=0.05), "a fraction of 0.05 of 5 clients is 0 clients"),
         (lambda: ScaledUpdate([0], boost=float("nan")), "boost must be at least 0"),
