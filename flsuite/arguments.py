@@ -37,11 +37,6 @@ def at_least(lowest: float) -> Range:
     return Range(f"at least {lowest}", lambda x: lowest <= x < math.inf)
 
 
-def _at_most(highest: float) -> Range:
-    """Return the range of numbers <= ``highest``."""
-    return Range(f"at most {highest}", lambda x: x <= highest)
-
-
 PositiveFloat = Annotated[float, Range("positive", lambda x: 0 < x < math.inf)]
 NonNegativeFloat = Annotated[float, at_least(0)]
 Fraction = Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)]
@@ -52,7 +47,8 @@ Radius = Annotated[float, Range("positive", lambda x: x > 0)]  # may be infinite
 PositiveInt = Annotated[int, at_least(1)]
 NonNegativeInt = Annotated[int, at_least(0)]
 Bits = Annotated[int, Range("from 2 to 16", lambda x: 2 <= x <= 16)]
-Threads = Annotated[int, at_least(1), _at_most(4096)]  # torch rejects absurd numbers
+# torch rejects absurd numbers.
+Threads = Annotated[int, at_least(1), Range("at most 4096", lambda x: x <= 4096)]
 
 
 _RENAMED = {"buffers": "batchnorm"}  # former names of trainer arguments
@@ -60,36 +56,30 @@ _WORDS = {bool: "true or false", str: "text", tuple: "a list", list: "a list", S
 
 
 class Settings:
-    """Base of a dataclass that checks its fields on creation.
+    """Base of a dataclass that checks its fields by their annotations on creation.
 
     A subclass with further checks, such as of two fields together, calls
     ``super().__post_init__()`` first.
 
     Attributes:
         owner: The name that messages use instead of the class name.
+
+    Raises:
+        FlsuiteError: If a field is invalid. The message names the class, the field and the value.
     """
 
     owner = ""
 
     def __post_init__(self) -> None:
-        _check_arguments(self)
-
-
-def _check_arguments(obj: Any) -> None:
-    """Refuse a dataclass with a field that its annotation does not allow.
-
-    Raises:
-        FlsuiteError: If a field is invalid. The message names the class, the field and the value.
-    """
-    kind: Any = type(obj)
-    hints = _hints(kind)
-    _check(obj, {field.name: hints[field.name] for field in fields(obj) if field.init})
+        kind: Any = type(self)  # a dataclass
+        hints = _hints(kind)
+        _check(self, {field.name: hints[field.name] for field in fields(kind) if field.init})
 
 
 def check_init(obj: Any, cls: type | None = None, names: Collection[str] | None = None) -> None:
     """Refuse an object with an ``__init__`` argument that the annotation does not allow.
 
-    Like :func:`_check_arguments`, but for a class that is not a dataclass.
+    Like :class:`Settings`, but for a class that is not a dataclass.
 
     Args:
         obj: The object.
@@ -103,10 +93,15 @@ def check_init(obj: Any, cls: type | None = None, names: Collection[str] | None 
 
 
 def require_known(owner: type, names: Iterable[str], base: type) -> None:
-    """Refuse the name of an argument that neither a class nor the base takes that it passes on to.
+    """Refuse arguments that neither a class nor its base has.
+
+    Args:
+        owner: The class. It passes arguments that it does not have on to the base.
+        names: Names of the arguments.
+        base: The base.
 
     Raises:
-        FlsuiteError: If there is one. The message names the likeliest argument.
+        FlsuiteError: If an argument is unknown. The message names the most similar one.
     """
     passed_on = inspect.signature(base).parameters
     known = {*inspect.signature(owner).parameters, *passed_on}
@@ -137,8 +132,7 @@ def stored_argument(obj: Any, name: str) -> Any:
         if name != "self" and value is not MISSING and not is_own_method:
             return value
     # Lightning's save_hyperparameters() stores them here.
-    kept = vars(obj) if hasattr(obj, "__dict__") else {}
-    return (kept.get("_hparams") or {}).get(name, MISSING)
+    return (getattr(obj, "__dict__", {}).get("_hparams") or {}).get(name, MISSING)
 
 
 def create(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +154,7 @@ def create(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 def given_arguments(obj: Any) -> dict[str, Any]:
     """Return what :func:`create` has kept of an object's arguments."""
-    return (vars(obj) if hasattr(obj, "__dict__") else {}).get(_GIVEN, {})
+    return getattr(obj, "__dict__", {}).get(_GIVEN, {})
 
 
 @cache

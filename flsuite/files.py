@@ -1,6 +1,5 @@
 """Atomic file writes, tensor files with checksums, and background writing."""
 
-import contextlib
 import errno
 import os
 import shutil
@@ -118,8 +117,7 @@ def replace_file(write: Callable[[Path], object], path: Path, flush: bool = Fals
         if flush:
             flush_to_disk([path.parent])  # the rename itself is an entry of the folder
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
 def flush_to_disk(paths: Iterable[Path]) -> None:

@@ -41,10 +41,13 @@ INTERNALS = (
     "WandbLogger._experiment",
     "WandbLogger._id",
     "WandbLogger._offline",
+    "WandbLogger._project",
     "WandbLogger._wandb_init",
     "CSVLogger._version",
+    "TensorBoardLogger._default_hp_metric",
     "TensorBoardLogger._kwargs",
     "TensorBoardLogger._version",
+    "MLFlowLogger._experiment_name",
     "MLFlowLogger._run_id",
     "MLFlowLogger._run_name",
 )

@@ -241,16 +241,16 @@ class ClientUpdate:
         if fault := self._fault_of_numbers():
             return fault
 
-        # Last, because this check reads every number of the update.
-        name = (
-            non_finite(self.state) or non_finite(self.extras, "extras") if reads_numbers else None
+        if not reads_numbers:
+            return None
+
+        name = non_finite(self.state) or non_finite(self.extras, "extras")
+        if name is None:
+            return None
+        return (
+            f"{name} is not finite; lower the learning rate, clip gradients with "
+            "trainer.gradient_clip_val, or look for such numbers in the samples"
         )
-        if name is not None:
-            return (
-                f"{name} is not finite; lower the learning rate, clip gradients with "
-                "trainer.gradient_clip_val, or look for such numbers in the samples"
-            )
-        return None
 
     def _fault_of_numbers(self) -> str | None:
         """Return what is wrong with the non-tensor fields, which make up the record."""
@@ -260,9 +260,11 @@ class ClientUpdate:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value < math.inf:
                 return f"its {name} are {value!r}"
-        for name, value in self.metrics.items() if isinstance(self.metrics, dict) else [("", "")]:
-            if type(name) is not str or type(value) not in (int, float):
-                return f"its metrics are not numbers: {self.metrics!r}"[:200]
+        if not isinstance(self.metrics, dict) or any(
+            type(name) is not str or type(value) not in (int, float)
+            for name, value in self.metrics.items()
+        ):
+            return f"its metrics are not numbers: {self.metrics!r}"[:200]
         if not isinstance(self.class_counts, Tensor) or self.class_counts.ndim != 1:
             return "its class counts are not a vector"
         return None
@@ -294,8 +296,10 @@ class ClientResult:
     def fault(self, reads_numbers: bool = True) -> str | None:
         """Return why the update must not reach the aggregator, or ``None`` if it may.
 
-        The argument is that of :meth:`ClientUpdate.fault`. Sums computed by a worker have been
-        checked by that worker.
+        A worker has already checked the sums that it computed.
+
+        Args:
+            reads_numbers: Whether to check that every number is finite.
         """
         if self.update.partial is not None:
             return None

@@ -5,7 +5,7 @@ their arguments, unless their name ends in an underscore. They never return tens
 arguments, unless documented.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -19,7 +19,6 @@ from flsuite.errors import FlsuiteError
 State = dict[str, Tensor]
 Tree = dict[str, Any]
 """Nested dicts of tensors and numbers."""
-LayerKind = Literal["linear", "conv2d"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Layer:
     """
 
     name: str
-    kind: LayerKind
+    kind: Literal["linear", "conv2d"]
     bias: bool
     positions: int = 1
 
@@ -142,7 +141,8 @@ def non_finite(tree: Any, name: str = "") -> str | None:
         is_bad = tree.is_floating_point() and not bool(torch.isfinite(tree).all())
         return (name or "value") if is_bad else None
     if isinstance(tree, (Mapping, list, tuple)):
-        names = (non_finite(value, _join(name, key)) for key, value in _items(tree))
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        names = (non_finite(value, _join(name, key)) for key, value in items)
         return next((bad for bad in names if bad is not None), None)
     # inf - inf and NaN - NaN are both NaN, which does not equal 0.
     return (name or "value") if isinstance(tree, float) and tree - tree != 0.0 else None
@@ -238,10 +238,6 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return values.numpy().data
 
 
-def _items(tree: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(tree.items()) if isinstance(tree, Mapping) else iter(enumerate(tree))
-
-
 def _join(name: str, key: Any) -> str:
     return f"{name}.{key}" if name else str(key)
 
@@ -261,12 +257,8 @@ class Sums:
         self.values: Tree = {}
 
     def add(self, tree: Tree, scale: float = 1.0) -> None:
-        """Add one client's data, multiplied by ``scale``."""
+        """Add one client's data, or the values of other sums, multiplied by ``scale``."""
         _add_(self.values, tree, scale)
-
-    def merge(self, other: "Sums") -> None:
-        """Add the values of other sums."""
-        _add_(self.values, other.values, 1.0)
 
     @property
     def is_finite(self) -> bool:
@@ -374,7 +366,7 @@ def shuffled(state: State, names: Iterable[str], generator: torch.Generator) -> 
 
     Args:
         state: A state.
-        names: The entries to shuffle. Names that it lacks are passed over.
+        names: The entries to shuffle. Names that are missing in the state are ignored.
         generator: Source of randomness.
     """
     new = dict(state)

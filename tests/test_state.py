@@ -160,7 +160,7 @@ def test_sums_are_nested_and_merge() -> None:
     one, other = Sums(), Sums()
     one.add({"a": {"w": torch.ones(2), "count": torch.tensor(3)}, "n": 2})
     other.add({"a": {"w": torch.ones(2), "count": torch.tensor(1)}, "n": 0.5}, 2.0)
-    one.merge(other)
+    one.add(other.values)
     assert one.values["a"]["w"].tolist() == [3.0, 3.0]
     assert (int(one.values["a"]["count"]), one.values["n"]) == (3, 3.0)
     assert one.is_finite

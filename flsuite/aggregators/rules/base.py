@@ -174,16 +174,16 @@ def sum_by_parts(
     for update in updates:
         if update.part != part:
             if own is not sums:
-                sums.merge(own)
+                sums.add(own.values)
             part, own = update.part, sums if update.part is None else Sums()
         if update.partial is not None:
-            own.merge(update.partial)
+            own.add(update.partial.values)
         else:
             own.add(contribution(rebased(update, server)))
         extras = {name: update.extras[name] for name in single}
         seen.append(replace(update, state={}, extras=extras, base={}, partial=None))
     if own is not sums:
-        sums.merge(own)
+        sums.add(own.values)
     return sums.values, seen
 
 
