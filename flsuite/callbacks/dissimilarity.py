@@ -164,13 +164,15 @@ def head_gradients(
     sums: list[Tensor] = []
     samples = 0
     for x, y in batches:
-        samples += len(y)
-        for k, loss in enumerate(_losses(model, (x.to(device), y.to(device)))):
+        gradients = []
+        for loss in _losses(model, (x.to(device), y.to(device))):
             parts = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
             # Weighted by samples: the last batch is smaller, and its loss is a mean too.
-            gradient = torch.cat([part.reshape(-1) for part in parts]).to("cpu").double() * len(y)
-            # The first batch appends to the list, the others add.
-            sums[k : k + 1] = [sums[k] + gradient if k < len(sums) else gradient]
+            flat = torch.cat([part.reshape(-1) for part in parts]).to("cpu").double()
+            gradients.append(flat * len(y))
+
+        sums = [a + b for a, b in zip(sums, gradients, strict=True)] if sums else gradients
+        samples += len(y)
 
     return tuple(total / samples for total in sums)
 

@@ -22,7 +22,7 @@ from flsuite.arguments import PositiveFloat, Settings, SmallProbability
 from flsuite.callbacks.base import FederationCallback
 from flsuite.client.loop import hooks_of_callback
 from flsuite.data.loader import TrainLoader
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.errors import FlsuiteError, one_line, require_extra
 from flsuite.lightning_internals import scaler_of
 from flsuite.messages import ClientContext, ClientResult, Outcome
 from flsuite.metrics.privacy import RandomDraw, Release, epsilon, epsilon_of, kept_logging
@@ -91,16 +91,18 @@ class DPSGD(FederationCallback, Settings):
                 "DPSGD clips the gradients of each batch separately and unscaled; leave out "
                 "trainer.accumulate_grad_batches, and set trainer.precision to 32-true"
             )
-        loader.is_poisson = True
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             # Some fits may have an objective that others do not have.
             if isinstance(callback, StatedCallback):
                 _refuse_seen(callback)
+
+        loader.is_poisson = True
         self._loader, self._batch = loader, 0
         self._trained = [p for p in pl_module.parameters() if p.requires_grad]
         self._mean_size = min(loader.data.batch_size, len(loader.data.train_rows(loader.client)))
         stream = f"dp_sgd/{loader.repeat}"
         self._generator = torch_generator(loader.seed, stream, loader.round, loader.client)
+
         # The hooks of Opacus read a layer's output, which must not be overwritten.
         self._overwriting = [part for part in pl_module.modules() if vars(part).get("inplace")]
         for part in self._overwriting:
@@ -188,16 +190,19 @@ class DPSGD(FederationCallback, Settings):
         sent = outcome.update if isinstance(outcome, ClientResult) else outcome
         if not sent.steps:
             return
+
         client, data = sent.client, run.federation.data
         samples = data.samples(client)
         self._steps[client] = self._steps.get(client, 0) + sent.steps
         self._sent[client] = self._sent.get(client, 0) + 1
+
         batches = RandomDraw(samples, float(min(data.batch_size, samples)), is_poisson=True)
         releases = [Release(batches, self.noise_multiplier, self._steps[client])]
         for statistic in _statistics(run.federation).values():
             if statistic.release is not None:
                 own = statistic.release(samples)
                 releases.append(own._replace(times=own.times * self._sent[client]))
+
         spent = epsilon_of(releases, self.delta)
         self._spent[client] = spent
         run.log_metric("sample_epsilon", spent, scope=client)
@@ -207,12 +212,11 @@ class DPSGD(FederationCallback, Settings):
         run.log_metric("sample_delta", self.delta)
 
     def state_dict(self) -> dict[str, Any]:
-        steps, sent, spent = dict(self._steps), dict(self._sent), dict(self._spent)
-        return {"steps": steps, "sent": sent, "spent": spent}
+        return {"steps": dict(self._steps), "sent": dict(self._sent), "spent": dict(self._spent)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._steps, self._spent = dict(state_dict["steps"]), dict(state_dict["spent"])
-        self._sent = dict(state_dict["sent"])
+        self._steps, self._sent = dict(state_dict["steps"]), dict(state_dict["sent"])
+        self._spent = dict(state_dict["spent"])
 
 
 def _contiguous(part: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -227,13 +231,9 @@ def _wide_enough(gradients: Tensor) -> Tensor:
 def _opacus() -> Any:
     # The first layer needs no gradient of its inputs.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
-    try:
-        with kept_logging():
-            from opacus.grad_sample import grad_sample_module
-    except ImportError as error:
-        raise FlsuiteError(
-            "DPSGD needs Opacus; install it with pip install 'flsuite[privacy]'"
-        ) from error
+    require_extra("DPSGD", ("opacus",), "privacy")
+    with kept_logging():
+        from opacus.grad_sample import grad_sample_module
     return grad_sample_module
 
 
@@ -260,10 +260,10 @@ def _refuse_measured_extras(federation: Federation) -> None:
 
 
 def _refuse_seen_batches(federation: Federation) -> None:
-    """Refuse an algorithm of the user that sees batches in a fit, except in a term of the features.
+    """Refuse a user's algorithm that sees batches in a fit, except in a term of the features.
 
-    What it adds to gradients or weights comes after the noise. Those of flsuite that see batches
-    are refused where they train without noise.
+    Its changes of gradients or weights come after the noise. flsuite's own algorithms that see
+    batches are refused where they train without noise.
 
     Raises:
         FlsuiteError: If it does. The message names the callback.
@@ -277,28 +277,28 @@ def _refuse_seen_batches(federation: Federation) -> None:
 
 def _refuse_seen(callback: Callback) -> None:
     """Refuse one callback, as :func:`_refuse_seen_batches` does."""
-    own: list[Any] = [callback]
+    parts: list[Callback | Objective] = [callback]
     if isinstance(callback, StatedCallback):
-        own.append(callback.objective)
-    for part in own:
-        seen = [] if type(part).__module__.startswith("flsuite.") else _seen_by(part)
-        if seen:
+        parts.append(callback.objective)
+    for part in parts:
+        is_ours = type(part).__module__.startswith("flsuite.")
+        if not is_ours and (seen := _seen_by(part)) is not None:
             raise FlsuiteError(
-                f"DPSGD: {type(part).__name__}.{seen[0]} of the objective or rule sees samples, "
+                f"DPSGD: {type(part).__name__}.{seen} of the objective or rule sees samples, "
                 "which its change of gradients or weights would reveal without noise; leave the "
                 "method out, state the objective as the term of a FeatureTerm, or leave out DPSGD"
             )
 
 
-def _seen_by(part: Callback | Objective) -> list[str]:
-    """Return the functions of a callback or objective that see samples and pass no clipping."""
+def _seen_by(part: Callback | Objective) -> str | None:
+    """Return the first method of a part that sees samples without being clipped, or ``None``."""
     if isinstance(part, SecondSteps):
-        return ["direction"]
-    if isinstance(part, FeatureTerm):  # a term passes the clipping, and nothing else
-        return ["logits"] * (type(part).logits is not FeatureTerm.logits)
+        return "direction"
+    if isinstance(part, FeatureTerm):  # its term is clipped, and nothing else
+        return None if type(part).logits is FeatureTerm.logits else "logits"
     if isinstance(part, Callback):
-        return [name for name in hooks_of_callback(part) if name in _SEE_SAMPLES]
-    return []
+        return next((name for name in hooks_of_callback(part) if name in _SEE_SAMPLES), None)
+    return None
 
 
 def _refuse_unsupported(model: LightningModule) -> None:

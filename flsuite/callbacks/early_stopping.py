@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from flsuite.arguments import NonNegativeFloat, PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback, require_validation
 from flsuite.messages import Scores
-from flsuite.metrics import lower_is_better, require_score, score_name
 from flsuite.runs.run import Run
+from flsuite.score_names import lower_is_better, require_score, score_name
 from flsuite.server.evaluation import GLOBAL
 
 log = logging.getLogger("flsuite")

@@ -87,11 +87,11 @@ class FlowMonitor(FederationCallback, Settings):
 
     def on_round_end(self, run: Run, round: int) -> None:
         if round % self.every == 0 or run.finished:
-            for name, value in self.measure(run, round).items():
+            for name, value in self._measure(run, round).items():
                 run.log_metric(name, value, split="test")
         self._flows, self._sums = {}, Sums()
 
-    def measure(self, run: Run, round: int) -> dict[str, float]:
+    def _measure(self, run: Run, round: int) -> dict[str, float]:
         """Return the measurements of the round just done."""
         evaluator, federation = run.evaluator, run.federation
         data = federation.data.at(run.round)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
 
@@ -77,10 +77,7 @@ class LoggerLink:
     Attributes:
         held: The rounds that the log had when the link started. They are not sent again. Round 0
             is everything sent before the first round.
-        takes_pictures: Whether :meth:`show` does anything.
     """
-
-    takes_pictures: ClassVar[bool] = False
 
     def __init__(self, logger: Logger) -> None:
         self.logger: Any = logger
@@ -133,12 +130,12 @@ class _VersionLink(LoggerLink, ABC):
         if state and self.logger._version is None:
             self.logger._version = state["version"]
         if state:
-            self.held = self.go_on(run)
+            self.held = self._resume(run)
         else:
             super().start(run, state)
 
     @abstractmethod
-    def go_on(self, run: Run) -> Set[int]:
+    def _resume(self, run: Run) -> Set[int]:
         """Open the files of the resumed run, and return the rounds in them."""
 
     def send(self, run: Run, row: RoundNumbers) -> None:
@@ -152,7 +149,7 @@ class _VersionLink(LoggerLink, ABC):
 class CSVLink(_VersionLink):
     """Keeps the rows of the earlier rounds, which Lightning's logger deletes when it starts."""
 
-    def go_on(self, run: Run) -> Set[int]:
+    def _resume(self, run: Run) -> Set[int]:
         rows = _read_rows(Path(self.logger.log_dir))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "previous log files will be deleted"
@@ -169,13 +166,11 @@ class CSVLink(_VersionLink):
 class TensorBoardLink(_VersionLink):
     """Adds a second file to the version's folder, which TensorBoard shows as one run."""
 
-    takes_pictures = True
-
     def start(self, run: Run, state: dict[str, Any]) -> None:
         self.logger._default_hp_metric = False  # a chart of the number -1
         super().start(run, state)
 
-    def go_on(self, run: Run) -> Set[int]:
+    def _resume(self, run: Run) -> Set[int]:
         # TensorBoard then drops the rounds after the checkpoint, which are done again.
         self.logger._kwargs["purge_step"] = run.round + 1
         steps = logged_steps(Path(self.logger.log_dir), _last_name(self.logger))
@@ -198,8 +193,6 @@ class MLflowLink(LoggerLink):
     A file store cannot have both ``test/accuracy`` and ``test/accuracy/0``, because the first would
     also be a folder. The second one becomes ``test/accuracy.0``.
     """
-
-    takes_pictures = True
 
     def start(self, run: Run, state: dict[str, Any]) -> None:
         if self.logger._run_name is None:

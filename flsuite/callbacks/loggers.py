@@ -138,7 +138,7 @@ def _show(round: int, draw: Callable[[], dict[str, "Figure"]], links: Sequence[L
 
     A failure to store a picture does not end the run.
     """
-    links = [link for link in links if link.takes_pictures]
+    links = [link for link in links if type(link).show is not LoggerLink.show]
     pictures = draw() if links else {}
     for link in links if pictures else ():
         try:

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from flsuite.metrics import score_of
 from flsuite.runs.predictions import predict
 from flsuite.runs.run import Run
+from flsuite.score_names import score_of
 from flsuite.server.evaluation import GLOBAL
 
 if TYPE_CHECKING:

@@ -54,11 +54,11 @@ class ForestProbe(FederationCallback, Settings):
         if not is_due and not run.finished:
             return
         clients = run.federation.present()[: self.clients or None]
-        accuracies, f1_scores = zip(*(self.probe(run, client) for client in clients), strict=True)
+        accuracies, f1_scores = zip(*(self._probe(run, client) for client in clients), strict=True)
         run.log_metric("probe_accuracy", sum(accuracies) / len(clients), split="test")
         run.log_metric("probe_f1_macro", sum(f1_scores) / len(clients), split="test")
 
-    def probe(self, run: Run, client: int) -> tuple[float, float]:
+    def _probe(self, run: Run, client: int) -> tuple[float, float]:
         """Return accuracy and macro F1 on the test split, for a forest on this client's latents."""
         from sklearn.ensemble import RandomForestClassifier
         from sklearn.metrics import accuracy_score, f1_score

@@ -57,11 +57,9 @@ class RoundProgress(FederationCallback):
             TextColumn("{task.fields[note]}"),
         )
 
+        self._bar = Progress(*columns, console=console)
         # The numbers are on separate lines to fit in 80 characters.
-        self._bar, self._numbers = (
-            Progress(*columns, console=console),
-            Text(no_wrap=True, overflow="ellipsis"),
-        )
+        self._numbers = Text(no_wrap=True, overflow="ellipsis")
         self._rounds = self._bar.add_task("rounds ", total=1.0, done=_done(run), note="")
         self._bar.update(self._rounds, completed=self._first)
         self._clients = self._bar.add_task("clients", total=None, done="", note="")

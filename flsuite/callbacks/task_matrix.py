@@ -61,7 +61,7 @@ class TaskMatrix(FederationCallback, Settings):
                 "TaskMatrix.clients"
             )
         if run.round == 0:
-            self.matrix = self.row(run, data)[:, None]
+            self.matrix = self._row(run, data)[:, None]
 
         rounds = run.options.budget.rounds
         if rounds is not None and rounds < data.starts[-1]:
@@ -86,7 +86,7 @@ class TaskMatrix(FederationCallback, Settings):
             return
 
         # An extended run scores its last task a second time.
-        row, before = self.row(run, data), data.task(round) + 1
+        row, before = self._row(run, data), data.task(round) + 1
         self.matrix = torch.cat([self.matrix[:, :before], row[:, None]], dim=1)
         present = list(run.federation.present(len(row)))
         for task, accuracy in enumerate(row[present].mean(0).tolist()):
@@ -102,7 +102,7 @@ class TaskMatrix(FederationCallback, Settings):
             figure = task_figure(self.matrix[present].mean(0)[1:].numpy())
             figure.savefig(run.folder.path / "tasks.png")
 
-    def row(self, run: Run, data: TaskData) -> Tensor:
+    def _row(self, run: Run, data: TaskData) -> Tensor:
         """Return the accuracy of each client's model on each of its tasks, ``(clients, tasks)``."""
         federation, evaluator = run.federation, run.evaluator
         by_class: tuple[Tensor, Tensor] | None = None
@@ -142,7 +142,6 @@ def _summarize(matrix: Tensor) -> dict[str, float]:
 
 
 def _by_class(right: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Return the hits and the samples of each class."""
-    return torch.bincount(y, right.double(), minlength=classes), torch.bincount(
-        y, minlength=classes
-    ).double()
+    """Return the number of hits and of samples, by class."""
+    hits = torch.bincount(y, right.double(), minlength=classes)
+    return hits, torch.bincount(y, minlength=classes)

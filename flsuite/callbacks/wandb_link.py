@@ -21,9 +21,9 @@ from flsuite.callbacks.round_numbers import RoundNumbers
 from flsuite.callbacks.stop_at import StopAt
 from flsuite.callbacks.wandb_files import logged_rounds
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.metrics import score_name
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe
+from flsuite.score_names import score_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,8 +50,6 @@ class WandbLink(LoggerLink):
         log_model: Whether to upload the final model.
     """
 
-    takes_pictures = True
-
     def __init__(self, logger: Logger, log_model: bool = False) -> None:
         super().__init__(logger)
         self.log_model = log_model
@@ -76,7 +74,7 @@ class WandbLink(LoggerLink):
         experiment.define_metric("*", step_metric="round")
         super().start(run, {})
         if state:
-            self._go_on(run, experiment)
+            self._resume(run, experiment)
 
     def start_round(self, run: Run) -> None:
         if not self._has_engine:  # the engine is not known earlier
@@ -107,11 +105,10 @@ class WandbLink(LoggerLink):
     def finish(self, run: Run) -> None:
         import wandb
 
-        experiment = self.logger.experiment
-        model = run.folder.checkpoints / "model.ckpt" if run.folder.checkpoints else None
-        if self.log_model and isinstance(model, Path) and model.exists():
+        experiment, folder = self.logger.experiment, run.folder.checkpoints
+        if self.log_model and folder is not None and (folder / "model.ckpt").exists():
             artifact = wandb.Artifact(f"model-{experiment.id}", type="model")
-            artifact.add_file(str(model))
+            artifact.add_file(str(folder / "model.ckpt"))
             experiment.log_artifact(artifact)
 
         # The next run in this process must not continue this one.
@@ -128,7 +125,7 @@ class WandbLink(LoggerLink):
             "rounds_to_target": self._rounds_to_target,
         }
 
-    def _go_on(self, run: Run, experiment: Any) -> None:
+    def _resume(self, run: Run, experiment: Any) -> None:
         """Find out which rounds of the resumed run W&B already has.
 
         Online, the server has all rows before its starting step. Offline, the earlier parts of the

@@ -21,11 +21,12 @@ from flsuite.data.spec import DataSplit
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import make_slim
 from flsuite.messages import OwnScores, Scores, Split
-from flsuite.metrics import class_accuracy, score_name, scores
+from flsuite.metrics import class_accuracy, scores
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.declarations import class_outputs, has_step, scores_by_columns, scores_by_steps
 from flsuite.models.modes import evaluating, kept_modes
 from flsuite.random import seed_process
+from flsuite.score_names import score_name
 from flsuite.state import State, load_
 
 _SCORING_ARGUMENTS = (  # Lightning Trainer arguments that affect scoring

@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_extra
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -99,13 +99,16 @@ def epsilon_of(releases: Iterable[Release], delta: float) -> float:
         return 0.0
     if not all(release.noise_multiplier for release in made):
         return math.inf
-    from_rdp = _rdp_package().compute_epsilon
+
+    require_extra("differential privacy", ("dp_accounting",), "privacy")
+    with kept_logging():
+        from dp_accounting.rdp import compute_epsilon
     each = [_rdp_of_a_round(release.sampling, release.noise_multiplier) for release in made]
     orders = each[0][0]
     assert all(np.array_equal(orders, own) for own, _ in each), "neighbors of different kinds"
     total = sum(release.times * rdp for release, (_, rdp) in zip(made, each, strict=True))
     with kept_logging():
-        return float(from_rdp(orders, total, delta)[0])
+        return float(compute_epsilon(orders, total, delta)[0])
 
 
 def calibrated_noise(sampling: RandomDraw, target: float, rounds: int, delta: float) -> float:
@@ -189,18 +192,6 @@ def _event(sampling: RandomDraw, noise_multiplier: float) -> "DpEvent":
         return SampledWithoutReplacementDpEvent(sampling.population, int(sampling.expected), noise)
     rate = sampling.expected / sampling.population
     return PoissonSampledDpEvent(rate, GaussianDpEvent(noise_multiplier))
-
-
-def _rdp_package() -> Any:
-    try:
-        with kept_logging():
-            from dp_accounting import rdp
-    except ImportError as error:
-        raise FlsuiteError(
-            "differential privacy needs dp-accounting; install it with pip install "
-            "'flsuite[privacy]'"
-        ) from error
-    return rdp
 
 
 @contextmanager

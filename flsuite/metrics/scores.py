@@ -51,7 +51,6 @@ def scores(
 
 def class_accuracy(probabilities: Tensor, y: Tensor, spec: DataSpec) -> dict[str, float]:
     """Return each class's recall, for classes that occur, or each label's binary accuracy."""
-    names = spec.names
     if y.ndim == 2:
         values = tm.multilabel_accuracy(
             probabilities, y, num_labels=spec.num_classes, average="none"
@@ -64,7 +63,7 @@ def class_accuracy(probabilities: Tensor, y: Tensor, spec: DataSpec) -> dict[str
         # A class without samples has no recall.
         present = y.unique().tolist()
 
-    return {names[c]: float(values[c]) for c in present}
+    return {spec.names[c]: float(values[c]) for c in present}
 
 
 def summary(values: list[float], name: str, higher_is_better: bool = True) -> dict[str, float]:

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from flsuite.metrics import lower_is_better, main_scores, score_of
 from flsuite.runs.fork import kept_on_disk
+from flsuite.score_names import lower_is_better, main_scores, score_of
 from flsuite.server.arrivals import RoundLog
 
 log = logging.getLogger("flsuite")

@@ -14,10 +14,11 @@ from flsuite.data.spec import DataSplit
 from flsuite.engines.base import Engine
 from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.messages import Broadcast, OwnScores, ScoreRequest, Scores, Split
-from flsuite.metrics import HIGHER_IS_BETTER, lower_is_better, score_name, scores, summary
+from flsuite.metrics import scores, summary
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.modes import evaluating
 from flsuite.models.protocols import LatentModel
+from flsuite.score_names import HIGHER_IS_BETTER, lower_is_better, score_name
 from flsuite.server.federation import Federation
 from flsuite.state import State
 

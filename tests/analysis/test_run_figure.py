@@ -10,7 +10,7 @@ from flsuite.analysis.groups import find_runs, group_runs
 from flsuite.analysis.report import default_metrics
 from flsuite.commands.main import run_command
 from flsuite.errors import FlsuiteError
-from flsuite.metrics import main_scores
+from flsuite.score_names import main_scores
 from tests.analysis.made_runs import Row, made_run, settings
 
 REGRESSION: list[Row] = [

@@ -9,7 +9,8 @@ from sklearn import metrics as sk
 from torch import Tensor
 
 from flsuite.data.spec import DataSpec, Task
-from flsuite.metrics import class_accuracy, lower_is_better, scores, summary
+from flsuite.metrics import class_accuracy, scores, summary
+from flsuite.score_names import lower_is_better
 
 
 def spec(classes: int, task: Task = "multiclass", names: tuple[str, ...] = ()) -> DataSpec:
