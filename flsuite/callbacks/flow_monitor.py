@@ -41,7 +41,8 @@ class FlowMonitor(FederationCallback, Settings):
       classifier assigns to their class.
 
     Args:
-        every: Rounds between two measurements. The last round is always measured.
+        every: Rounds between two measurements. The last round is always measured. Rounds without
+            updates are left out.
         samples: Number of held-out samples. They stay the same as long as the classes do.
         clients: Number of clients whose flows are measured: the first of each cohort.
     """
@@ -86,7 +87,8 @@ class FlowMonitor(FederationCallback, Settings):
             self._flows[outcome.update.client] = flow
 
     def on_round_end(self, run: Run, round: int) -> None:
-        if round % self.every == 0 or run.finished:
+        is_due = round % self.every == 0 or run.finished
+        if is_due and self._flows:  # a Poisson draw may be empty
             for name, value in self._measure(run, round).items():
                 run.log_metric(name, value, split="test")
         self._flows, self._sums = {}, Sums()

@@ -13,16 +13,24 @@ from flsuite.data import Dirichlet, Synthetic, TaskSequence
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientFailure, ClientResult
 from flsuite.models import MLP, NFClassifier
+from flsuite.schedules import Synchronous
 from flsuite.state import State, cast, clone, load_, mean_of
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
 
 
 def fit(
-    callbacks: Sequence[Any], aggregator: Any = None, rounds: int = 2, data: Any = None
+    callbacks: Sequence[Any],
+    aggregator: Any = None,
+    rounds: int = 2,
+    data: Any = None,
+    schedule: Any = None,
 ) -> FederatedTrainer:
     made = trainer(
-        rounds=rounds, callbacks=list(callbacks), aggregator=aggregator or FisherAveraging()
+        rounds=rounds,
+        callbacks=list(callbacks),
+        aggregator=aggregator or FisherAveraging(),
+        schedule=schedule,
     )
     backbone = MLP(hidden=(8,))
     model = NFClassifier(
@@ -150,6 +158,15 @@ def test_samples_of_a_trained_flow_are_told_apart() -> None:
     )
     made.fit(model, data)
     assert logged(made)[4, "sample_agreement"] > 0.8
+
+
+def test_a_round_without_clients_is_not_measured() -> None:
+    schedule = Synchronous(participation=0.3, sampling="poisson")
+    made = fit([FlowMonitor(every=1)], FedAvg(), rounds=6, schedule=schedule)
+    rows = made.run.folder.table.rows
+    trained = {row.round for row in rows if row.metric == "clients" and row.value > 0}
+    assert 0 < len(trained) < 6
+    assert {round for round, name in logged(made) if name == "flow_nll"} == trained
 
 
 def test_models_without_a_flow_are_refused() -> None:
