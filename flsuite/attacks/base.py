@@ -15,7 +15,7 @@ from flsuite.arguments import Share, check_init
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Batch, DataSplit
-from flsuite.errors import FlsuiteError, require_at_least
+from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
 from flsuite.random import numpy_generator, torch_generator
 from flsuite.state import State
@@ -156,10 +156,9 @@ class Attack(ABC):
 
         named = self.clients or []
         for client in named:
-            require_at_least(owner, 0, clients=client)
-            if client not in range(clients):
+            if type(client) is not int or client not in range(clients):
                 raise FlsuiteError(
-                    f"{owner}: clients names {client}, but the clients are 0 to {clients - 1}"
+                    f"{owner}: clients names {client!r}, but the clients are 0 to {clients - 1}"
                 )
         if len(set(named)) < len(named):
             raise FlsuiteError(f"{owner}: clients names a client twice: {named}")
