@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.optimizers import about_to_step
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules import Mean, Weighting
 from flsuite.aggregators.rules.base import withheld_by
@@ -27,7 +28,7 @@ class FedDyn(Aggregator):
     Client k minimizes ``F_k(w) - <g_k, w> + alpha / 2 ||w - w_t||^2`` (line 4), and then sets
     ``g_k <- g_k - alpha (w_k - w_t)``. The server sets ``h <- h - alpha / N sum_k (w_k - w_t)``
     with all N clients, and moves to ``mean(w_k) - h / alpha``. Both start at zero. The mean is not
-    weighted by samples. The bytes are those of FedAvg.
+    weighted by samples. It sends as many bytes as FedAvg.
 
     Many local steps need weight decay or ``trainer.gradient_clip_val`` to be stable.
 
@@ -71,10 +72,9 @@ class _Regularizer(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, p in pl_module.named_parameters():
-            if p.grad is not None and id(p) in stepping and name in self.g:
-                p.grad.add_(p.detach() - self.w_t[name], alpha=self.alpha).sub_(self.g[name])
+        for name, p, gradient in about_to_step(optimizer, pl_module.named_parameters()):
+            if name in self.g:
+                gradient.add_(p.detach() - self.w_t[name], alpha=self.alpha).sub_(self.g[name])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         own = dict(pl_module.named_parameters())

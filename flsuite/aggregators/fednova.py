@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives import Objective, Proximal
+from flsuite.aggregators.optimizers import base_rate, optimizer_for
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.rules.mean import mixed, split_buffers
-from flsuite.aggregators.second_model import base_rate, optimizer_for
 from flsuite.arguments import NonNegativeFloat, Settings
 from flsuite.lightning_internals import skips_step
 from flsuite.messages import ClientContext, ClientUpdate
@@ -105,8 +105,8 @@ class _Worth(Callback):
         if self.counted is None:
             shared = [p for k, p in pl_module.named_parameters() if k in self.client.global_state]
             self.counted, self.shared = _of_shared(trainer.optimizers, shared)
-        # One optimizer's steps are counted, without those that a gradient scaler skips, and those
-        # of private parameters alone, as in a warm-up, which move nothing that is sent.
+        # Only one optimizer's steps count, without the ones that a gradient scaler skips. A step of
+        # private parameters alone, as in a warm-up, moves nothing that is sent.
         moves = any(p.grad is not None for p in self.shared)
         if optimizer is not self.counted or not moves or skips_step(trainer, optimizer):
             return
@@ -134,7 +134,7 @@ class _Worth(Callback):
 def _of_shared(
     optimizers: Sequence[Optimizer], shared: Sequence[Tensor]
 ) -> tuple[Optimizer | None, list[Tensor]]:
-    """Return the first optimizer with a shared parameter, and those that it has."""
+    """Return the first optimizer with a shared parameter, and which of them it has."""
     for optimizer in optimizers:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if own := [p for p in shared if id(p) in held]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.losses import hessian_product, loss_and_gradient
 from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.optimizers import about_to_step
 from flsuite.arguments import NonNegativeFloat, PositiveFloat, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import scaler_of
@@ -88,10 +89,9 @@ class _Pairs(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        steps = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        named = pl_module.named_parameters()
-        own = {k: p for k, p in named if p.grad is not None and id(p) in steps}
-        gradient = {name: torch.as_tensor(p.grad) for name, p in own.items()}
+        stepping = list(about_to_step(optimizer, pl_module.named_parameters()))
+        own = {name: p for name, p, _ in stepping}
+        gradient = {name: g for name, _, g in stepping}
         if self.start:
             self._back_to_start(pl_module)
         elif not self._is_last_step(trainer):

@@ -12,10 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.fedexp import SquaredChange
 from flsuite.aggregators.losses import mean_loss
+from flsuite.aggregators.optimizers import base_rate
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.rules.mean import mixed, split_buffers
-from flsuite.aggregators.second_model import base_rate
 from flsuite.arguments import NonNegativeFloat, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext, ClientUpdate
@@ -23,12 +23,12 @@ from flsuite.state import State, StateLayout, Tree, divided, scaled
 
 
 class QFedAvg(Aggregator):
-    """Clients with a higher loss weigh more, so that clients are served more alike.
+    """Clients with a higher loss weigh more, so that clients are served more equally.
 
     With ``L = 1 / eta``, the client's loss ``F_k`` at the received model and ``d_k = L (w - w_k)``:
     ``w <- w - sum_k F_k^q d_k / sum_k h_k`` and
     ``h_k = q F_k^(q-1) |d_k|^2 + L F_k^q`` (lines 6 to 9). The rate ``eta`` is the optimizer's at
-    the start of the fit. The bytes are those of FedAvg. A fit costs one more forward pass.
+    the start of the fit. It sends as many bytes as FedAvg. A fit costs one more forward pass.
 
     Args:
         q: Fairness. With 0 this is FedAvg with uniform weights.

@@ -1,7 +1,5 @@
 """A second set of weights that a client trains in the same fit."""
 
-import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,9 +9,9 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import LBFGS, Optimizer
 
 from flsuite.aggregators.losses import loss_and_gradient
+from flsuite.aggregators.optimizers import optimizer_for
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
 from flsuite.state import State, clone
@@ -55,7 +53,7 @@ class SecondModel:
         return float(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of one client's tensors, as it is: these are one client's."""
+        """Return the function unchanged: these are the tensors of one client."""
         return function
 
     def gradient(self, batch: Any, index: int, at: Mapping[str, Tensor] | None = None) -> State:
@@ -118,10 +116,10 @@ def first_names(module: LightningModule, entries: Iterable[str]) -> dict[str, st
 
 
 def start_of(client: ClientContext, module: LightningModule, kept: State | None) -> State:
-    """Return the initial weights of a second model: those kept from the last fit, if any.
+    """Return the initial weights of a second model: the weights of the last fit, if any.
 
-    Buffers that stay with the client are the second model's own. Those that the fit has reset stay
-    reset.
+    Buffers that stay with the client are the second model's own. Buffers that the fit has reset
+    stay reset.
 
     Args:
         client: The client's view of the round.
@@ -153,43 +151,3 @@ def at_least_two(batch: Any) -> Any:
     if extract_batch_size(batch) > 1:
         return batch
     return apply_to_collection(batch, Tensor, lambda part: torch.cat([part, part]))
-
-
-def base_rate(optimizer: Optimizer) -> float:
-    """Return an optimizer's learning rate, or the one that a warm-up from zero leads to.
-
-    Raises:
-        FlsuiteError: If it is zero.
-    """
-    group = optimizer.param_groups[0]
-    if rate := float(group["lr"]) or float(group.get("initial_lr", 0.0)):
-        return rate
-    raise FlsuiteError(
-        "this aggregator divides by the optimizer's learning rate, which is 0; set a rate above 0"
-    )
-
-
-def optimizer_for(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> Optimizer:
-    """Return a new optimizer of the same kind and settings for other tensors, without state.
-
-    Args:
-        optimizer: The original.
-        replaced: The new tensors by the ``id`` of the original parameter. Others are left out.
-
-    Raises:
-        FlsuiteError: If its steps compute the loss themselves.
-    """
-    if isinstance(optimizer, LBFGS):
-        raise FlsuiteError(
-            "this aggregator steps on one gradient per batch, and LBFGS computes more; choose "
-            "another optimizer"
-        )
-    new = copy.copy(optimizer)  # leaves out attributes of a subclass
-    own = {k: v for k, v in vars(optimizer).items() if k not in vars(new) and not callable(v)}
-    vars(new).update(own)
-    new.param_groups = [
-        {**group, "params": [replaced[id(p)] for p in group["params"] if id(p) in replaced]}
-        for group in optimizer.param_groups
-    ]
-    new.state = defaultdict(dict)
-    return new

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_map
 
 from flsuite.aggregators.objectives.feature_term import FeatureCallback
 from flsuite.aggregators.objectives.second_steps import SecondCallback
-from flsuite.aggregators.second_model import first_names, optimizer_for
+from flsuite.aggregators.optimizers import optimizer_for
+from flsuite.aggregators.second_model import first_names
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_callbacks import StackCallbacks
 from flsuite.client.stack_member import Member, stacked, stated

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_map
 
 from flsuite.aggregators.objectives import SecondSteps
 from flsuite.aggregators.objectives.second_steps import model_gradient, take_steps
-from flsuite.aggregators.second_model import first_names, optimizer_for
+from flsuite.aggregators.optimizers import optimizer_for
+from flsuite.aggregators.second_model import first_names
 from flsuite.client.stack_member import Member, stacked
 from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
 from flsuite.state import State, clone

@@ -181,8 +181,8 @@ MUTATIONS = [
     Mutation(
         "SCAFFOLD corrects with the wrong sign",
         "aggregators/objectives/control_variates.py",
-        "parameter.grad.add_(self.corrections[name])",
-        "parameter.grad.sub_(self.corrections[name])",
+        "gradient.add_(self.corrections[name])",
+        "gradient.sub_(self.corrections[name])",
         "aggregators/test_scaffold.py",
     ),
     Mutation(

@@ -15,12 +15,13 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from flsuite.aggregators.objectives.base import Objective
+from flsuite.aggregators.optimizers import about_to_step
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.arguments import Settings
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import skips_step
 from flsuite.messages import ClientContext
-from flsuite.state import State, StateLayout, Tree, add, clone, difference
+from flsuite.state import State, StateLayout, Tree, add, difference
 
 Control = Literal["displacement", "mean_gradient"]
 
@@ -123,15 +124,13 @@ class _LocalSteps(Callback):
         if skips_step(trainer, optimizer):
             return
 
-        # A parameter that is frozen in this step takes no step, so K does not count it.
-        stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None and id(parameter) in stepping:
-                self.steps[name] += 1
-                # Before the correction: c_i+ is the mean of g.
-                if not self.plain:
-                    self.gradients[name].add_(parameter.grad)
-                parameter.grad.add_(self.corrections[name])
+        # K does not count a parameter that is frozen in this step.
+        for name, _, gradient in about_to_step(optimizer, self.parameters.items()):
+            self.steps[name] += 1
+            # Before the correction: c_i+ is the mean of g.
+            if not self.plain:
+                self.gradients[name].add_(gradient)
+            gradient.add_(self.corrections[name])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep ``c_i+`` and send ``c_i+ - c_i``."""
@@ -147,8 +146,8 @@ class _LocalSteps(Callback):
         if not self.steps[name]:
             return self.own[name].clone()
         if not self.plain:
-            # clone also moves the mean to the CPU, where client memories are kept.
-            return clone({name: self.gradients[name] / self.steps[name]})[name]
+            # On the CPU, where client memories are kept.
+            return (self.gradients[name] / self.steps[name]).cpu()
 
         # (x - y) / (K eta) is the mean of g - c_i + c. The other terms reduce it to the mean of g.
         assert self.rate is not None

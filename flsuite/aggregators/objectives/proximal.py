@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flsuite.aggregators.objectives.base import Objective
+from flsuite.aggregators.optimizers import about_to_step
 from flsuite.arguments import NonNegativeFloat, Settings
 from flsuite.messages import ClientContext
 from flsuite.state import State
@@ -55,9 +56,6 @@ class _ProximalTerm(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        # Called once per optimizer if the model has several.
-        stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, parameter in pl_module.named_parameters():
-            # A parameter without a gradient takes no step, so the term must not move it.
-            if parameter.grad is not None and id(parameter) in stepping and name in self.anchors:
-                parameter.grad.add_(parameter.detach() - self.anchors[name], alpha=self.mu)
+        for name, parameter, gradient in about_to_step(optimizer, pl_module.named_parameters()):
+            if name in self.anchors:
+                gradient.add_(parameter.detach() - self.anchors[name], alpha=self.mu)

@@ -16,6 +16,7 @@ from flsuite.aggregators.objectives.held import (
     require_tensors,
     wrong,
 )
+from flsuite.aggregators.optimizers import about_to_step
 from flsuite.aggregators.second_model import SecondModel
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
@@ -51,7 +52,7 @@ class SecondSteps(Objective, ABC):
 
         Args:
             v: Parameters of the second model.
-            w: Those of the model, of the same names.
+            w: Parameters of the model, of the same names.
             held: What the steps hold.
         """
         return v
@@ -65,7 +66,7 @@ class SecondSteps(Objective, ABC):
         Args:
             gradient: Gradient of the loss at :meth:`point`.
             v: Parameters of the second model.
-            w: Those of the model.
+            w: Parameters of the model.
             held: What the steps hold.
             rate: Learning rate of the model.
         """
@@ -95,7 +96,7 @@ class SecondSteps(Objective, ABC):
 
 
 class Second(Protocol):
-    """A second model, or those of a stack of clients with their tensors along a first axis."""
+    """A second model, or a stack of them, with the clients along the first axis of each tensor."""
 
     @property
     def parameters(self) -> State:
@@ -215,11 +216,10 @@ class SecondCallback(StatedCallback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
         v = self._second.parameters
-        for name, p in pl_module.named_parameters():
-            if p.grad is not None and name in v and id(p) in stepping:
-                p.grad = model_gradient(self.objective, p.grad, p.detach(), v[name].detach())
+        for name, p, gradient in about_to_step(optimizer, pl_module.named_parameters()):
+            if name in v:
+                p.grad = model_gradient(self.objective, gradient, p.detach(), v[name].detach())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.objective.end(self.client, self._second.state(), self._held)

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
+from flsuite.aggregators.optimizers import about_to_step
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
@@ -289,10 +290,8 @@ class _EmpiricalPass(Callback):
     def __init__(
         self, client: ClientContext, names: Sequence[str], estimator: Estimator, batches: int | None
     ) -> None:
-        self.client = client
-        self.names = names
-        self.estimator: Estimator = estimator
-        self.batches = batches
+        self.client, self.names = client, names
+        self.estimator, self.batches = estimator, batches
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not isinstance(pl_module, LikelihoodModel):
@@ -337,9 +336,8 @@ class _TrainingGradients(Callback):
     ) -> None:
         if skips_step(trainer, optimizer):
             return
-        stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        own = {k: p.grad for k, p in self.own.items() if id(p) in stepping and p.grad is not None}
-        for name, gradient in own.items():
+        own = list(about_to_step(optimizer, self.own.items()))
+        for name, _, gradient in own:
             self.sums[name] += gradient.detach().float().square()
         self.steps += bool(own)
 
