@@ -54,9 +54,7 @@ class PulledModel(SecondSteps, Settings):
     def direction(
         self, gradient: State, v: State, w: State, held: State, rate: float
     ) -> tuple[State, State]:
-        received = {name: held[name] for name in v}
-        to_global = difference(v, received)
-        return (pulled(gradient, to_global, self.lam) if self.lam else gradient), held
+        return (pulled(gradient, difference(v, held), self.lam) if self.lam else gradient), held
 
     def end(self, client: ClientContext, weights: State, held: State) -> None:
         client.memory["personal"] = weights

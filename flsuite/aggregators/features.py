@@ -54,11 +54,8 @@ def inputs_of(model: nn.Module, head: str) -> Iterator[list[Tensor]]:
     seen: list[Tensor] = []
     part = model.get_submodule(head.rstrip("."))
     # A copy, because the part may change its input in place.
-    handle = part.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
-    try:
+    with part.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone())):
         yield seen
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -71,11 +68,8 @@ def outputs_of(model: nn.Module, head: str, change: Callable[[Tensor], Tensor]) 
         change: Returns other outputs.
     """
     part = model.get_submodule(head.rstrip("."))
-    handle = part.register_forward_hook(lambda _, inputs, outputs: change(outputs))
-    try:
+    with part.register_forward_hook(lambda _, inputs, outputs: change(outputs)):
         yield
-    finally:
-        handle.remove()
 
 
 def features_at(
@@ -88,7 +82,7 @@ def features_at(
 ) -> Tensor:
     """Return what a head reads at other weights, ``(n, features)``, without gradients.
 
-    The weights do not change. The other arguments are those of :func:`~losses.loss_at`.
+    The weights do not change. For the other arguments, see :func:`~losses.loss_at`.
 
     Args:
         head: Prefix of the head's entries in the state dict.

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.part import Server, Statistic
@@ -70,11 +69,10 @@ class ExtrapolatedMean(Mean):
         square = sum(float(value.square().sum()) for value in change.values())
         step = max(1.0, sums["squared"] / sums["weight"] / (2 * (square + self.eps)))
         server.metrics["server_step"] = step
-        return mean if step == 1.0 else {**mean, **_stepped(server.state, change, step)}
-
-
-def _stepped(state: State, change: State, step: float) -> State:
-    return {k: torch.add(state[k].double(), value, alpha=step) for k, value in change.items()}
+        if step == 1.0:
+            return mean
+        old = server.state
+        return mean | {k: torch.add(old[k].double(), d, alpha=step) for k, d in change.items()}
 
 
 class SquaredChange(Callback):
@@ -87,11 +85,8 @@ class SquaredChange(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start = self.client.global_state
-        changes: list[Tensor] = [
-            p.detach() - start[k].to(p.device)
-            # The server, too, has tied weights under each of their names.
-            for k, p in pl_module.named_parameters(remove_duplicate=False)
-            if k in start
-        ]
-        squares = [change.double().square().sum() for change in changes]
-        self.client.extras["squared_change"] = float(sum(squares))
+        # The server, too, has tied weights under each of their names.
+        named = pl_module.named_parameters(remove_duplicate=False)
+        changes = (p.detach() - start[k].to(p.device) for k, p in named if k in start)
+        squares = sum(change.double().square().sum() for change in changes)
+        self.client.extras["squared_change"] = float(squares)

@@ -314,8 +314,8 @@ MUTATIONS = [
     Mutation(
         "Ditto pulls to the model that was just trained",
         "aggregators/ditto.py",
-        "received = {name: held[name] for name in v}",
-        "received = w",
+        "difference(v, held)",
+        "difference(v, w)",
         "aggregators/test_twins.py",
     ),
     Mutation(

@@ -132,7 +132,7 @@ def term_of(
 def _term_gradient(
     objective: FeatureTerm, features: Tensor, others: list[Tensor], batch: Any, held: Any
 ) -> Tensor:
-    """Return the gradient of the term with respect to the features. The others are as above."""
+    """Return the gradient of the term with respect to the features."""
     with torch.enable_grad():
         z = features.detach().requires_grad_()
         term = term_of(objective, z, others, batch, held)
@@ -149,7 +149,7 @@ def logits_of(objective: FeatureTerm, outputs: Any, batch: Any, held: Any) -> An
         FlsuiteError: If the objective returns something else.
     """
     if type(objective).logits is FeatureTerm.logits:
-        return outputs  # also those of a head that returns no tensor
+        return outputs  # a head may return something else than a tensor
     logits: Any = objective.logits(outputs, batch, held)
     if not isinstance(logits, Tensor) or logits.shape != outputs.shape:
         raise wrong(objective, "logits", logits, "logits of the outputs' shape")
@@ -171,7 +171,7 @@ def refuse_mixed_samples(
         held: What the term reads of the client.
 
     Raises:
-        FlsuiteError: If the gradients of the batch are not those of its two halves.
+        FlsuiteError: If the gradients of the batch differ from the gradients of its two halves.
     """
     samples = extract_batch_size(batch)
 
@@ -231,11 +231,8 @@ class FeatureCallback(StatedCallback):
         self._trainer, self._held = trainer, self.begin(pl_module)
         self._head = self.objective.head_in(pl_module)
         head = pl_module.get_submodule(self._head.rstrip("."))
-        for handle in (
-            head.register_forward_pre_hook(self._look),
-            head.register_forward_hook(self._change),
-        ):
-            self._hooks.callback(handle.remove)
+        self._hooks.enter_context(head.register_forward_pre_hook(self._look))
+        self._hooks.enter_context(head.register_forward_hook(self._change))
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

@@ -1,7 +1,7 @@
 """The networks and losses of DENSE: the image generator, the teacher, and the losses."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -107,16 +107,11 @@ def batch_norm_distances(module: nn.Module) -> Iterator[list[Tensor]]:
         assert isinstance(norm, _BatchNorm)
         distances.append(statistics_distance(norm, inputs[0]))
 
-    hooks = [
-        norm.register_forward_pre_hook(measure)
-        for norm in module.modules()
-        if isinstance(norm, _BatchNorm) and norm.running_mean is not None
-    ]
-    try:
+    with ExitStack() as hooks:
+        for norm in module.modules():
+            if isinstance(norm, _BatchNorm) and norm.running_mean is not None:
+                hooks.enter_context(norm.register_forward_pre_hook(measure))
         yield distances
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class Ensemble(nn.Module):

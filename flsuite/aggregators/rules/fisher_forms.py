@@ -88,7 +88,7 @@ FormName = Literal["diag", "kfac", "full"]
 _MOST_PARAMETERS = 20_000
 
 
-class DiagonalForm(FisherForm):
+class _DiagonalForm(FisherForm):
     """The diagonal, ``(F_i)_jj`` for each parameter."""
 
     def template(self, state: State) -> State:
@@ -112,7 +112,7 @@ class DiagonalForm(FisherForm):
         return dict(zip(self.layout.parameters, values, strict=True))
 
 
-class KFACForm(FisherForm):
+class _KFACForm(FisherForm):
     """The factors of each Linear and Conv2d layer, ``F_i vec(W) = G_i W A_i``.
 
     The server needs every client's factors in addition to the sum of ``n_i G_i W_i A_i``.
@@ -132,8 +132,8 @@ class KFACForm(FisherForm):
     def template(self, state: State) -> dict[str, State]:
         return {
             layer.name: {
-                "a": _square(layer_matrices.columns(state, layer)),
-                "g": _square(len(state[layer.weight_name])),
+                "a": layer_matrices.square_template(layer_matrices.columns(state, layer)),
+                "g": layer_matrices.square_template(len(state[layer.weight_name])),
             }
             for layer in self.layout.layers
         }
@@ -172,7 +172,7 @@ class KFACForm(FisherForm):
         return new
 
 
-class FullForm(FisherForm):
+class _FullForm(FisherForm):
     """The full matrix ``(d, d)`` over all parameters in the model's order, for small models."""
 
     def template(self, state: State) -> Tensor:
@@ -182,7 +182,7 @@ class FullForm(FisherForm):
                 f"FedFisher: the full Fisher of {size:,} parameters is too large: at most "
                 f"{_MOST_PARAMETERS:,} parameters are allowed; use kfac or diag"
             )
-        return _square(size)
+        return layer_matrices.square_template(size)
 
     def measure(self, module: nn.Module, sampled: Sampled) -> Tensor:
         fisher = full_fisher(module, self.layout.parameters, *sampled)
@@ -208,15 +208,14 @@ class FullForm(FisherForm):
         return torch.cat([state[name].double().flatten() for name in self.layout.parameters])
 
 
-FORMS: Mapping[str, type[FisherForm]] = {"diag": DiagonalForm, "kfac": KFACForm, "full": FullForm}
+FORMS: Mapping[str, type[FisherForm]] = {
+    "diag": _DiagonalForm,
+    "kfac": _KFACForm,
+    "full": _FullForm,
+}
 
 
 def _semidefinite(matrix: Tensor) -> Tensor:
     """Return the nearest symmetric positive semidefinite matrix, in the Frobenius norm."""
     values, vectors = torch.linalg.eigh((matrix + matrix.mT).double() / 2)
     return ((vectors * values.clamp(min=0.0)) @ vectors.mT).to(matrix.dtype)
-
-
-def _square(size: int) -> Tensor:
-    """Return a float32 template ``(size, size)`` that takes no memory."""
-    return torch.zeros(()).expand(size, size)

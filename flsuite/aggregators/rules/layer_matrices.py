@@ -22,6 +22,11 @@ def columns(state: State, layer: Layer, bias: bool = True) -> int:
     return state[layer.weight_name][0].numel() + (layer.bias and bias)
 
 
+def square_template(size: int) -> Tensor:
+    """Return a float32 template ``(size, size)`` that takes no memory."""
+    return torch.zeros(()).expand(size, size)
+
+
 def matrix(state: State, layer: Layer, bias: bool = True) -> Tensor:
     """Return the float64 matrix of a layer.
 

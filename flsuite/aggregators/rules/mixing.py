@@ -13,7 +13,7 @@ from flsuite.aggregators.staleness import Staleness, StalenessName, staleness_we
 from flsuite.arguments import Fraction, Settings, Share
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientUpdate
-from flsuite.state import State, cast, mean_of
+from flsuite.state import State, Sums, cast, divided
 
 
 @dataclass(frozen=True)
@@ -91,25 +91,20 @@ class MixedMean(CohortRule, Settings):
 
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
         given: list[tuple[dict[str, float], float]] = []
-        total = undamped = 0.0
+        models, total, undamped = Sums(), 0.0, 0.0
+        for update in updates:
+            own = float(update.samples) if self.weighting == "samples" else 1.0
+            weight = own * staleness_weight(self.staleness, update.staleness)
+            models.add(dict(update.state), weight)
+            total, undamped = total + weight, undamped + own
+            given.append((update.metrics, weight))
 
-        def models() -> Iterator[tuple[State, float]]:
-            nonlocal total, undamped
-            for update in updates:
-                own = float(update.samples) if self.weighting == "samples" else 1.0
-                weight = own * staleness_weight(self.staleness, update.staleness)
-                total, undamped = total + weight, undamped + own
-                given.append((update.metrics, weight))
-                yield update.state, weight
-
-        try:
-            mean = mean_of(models())
-        except ZeroDivisionError:  # all updates have weight 0
-            mean = server.state
         rate = self.rate * (total / undamped if self.normalize == "buffer" else 1.0)
         for metrics, weight in given:
             metrics["weight"] = rate * (weight / total) if total else 0.0
-        return _mixed(server.state, mean, rate if total else 0.0)
+        if not total:  # all updates have weight 0
+            return _mixed(server.state, server.state, 0.0)
+        return _mixed(server.state, divided(models.values, total), rate)
 
 
 def _mixed(old: State, new: State, rate: float) -> State:

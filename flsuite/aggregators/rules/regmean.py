@@ -83,12 +83,9 @@ class RegMean(LinearRule, Settings):
         return [LogitPass(client, "RegMean", self.samples, "gram", statistic)]
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
-        sizes = {
-            layer.name: layer_matrices.columns(state, layer, self.bias)
-            for layer in self._layers(layout)
-        }
-        # Expanded, so the template takes no memory.
-        grams = {name: torch.zeros(()).expand(size, size) for name, size in sizes.items()}
+        layers = self._layers(layout)
+        sizes = {layer.name: layer_matrices.columns(state, layer, self.bias) for layer in layers}
+        grams = {name: layer_matrices.square_template(size) for name, size in sizes.items()}
         return {"gram": Statistic(grams, is_psd=True)}
 
     def weight(self, update: ClientUpdate) -> float:

@@ -121,10 +121,9 @@ class SampleNoise(Settings):
 
 
 def _singles(batch: Batch) -> Iterator[Batch]:
-    """Yield the samples of a batch as batches of one."""
-    for number in range(len(batch[0])):
-        x, y = (part[number : number + 1] for part in batch)
-        yield x, y
+    """Return the samples of a batch as batches of one."""
+    x, y = batch
+    return zip(x.split(1), y.split(1), strict=True)
 
 
 def _flat(tree: Any) -> State:
