@@ -5,8 +5,8 @@ With client k's change ``D_k``, its statistics ``s_k``, weight ``p_k`` and stale
     client   train  F_k(w) + objective                      -> D_k, s_k
     client   D_k <- T_n(... T_1(D_k))                       transforms, in order
     server   D_k <- T_1^-1(... T_n^-1(D_k))                 undone, in reverse order
-    server   D   <- rule({D_k, p_k, s_k})                   a weighted sum, or a rule over the
-    cohort server   D   <- transforms of the aggregate             noise, for example
+    server   D   <- rule({D_k, p_k, s_k})                   a weighted sum, or a rule over all
+    server   D   <- transforms of the aggregate             noise, for example
     server   w   <- server_optimizer(w, D)
 """
 

@@ -17,7 +17,7 @@ from flsuite.arguments import Fraction, NonNegativeFloat, PositiveInt, Settings
 from flsuite.messages import ClientContext
 from flsuite.state import State, clone, load_
 
-_MOST_PASSES, _SETTLED = 30, 0.01  # of the first time: the loss falls by less than 1 %
+_MOST_PASSES, _SETTLED = 30, 0.01  # the first time, W is learned until the loss falls by < 1 %
 
 
 class FedALA(FedAvg):

@@ -11,8 +11,6 @@ from flsuite.aggregators.staleness import Staleness, StalenessName
 from flsuite.arguments import NonNegativeFloat, check_init
 from flsuite.errors import FlsuiteError
 
-Mode = Literal["delta", "mix"]
-
 
 class FedBuff(Aggregator):
     """The server aggregates a buffer of updates at a time, each damped by its staleness.
@@ -39,7 +37,7 @@ class FedBuff(Aggregator):
 
     def __init__(
         self,
-        mode: Mode = "delta",
+        mode: Literal["delta", "mix"] = "delta",
         eta: NonNegativeFloat | None = None,
         staleness: StalenessName | Staleness | None = None,
         weighting: Weighting = "uniform",

@@ -33,7 +33,7 @@ class FedProto(HeadAware):
 
     Args:
         lam: Weight of the distance, ``lambda``. With 0, clients train alone.
-        head: Prefix of the head's entries. Its input are the features. Default: as named by the
+        head: Prefix of the head's entries. The features are its input. Default: as named by the
             model.
         kwargs: See FedAvg.
     """

@@ -27,8 +27,8 @@ class FedRoD(HeadAware):
     Body and generic head are averaged. They minimize the balanced softmax loss, in which the logit
     of class ``c`` grows by ``log n_kc`` (eq. 6). The personal head is trained on the detached
     features, and its logits are added to the detached generic ones (eq. 9). A client is scored by
-    the sum of both heads, which are one linear layer. A step costs one more forward pass, and the
-    bytes are those of FedAvg.
+    the sum of both heads, which are one linear layer. A step costs one more forward pass. It
+    sends as many bytes as FedAvg.
 
     Args:
         head: Prefix of the head's entries, a linear layer. Default: as named by the model.

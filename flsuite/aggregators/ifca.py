@@ -93,7 +93,7 @@ class ClusterMeans(LinearRule, Settings):
 
 
 def _others(server: Server, clusters: int) -> dict[str, State]:
-    """Return the models of the clusters but the first, in another order at first."""
+    """Return all models but the first. At first, they are shuffled copies of it."""
     if kept := server.memory.get("models"):
         return kept
     draws = {c: torch_generator(server.tools.seed, f"ifca/{c}") for c in range(1, clusters)}

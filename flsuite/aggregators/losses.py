@@ -31,8 +31,8 @@ def loss_at(
     """Return the loss of a model's training step at other weights, a scalar with gradients.
 
     The model does not change: a step at other weights must not count in the BatchNorm statistics,
-    metrics and counters of this model. Buffers among the weights may, as in a training step. Random
-    numbers, as of dropout, are those of the model's next step, which draws them again.
+    metrics and counters of this model. Buffers among the weights may change, as in a training step.
+    The model's next step draws the same random numbers again, as for dropout.
 
     Args:
         trainer: The Trainer of the fit, for its precision.
@@ -101,7 +101,7 @@ def step_loss(
         batch: A batch on the device of the tensors.
         index: Its number in the epoch. A tensor in a stack of clients.
         log: Receives what the model logs. Default: it is dropped.
-        ends: Receives the buffers after the step, also those that the step has replaced.
+        ends: Receives the buffers after the step, including any that the step has replaced.
         then: Receives the loss while the model has these tensors. A backward pass belongs here if
             layers may be computed again in it, as with activation checkpointing.
 
@@ -118,7 +118,7 @@ def step_loss(
 def changes_attributes(module: LightningModule, tensors: Mapping[str, Tensor], batch: Any) -> bool:
     """Return whether a training step changes plain attributes of the model, such as a counter.
 
-    They are restored, and the tensors do not change. The arguments are those of :func:`step_loss`.
+    They are restored, and the tensors do not change. For the arguments, see :func:`step_loss`.
     """
     step = {f"module.{name}": value.detach().clone() for name, value in tensors.items()}
     with _logging_to(module, lambda *args, **kwargs: None), _unchanged(module):
@@ -141,8 +141,8 @@ def loss_and_gradient(
 ) -> tuple[Tensor, State]:
     """Return the loss of a training step at other weights, and its gradient.
 
-    Parameters that the loss does not depend on have no gradient, as in a training step. The other
-    arguments are those of :func:`loss_at`.
+    Parameters that the loss does not depend on have no gradient, as in a training step. For the
+    other arguments, see :func:`loss_at`.
 
     Args:
         parameters: What the gradient is with respect to.
@@ -192,7 +192,7 @@ def hessian_product(
 def mean_loss(trainer: Trainer, module: LightningModule, weights: State) -> float:
     """Return the mean loss over all samples of the client, in evaluation mode.
 
-    The arguments are those of :func:`loss_at`.
+    For the arguments, see :func:`loss_at`.
     """
     weights = {name: value.to(module.device) for name, value in weights.items()}
     loader: Any = trainer.train_dataloader

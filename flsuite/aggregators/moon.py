@@ -25,11 +25,11 @@ class MOON(HeadAware):
 
     With the features ``z`` of the client's model, ``z_g`` of the received one and ``z_p`` of the
     client's last own one, a sample's term is
-    ``- mu log(exp(sim(z, z_g) / t) / (exp(sim(z, z_g) / t) + exp(sim(z, z_p) / t)))`` (eq. 3). In a
-    client's first fit, there is no last own model and no term.
+    ``- mu log(exp(sim(z, z_g) / t) / (exp(sim(z, z_g) / t) + exp(sim(z, z_p) / t)))`` (eq. 3). A
+    client's first fit has no last own model and no term.
 
     The paper adds a projection of two layers in front of the head. Here the features are the
-    head's input. A fit costs two more forward passes. The bytes are those of FedAvg.
+    head's input. A fit costs two more forward passes. It sends as many bytes as FedAvg.
 
     Args:
         mu: Weight of the term. With 0 this is FedAvg.

@@ -78,8 +78,7 @@ class ServerTools:
         to_inputs: Returns images ``(n, channels, height, width)`` in [0, 1] as the clients' models
             receive them.
         train: Returns the shared state after a fit on the server's own samples, given the initial
-            state and the round, counted from 1. The fit is like that of a client with these
-            samples.
+            state and the round, counted from 1. It trains like a client with these samples.
         shape: Shape of a sample as the model receives it.
         outputs: Number of the model's outputs.
         task: The kind of classification, see :class:`~flsuite.data.DataSpec`.

@@ -68,9 +68,9 @@ def _is_data(name: str, value: Any) -> bool:
 
 
 def _without_caches(owner: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return attributes of an object without those that follow from the others.
+    """Return attributes of an object without the ones that follow from the others.
 
-    They are cached properties, and whether a module is in training mode: who uses it sets that.
+    These are cached properties, and the training mode of a module, which its user sets.
     """
     skipped = {"training"} if isinstance(owner, nn.Module) else set()
     return {
@@ -94,7 +94,7 @@ def _differ(before: Any, after: Any) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """Return what changes with a value: its bytes, or itself if it has none."""
+    """Return the bytes of a value, or the value itself if it has none."""
     content = io.BytesIO()
     try:
         _Pickler(content).dump(value)
@@ -104,7 +104,7 @@ def _content(value: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles objects without what they cache. Those that cannot be pickled count as themselves."""
+    """Pickles objects without their caches. An object that cannot be pickled counts as itself."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Generator):  # its bytes differ from call to call

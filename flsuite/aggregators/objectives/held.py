@@ -1,4 +1,4 @@
-"""What an objective reads of a client in functions of tensors, and that it keeps no state."""
+"""Checks of objectives that are stated in functions of tensors."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from flsuite.messages import ClientContext
 
 
 class StatedCallback(Callback):
-    """Acts in a fit of one client as its objective states in functions of tensors.
+    """Applies an objective's functions of tensors in a fit of one client.
 
-    A stack does without it: it calls the functions for all clients at once.
+    A stack calls the functions for all clients at once, without this callback.
 
     Args:
         client: The client's view of the round.
@@ -53,7 +53,7 @@ def require_tensors(objective: Objective, method: str, returned: Any) -> None:
     """Refuse what a function has returned if it does not consist of tensors.
 
     Raises:
-        FlsuiteError: If it does not.
+        FlsuiteError: If it contains anything else.
     """
     for leaf in tree_leaves(returned):
         if not isinstance(leaf, Tensor):

@@ -109,7 +109,7 @@ class CohortRule(Rule):
 class RuleAround(CohortRule):
     """A rule that changes the updates of a round before another rule receives them.
 
-    Its needs, statistics and withheld capabilities are those of the inner rule by default.
+    By default, it has the needs, statistics and withheld capabilities of the inner rule.
     """
 
     @property

@@ -270,8 +270,5 @@ def directions(centres: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _smallest_distance(centres: Tensor) -> float:
-    """Return the smallest distance between two centres.
-
-    It is infinite for a single centre.
-    """
+    """Return the smallest distance between two centres, infinite for a single centre."""
     return float(torch.pdist(centres.float()).min()) if len(centres) > 1 else math.inf

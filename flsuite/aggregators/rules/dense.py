@@ -40,7 +40,6 @@ from flsuite.state import State, cast, clone, mean_of
 
 log = logging.getLogger("flsuite")
 
-Precision = Literal["32-true", "bf16-mixed"]
 # BatchNorm cannot train on one image.
 _BatchSize = Annotated[int, Range("at least 2", lambda x: x >= 2)]
 # Below this width, the number of channels stays at its minimum.
@@ -109,7 +108,7 @@ class DENSE(CohortRule, Settings):
     generator_crop: NonNegativeInt = 4
     student_crop: NonNegativeInt = 0
     flip: bool = True
-    precision: Precision = "32-true"
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
 
     needs = frozenset({"each update", "current models"})
 

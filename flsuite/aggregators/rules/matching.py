@@ -61,7 +61,6 @@ def move_inputs(weight: Tensor, layer: Layer, places: Places) -> Tensor:
 
     Raises:
         FlsuiteError: If the weight does not read that many neurons.
-        FlsuiteError: If the weight does not read that many neurons.
     """
     channels = len(places.at)
     if weight.shape[1] != channels * layer.positions:

@@ -183,7 +183,7 @@ def expanded_module(module: nn.Module, chain: Sequence[Layer], weights: State) -
     return expanded
 
 
-LARGEST_POPULARITY = 10
+_LARGEST_POPULARITY = 10
 """Members up to which a global neuron becomes more attractive."""
 
 
@@ -195,7 +195,7 @@ class Prior(NamedTuple):
     rows`` and ``q = s0 + m s``. Its posterior mean is ``g / q``.
 
     Attributes:
-        precision: s, of a client's weights around those of the global neuron.
+        precision: s, of a client's weights around the global neuron's.
         global_precision: s0, of the global weights around zero.
         gamma: Mass of the beta process.
     """
@@ -262,7 +262,7 @@ def gains_of_members(
     own, others = s**2 * rows.square().sum(1), sums.square().sum(1)
     # Expand the square, to avoid a tensor of size rows x places x inputs.
     joined = own[:, None] + 2 * s * (rows @ sums.T) + others
-    popularity = members.clamp(max=LARGEST_POPULARITY)
+    popularity = members.clamp(max=_LARGEST_POPULARITY)
     return joined / (q + s) - others / q + torch.log(popularity / (clients - popularity))
 
 

@@ -38,10 +38,10 @@ from flsuite.state import State, Tree
 
 log = logging.getLogger("flsuite")
 
-WITHIN = "within_clip"
+_WITHIN = "within_clip"
 """The statistic for whether a change was within the norm: 1.0 or 0.0."""
 
-Normal = Callable[[int], Tensor]
+_Normal = Callable[[int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class GaussianMechanism(Transform, Settings):
         fit.metrics["update_norm"] = norm
         if self.quantile is None:
             return payload
-        return payload._replace(statistics={**payload.statistics, WITHIN: float(norm <= clip)})
+        return payload._replace(statistics={**payload.statistics, _WITHIN: float(norm <= clip)})
 
     def template(self, template: Payload) -> Payload:
         if sent := sorted(template.statistics):
@@ -115,7 +115,7 @@ class GaussianMechanism(Transform, Settings):
             )
         if self.quantile is None:
             return template
-        return template._replace(statistics={**template.statistics, WITHIN: 0.0})
+        return template._replace(statistics={**template.statistics, _WITHIN: 0.0})
 
     # The server half
 
@@ -124,8 +124,8 @@ class GaussianMechanism(Transform, Settings):
         payload, _ = clipped(payload, received["clip"])
         if self.quantile is None:
             return payload
-        bit = min(max(float(payload.statistics[WITHIN]), 0.0), 1.0)
-        return payload._replace(statistics={**payload.statistics, WITHIN: bit})
+        bit = min(max(float(payload.statistics[_WITHIN]), 0.0), 1.0)
+        return payload._replace(statistics={**payload.statistics, _WITHIN: bit})
 
     def on_aggregate(self, server: Server, model: State, sums: Tree, updates: int) -> State:
         """Return ``w + (sum of clipped changes + noise) / expected``, and count the round."""
@@ -147,10 +147,10 @@ class GaussianMechanism(Transform, Settings):
         spent = epsilon(_sampling(server), memory["noise_multiplier"], memory["rounds"], delta)
         server.metrics.update(epsilon=spent, delta=delta, clip=memory["clip"], noise=deviation)
         if self.quantile is not None:
-            self._adapt_clip(server, sums.get(WITHIN, 0.0), updates, normal)
+            self._adapt_clip(server, sums.get(_WITHIN, 0.0), updates, normal)
         return model
 
-    def _adapt_clip(self, server: Server, within: float, updates: int, normal: Normal) -> None:
+    def _adapt_clip(self, server: Server, within: float, updates: int, normal: _Normal) -> None:
         """Move the clip by ``C <- C exp(-eta (b - gamma))`` (Andrew et al., algorithm 1)."""
         assert self.quantile is not None
         # Subtract 1/2 from each bit, so one client moves the sum by at most 1/2.
@@ -159,7 +159,7 @@ class GaussianMechanism(Transform, Settings):
         server.memory["clip"] *= math.exp(-self.clip_lr * (share - self.quantile))
         server.metrics["within_clip"] = share
 
-    def _normal(self, server: Server, round: int) -> Normal:
+    def _normal(self, server: Server, round: int) -> _Normal:
         """Return a generator of float64 standard normal samples, new in every round."""
         if self.secure_rng:
             return secure_normal

@@ -16,8 +16,6 @@ from flsuite.aggregators.rules.robust.norm_clipping import clip_factors
 from flsuite.aggregators.rules.robust.vectors import distances_from
 from flsuite.arguments import PositiveInt, Radius
 
-Centre = Literal["previous", "zero"]
-
 
 @dataclass(frozen=True)
 class CenteredClipping(ParameterRule):
@@ -31,8 +29,7 @@ class CenteredClipping(ParameterRule):
 
     Logged are each client's ``centre_distance`` and ``clipped`` (1 if it was) before the last
     iteration, its ``weight`` in the global change, and ``train/clip_radius``. A log line names
-    clipped clients. The models of a round are in memory at the same time, ``4 n d`` bytes for ``n``
-    clients of ``d`` parameters. The centre, one model, persists between rounds.
+    clipped clients. The centre, one model, persists between rounds.
 
     Args:
         radius: The largest distance from the centre, tau. Default: the (lower) median of the
@@ -43,7 +40,7 @@ class CenteredClipping(ParameterRule):
 
     radius: Radius | None = None
     iterations: PositiveInt = 1
-    centre: Centre = "previous"
+    centre: Literal["previous", "zero"] = "previous"
 
     def parameters(self, server: Server, cohort: Cohort) -> Tensor:
         vectors, count = cohort.parameters, len(cohort)

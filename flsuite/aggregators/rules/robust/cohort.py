@@ -98,7 +98,7 @@ class Cohort:
 
 
 @dataclass
-class Bucket(ClientUpdate):
+class _Bucket(ClientUpdate):
     """An update that stands for several clients.
 
     Attributes:
@@ -125,7 +125,7 @@ def bucket_of(
     models = (_floats(rebased(update, server).state, dtype) for update in members)
     extras = mean_of((flatten_tree(update.extras), update.samples) for update in members)
     staleness = max(update.staleness for update in members)
-    return Bucket(
+    return _Bucket(
         first.client,
         server.round - staleness,
         samples=sum(update.samples for update in members),
@@ -144,7 +144,7 @@ def bucket_of(
 
 def _clients_of(update: ClientUpdate) -> tuple[int, ...]:
     """Return the clients that an update stands for."""
-    return update.clients if isinstance(update, Bucket) else (update.client,)
+    return update.clients if isinstance(update, _Bucket) else (update.client,)
 
 
 def place(update: ClientUpdate) -> tuple[int, int]:

@@ -29,9 +29,8 @@ class FLTrust(ParameterRule):
     It withstands any number of attackers, provided that the server's samples resemble the clients'.
 
     Logged are each client's ``trust``, its ``weight`` (the factor of its change), and
-    ``train/server_norm``, the norm of ``d_0``. A log line names clients without trust. The models
-    of a round are in memory at the same time, ``4 n d`` bytes for ``n`` clients of ``d``
-    parameters, and the server keeps a second copy of the model to train.
+    ``train/server_norm``, the norm of ``d_0``. A log line names clients without trust. The
+    server keeps a second copy of the model to train.
     """
 
     def parameters(self, server: Server, cohort: Cohort) -> Tensor:

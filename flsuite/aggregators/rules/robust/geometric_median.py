@@ -26,9 +26,7 @@ class GeometricMedian(ParameterRule):
     the inner products of the changes, so an iteration costs ``n ** 2`` operations and does not read
     the models.
 
-    Logged are each client's ``weight`` in the median, and ``train/rfa_steps``, the iterations. The
-    models of a round are in memory at the same time, ``4 n d`` bytes for ``n`` clients of ``d``
-    parameters.
+    Logged are each client's ``weight`` in the median, and ``train/rfa_steps``, the iterations.
 
     Args:
         iterations: Maximum number of Weiszfeld iterations. The paper uses 3, because each of its

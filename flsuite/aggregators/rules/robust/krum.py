@@ -25,8 +25,7 @@ class MultiKrum(ParameterRule):
     plain mean.
 
     Logged are each client's ``krum_score`` and its ``weight``, ``1 / m`` or 0. A log line names
-    clients without weight. The models of a round are in memory at the same time, ``4 n d`` bytes
-    for ``n`` clients of ``d`` parameters.
+    clients without weight.
 
     Args:
         byzantine: Attackers to withstand, ``f``, as an integer, or their fraction in [0, 0.5) as a

@@ -21,8 +21,7 @@ class CoordinateMedian(ParameterRule):
     Less than half of the clients cannot move a coordinate beyond the range of the others. For an
     even number of clients, it is the mean of the two middle values.
 
-    No client is excluded, so there are no weights in the log. The models of a round are in memory
-    at the same time, ``4 n d`` bytes for ``n`` clients of ``d`` parameters.
+    No client is excluded, so there are no weights in the log.
     """
 
     def parameters(self, server: Server, cohort: Cohort) -> Tensor:
@@ -37,8 +36,7 @@ class TrimmedMean(ParameterRule):
     cannot move it beyond the range of the others. With ``b = 0``, it is the plain mean. Buffers are
     trimmed like parameters.
 
-    No client is excluded as a whole, so there are no weights in the log. The models of a round are
-    in memory at the same time, ``4 n d`` bytes for ``n`` clients of ``d`` parameters.
+    No client is excluded as a whole, so there are no weights in the log.
 
     Args:
         trim: Clients to exclude at each end, ``b``, as an integer, or their fraction beta in

@@ -22,9 +22,7 @@ class NormClipping(ParameterRule):
     global model by at most ``q radius``. With an infinite radius, it is FedAvg.
 
     Logged are each client's ``update_norm``, ``clipped`` (1 if it was scaled down) and ``weight``,
-    the factor of its change, and ``train/clip_radius``. A log line names clipped clients. The
-    models of a round are in memory at the same time, because the median norm requires all of them:
-    ``4 n d`` bytes for ``n`` clients of ``d`` parameters.
+    the factor of its change, and ``train/clip_radius``. A log line names clipped clients.
 
     Args:
         radius: The maximum norm of a change. Default: the (lower) median of the cohort's norms.
