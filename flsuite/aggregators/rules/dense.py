@@ -77,8 +77,7 @@ class DENSE(CohortRule, Settings):
         generator_steps: Adam steps per epoch, on the generator and the latent vectors.
         batch_size: Images per epoch, and per step of the student.
         latent: Length of a latent vector.
-        width: Factor of the generator's channels, at least 1/64. Half the channels cost about a
-            quarter of the time.
+        width: Factor of the generator's channels, at least 1/64.
         generator_lr: The generator's learning rate.
         betas: Decay rates of the generator's Adam.
         bn_weight: Weight of the distance to the BatchNorm statistics.
@@ -89,8 +88,7 @@ class DENSE(CohortRule, Settings):
         generator_crop: Maximum random shift of images, in pixels, while the generator learns.
         student_crop: The same while the student learns. The paper uses 4 on CIFAR.
         flip: Whether to mirror images at random, in both stages.
-        precision: ``bf16-mixed`` runs the generator in bfloat16, in a third of the time on a CPU
-            with AMX. The models run in float32.
+        precision: ``bf16-mixed`` runs the generator in bfloat16. The models run in float32.
     """
 
     epochs: PositiveInt = 20

@@ -79,13 +79,13 @@ class FedFisher(LinearRule, Settings):
             limit: a division for ``diag``, conjugate gradients until convergence for ``kfac``, and
             a pseudoinverse for ``full``, which ignores directions below float32 rounding. Secure
             aggregation rounds sums to fixed-point steps. ``exact`` amplifies that error where the
-            Fishers are as small as the steps, so parameters there may differ greatly from those of
-            a plain sum. The early steps of the other solvers hardly amplify it.
+            Fishers are as small as the steps, so parameters there may differ greatly from a
+            plain sum. The early steps of the other solvers hardly amplify it.
         steps: Number of solver steps. For ``exact``, the maximum for ``kfac``. Default: 100 for
             ``cg+gd`` and 200 for ``cg`` if models are scored, and 50 for both if not, because the
             limit overfits. 2,000 for the others.
-        samples: Maximum number of a client's samples for its Fisher, without augmentation. 2,000
-            cost a fraction of all. ``null`` means all.
+        samples: Maximum number of a client's samples for its Fisher, without augmentation.
+            ``null`` means all.
         expectation: ``exact`` is the expectation over the model's prediction, with one backward
             pass per output. ``sampled`` draws one label per sample, with one backward pass.
         select: Whether to keep the model with the best score on the server's samples

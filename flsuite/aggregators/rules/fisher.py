@@ -47,7 +47,7 @@ class FisherMean(LinearRule, Settings):
 
     A subclass defines how clients measure the diagonal F_k. They send as many bytes as the groups
     have. Under secure aggregation, which sums in fixed-point steps, parameters whose Fishers are as
-    small as the steps may differ greatly from those of a plain sum.
+    small as the steps may differ greatly from a plain sum.
 
     Attributes:
         groups: Names of the model's ``parameter_groups``, or ``None`` for all parameters.
@@ -241,8 +241,7 @@ class FisherMerge(FisherMean):
     Args:
         floor: The value of ``sum p_i F_i`` up to which a parameter takes FedAvg's value. Default:
             1e-6, as in that comparison. With a larger floor, more parameters take FedAvg's value.
-        samples: Maximum number of a client's samples for its Fisher. 2,000 cost a fraction of all.
-            ``null`` means all.
+        samples: Maximum number of a client's samples for its Fisher. ``null`` means all.
         expectation: ``exact`` is the expectation over the model's prediction, with one backward
             pass per output. ``sampled`` draws one label per sample, with one backward pass.
         groups: Names of the model's ``parameter_groups`` to merge. Default: all parameters, logged

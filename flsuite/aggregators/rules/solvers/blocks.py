@@ -203,8 +203,7 @@ class Factors(NamedTuple):
 class Kronecker(Block):
     """A layer whose S is a sum of Kronecker products, which are never formed.
 
-    Large layers are multiplied in float32, in half the time. Conjugate gradients then need one or
-    two more steps for the same value of Q. The residual is always float64.
+    Large layers are multiplied in float32 to save time. The residual is always float64.
 
     Args:
         mean: ``wbar`` as a matrix ``(out, in)``.
