@@ -35,9 +35,6 @@ from flsuite.models.backbones.base import Norm, Widths
 from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.gaussians import kl_divergence, log_density, sample
 
-Reconstruction = Literal["mse", "bce"]
-Negatives = Literal["all", "present"]
-
 _Prior = Annotated[
     Sequence[float], Range("positive for every class", lambda prior: all(p > 0 for p in prior))
 ]
@@ -106,11 +103,11 @@ class ACVAE(ClientModel):
         hidden: Widths = (128, 64, 32),
         width: PositiveInt = 16,
         mapper_width: PositiveInt = 64,
-        reconstruction: Reconstruction = "mse",
+        reconstruction: Literal["mse", "bce"] = "mse",
         reconstruction_weight: NonNegativeFloat = 1.0,
         kl_weight: NonNegativeFloat = 0.5,
         cls_weight: NonNegativeFloat = 1.0,
-        negatives: Negatives = "all",
+        negatives: Literal["all", "present"] = "all",
         prior_scale: NonNegativeFloat = 1.0,
         log_variance_limit: PositiveFloat = 6.0,
         class_prior: _Prior | None = None,
@@ -124,16 +121,16 @@ class ACVAE(ClientModel):
         self.hidden = tuple(hidden)
         self.width = width
         self.mapper_width = mapper_width
-        self.reconstruction: Reconstruction = reconstruction
+        self.reconstruction = reconstruction
         self.reconstruction_weight = reconstruction_weight
         self.kl_weight = kl_weight
         self.cls_weight = cls_weight
-        self.negatives: Negatives = negatives
+        self.negatives = negatives
         self.prior_scale = prior_scale
         self.log_variance_limit = log_variance_limit
         self.class_prior = class_prior
         self.dropout = dropout
-        self.norm: Norm = norm
+        self.norm = norm
         self.private = tuple(private)
         self.optimizer = optimizer
         check_init(self, ACVAE)
@@ -292,9 +289,8 @@ class ACVAE(ClientModel):
                 BottleneckDecoder(image, self.latent_dim, self.norm, self.width),
             )
 
-        features = prod(shape)
         return (
-            TableEncoder(features, self.hidden, 2 * self.latent_dim, self.dropout),
+            TableEncoder(prod(shape), self.hidden, 2 * self.latent_dim, self.dropout),
             TableDecoder(shape, self.hidden, self.latent_dim, self.dropout),
         )
 

@@ -69,8 +69,7 @@ class UNetDecoder(nn.Module):
             torch.cat([self.up_middle(coarse, output_size=list(middle.shape[-2:])), middle], 1)
         )
         h = self.fine(torch.cat([self.up_fine(h, output_size=list(fine.shape[-2:])), fine], 1))
-        image: Tensor = self.image(h)
-        return image
+        return self.image(h)
 
 
 class BottleneckEncoder(nn.Module):
@@ -92,8 +91,7 @@ class BottleneckEncoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Encode images ``(n, c, h, w)`` to ``(n, latent_dim)``."""
-        latent: Tensor = self.latent(self.features(x).flatten(1))
-        return latent
+        return self.latent(self.features(x).flatten(1))
 
 
 class BottleneckDecoder(nn.Module):
@@ -130,7 +128,7 @@ class TableEncoder(nn.Sequential):
         super().__init__(
             nn.Flatten(),
             *_dense(features, hidden, dropout),
-            nn.Linear(([features, *hidden])[-1], outputs),
+            nn.Linear([features, *hidden][-1], outputs),
         )
 
 
@@ -141,7 +139,7 @@ class TableDecoder(nn.Sequential):
         self, shape: Sequence[int], hidden: Sequence[int], latent_dim: int, dropout: float
     ) -> None:
         widths = list(reversed(hidden))
-        last = nn.Linear(([latent_dim, *widths])[-1], prod(shape))
+        last = nn.Linear([latent_dim, *widths][-1], prod(shape))
         super().__init__(*_dense(latent_dim, widths, dropout), last, nn.Unflatten(1, tuple(shape)))
 
 

@@ -92,15 +92,15 @@ def head_of(
     name = next((name for name, module in modules.items() if module is head), head)
     if not isinstance(name, str):
         raise FlsuiteError(
-            f"model: {kind} does not name its head; set {key} to the prefix of "
-            f"its entries, or add head = 'classifier.' to the model"
+            f"model: {kind} does not name its head; set {key} to the prefix of its "
+            "entries, or add head = 'classifier.' to the model"
         )
     name = name.rstrip(".")
     if not name or name not in modules:
         raise FlsuiteError(
             f"{key}: {kind} has no module {name!r}; it has {', '.join(list(modules)[1:])[:300]}"
         )
-    if not any(k for k, p in model.named_parameters() if not k.startswith(f"{name}.")):
+    if all(entry.startswith(f"{name}.") for entry, _ in model.named_parameters()):
         raise FlsuiteError(f"{key}: {name} has all parameters of {kind}; name a part of it")
     return f"{name}."
 
@@ -199,13 +199,13 @@ def require_trainable(model: LightningModule, spec: DataSpec) -> None:
             f"model: {kind} cannot be scored; add {own}a test_step and a validation_step that call "
             "self.log, or logits(x) for data with classes"
         )
-    named = list(model.named_parameters())
-    if not named:
+    parameters = list(model.parameters())
+    if not parameters:
         raise FlsuiteError(
             f"model: {kind} has no parameters yet; make its layers in __init__ or in "
             "configure_model, not in setup"
         )
-    if not any(parameter.requires_grad for _, parameter in named):
+    if not any(parameter.requires_grad for parameter in parameters):
         raise FlsuiteError(f"model: all parameters of {kind} are frozen; leave some to train")
 
 

@@ -33,9 +33,6 @@ from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.modes import evaluating
 
-Autoencoder = Literal["unet", "bottleneck"]
-Fusion = Literal["sum", "concat"]
-
 
 def reconstruction_error(reconstruction: Tensor, x: Tensor) -> Tensor:
     """Return the mean squared error of each image, ``(n,)``, in float32 at any precision."""
@@ -89,8 +86,8 @@ class FusedSpaceFed(ClientModel):
 
     def __init__(
         self,
-        autoencoder: Autoencoder = "bottleneck",
-        fusion: Fusion = "sum",
+        autoencoder: Literal["unet", "bottleneck"] = "bottleneck",
+        fusion: Literal["sum", "concat"] = "sum",
         fusion_scale: NonNegativeFloat = 1.0,
         latent_dim: PositiveInt = 16,
         lambda_rec: NonNegativeFloat = 1.0,
@@ -105,8 +102,8 @@ class FusedSpaceFed(ClientModel):
         backbone: Backbone | None = None,
     ) -> None:
         super().__init__()
-        self.autoencoder: Autoencoder = autoencoder
-        self.fusion: Fusion = fusion
+        self.autoencoder = autoencoder
+        self.fusion = fusion
         self.fusion_scale = fusion_scale
         self.latent_dim = latent_dim
         self.lambda_rec = lambda_rec
@@ -117,7 +114,7 @@ class FusedSpaceFed(ClientModel):
         self.autoencoder_lr = autoencoder_lr
         self.momentum = momentum
         self.weight_decay = weight_decay
-        self.norm: Norm = norm
+        self.norm = norm
         self.backbone = backbone
         check_init(self, FusedSpaceFed)
 
@@ -145,8 +142,7 @@ class FusedSpaceFed(ClientModel):
 
     def reconstruct(self, x: Tensor) -> Tensor:
         """Return x~, in the shape of ``x``."""
-        reconstruction: Tensor = self.decoder(self.encoder(x))
-        return reconstruction
+        return self.decoder(self.encoder(x))
 
     def fuse(self, x: Tensor, reconstruction: Tensor) -> Tensor:
         """Return C's input: ``(n, c, h, w)`` for ``sum``, ``(n, 2 c, h, w)`` for ``concat``."""
@@ -156,8 +152,7 @@ class FusedSpaceFed(ClientModel):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits ``(n, classes)``."""
-        logits: Tensor = self.classifier(self.fuse(x, self.reconstruct(x)))
-        return logits
+        return self.classifier(self.fuse(x, self.reconstruct(x)))
 
     @property
     def warming_up(self) -> bool:
@@ -237,7 +232,6 @@ class FusedSpaceFed(ClientModel):
         reconstruction = self.reconstruct(x).float()
         rows = {"image": x, "reconstruction": reconstruction}
         if self.fusion == "sum":
-            # Within [0, 1].
             rows["their sum"] = self.fuse(x, reconstruction) / (1 + self.fusion_scale)
         return {"reconstructions": rows}
 

@@ -37,8 +37,8 @@ def read_layers(
         shared: Names of the shared entries.
 
     Returns:
-    The layers with shared parameters that belong only to them, in the model's order, and the
-    name and type of every other module that owns shared parameters.
+        The layers with shared parameters that belong only to them, in the model's order, and the
+        name and type of every other module that owns shared parameters.
     """
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     layers: list[Layer] = []
@@ -152,5 +152,4 @@ def _flattened(sequence: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
 def _output(module: nn.Module, x: Tensor) -> Tensor:
     """Return the output of a module in evaluation mode, without gradients."""
     with torch.no_grad(), evaluating(module):
-        output: Tensor = module(x.clone())  # some modules work in place
-        return output
+        return module(x.clone())  # some modules work in place

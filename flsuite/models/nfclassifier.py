@@ -27,8 +27,6 @@ from flsuite.models.backbones import MLP, Backbone, StridedCNN
 from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.flows import ConditionalFlow
 
-ReplayClasses = Literal["all", "own"]
-
 
 class NFClassifier(ClientModel):
     """A feature extractor h_a, a head h_b, and a flow g of the features given the class.
@@ -110,7 +108,7 @@ class NFClassifier(ClientModel):
         k_feature: NonNegativeFloat = 0.5,
         k_output: NonNegativeFloat = 0.1,
         clip: NonNegativeFloat = 1.0,
-        replay_classes: ReplayClasses = "all",
+        replay_classes: Literal["all", "own"] = "all",
         normalize_features: bool = True,
     ) -> None:
         super().__init__()
@@ -128,7 +126,7 @@ class NFClassifier(ClientModel):
         self.k_feature = k_feature
         self.k_output = k_output
         self.clip = clip
-        self.replay_classes: ReplayClasses = replay_classes
+        self.replay_classes = replay_classes
         self.normalize_features = normalize_features
         check_init(self, NFClassifier)
 
@@ -154,21 +152,18 @@ class NFClassifier(ClientModel):
             self.feature_dim, spec.num_classes, self.couplings, self.flow_width
         )
         # With weight 0, a copy is never read and would only cost memory at every client.
-        self.previous = replay.Previous(
-            spec.num_classes,
-            {"flow": self.flow} if self.k_flow_last else {},
-            {"extractor": self.extractor, "head": self.head} if self.k_last else {},
-        )
+        kept: dict[str, nn.Module] = {"flow": self.flow} if self.k_flow_last else {}
+        if self.k_last:
+            kept |= {"extractor": self.extractor, "head": self.head}
+        self.previous = replay.Previous(spec.num_classes, kept)
 
     def features(self, x: Tensor) -> Tensor:
         """Return z, ``(n, feature_dim)``."""
-        z: Tensor = self.extractor(x)
-        return z
+        return self.extractor(x)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits ``(n, classes)``."""
-        logits: Tensor = self.head(self.features(x))
-        return logits
+        return self.head(self.features(x))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Take one step of both optimizers.
@@ -182,7 +177,7 @@ class NFClassifier(ClientModel):
 
         # The flow learns the features' density without affecting the features.
         codes, log_density = self.flow.density(z.detach(), y)
-        flow_loss = replay.flow_loss(log_density) + self.rehearsal_loss(len(y))
+        flow_loss = -log_density.mean() + self.rehearsal_loss(len(y))
 
         # Replay must not train the flow, which would fit the density to the classifier.
         loss = F.cross_entropy(logits.float(), y) + self.distillation_loss(x, z, logits)
@@ -211,7 +206,7 @@ class NFClassifier(ClientModel):
             flow: Any = self.previous.get_submodule("flow")
             y = replay.draw_classes(self.previous.past, n)
             z = flow.generate(torch.randn(n, self.feature_dim, device=y.device), y)
-        return self.k_flow_last * replay.flow_loss(self.flow.density(z, y)[1])
+        return -self.k_flow_last * self.flow.density(z, y)[1].mean()
 
     def replay_loss(self, codes: Tensor, log_density: Tensor, y: Tensor) -> Tensor:
         """Return the weighted replay loss.
@@ -231,13 +226,11 @@ class NFClassifier(ClientModel):
             z = self.flow.generate(drawn, classes)
             weights = replay.credibility(codes, y, drawn, classes, density)
 
-        loss = replay.replay_loss(self.head.hidden_only(z), classes, weights)
-        for name, value in (
-            ("density", density),
-            ("credibility", weights.mean()),
-            ("replay", loss),
-        ):
-            self._note(name, value)
+        logits = self.head.hidden_only(z).float()
+        loss = (weights * F.cross_entropy(logits, classes, reduction="none")).mean()
+        self._note("density", density)
+        self._note("credibility", weights.mean())
+        self._note("replay", loss)
         return self.k_replay * ((1 - self.theta) * density + self.theta) * loss
 
     def distillation_loss(self, x: Tensor, z: Tensor, logits: Tensor) -> Tensor | float:
@@ -258,9 +251,9 @@ class NFClassifier(ClientModel):
             with torch.no_grad():
                 teacher_z = extractor(x)
                 teacher_logits = head(teacher_z)
-            loss = loss + weight * replay.distillation_loss(
-                z, logits, teacher_z, teacher_logits, self.k_feature, self.k_output
-            )
+            feature = (z.float() - teacher_z.float()).square().mean()
+            output = replay.soft_cross_entropy(logits, teacher_logits)
+            loss = loss + weight * (self.k_feature * feature + self.k_output * output)
         return loss
 
     def begin_task(self, task: int, seen: Sequence[int] = (), past: Sequence[int] = ()) -> None:
@@ -278,12 +271,7 @@ class NFClassifier(ClientModel):
 
         # Later fits of the task keep the modules of its first fit.
         if task != int(self.previous.task):
-            modules: dict[str, nn.Module] = {
-                "flow": self.flow,
-                "extractor": self.extractor,
-                "head": self.head,
-            }
-            self.previous.take(task, past if others else (), modules)
+            self.previous.take(task, past if others else (), self)
 
     def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return ``loss``, ``scores``, and ``nll``: ``-log p_g(z | y) / feature_dim``, in nats.
@@ -312,10 +300,8 @@ class NFClassifier(ClientModel):
 
         Returns logits ``(n, classes)``.
         """
-        logits: Tensor = self.head(
-            self.flow.generate(torch.randn(len(y), self.feature_dim, device=y.device), y)
-        )
-        return logits.float()
+        u = torch.randn(len(y), self.feature_dim, device=y.device)
+        return self.head(self.flow.generate(u, y)).float()
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         # Without ``previous``, whose parameters are never trained.
@@ -414,8 +400,7 @@ class _Head(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """Return logits ``(n, classes)``."""
-        logits: Tensor = self.output(F.leaky_relu(self.hidden(z)))
-        return logits
+        return self.output(F.leaky_relu(self.hidden(z)))
 
     def hidden_only(self, z: Tensor) -> Tensor:
         """Return the same logits, with gradients only for the hidden layer."""

@@ -86,12 +86,16 @@ def load_weights(network: nn.Module, weights: Mapping[str, Tensor], source: str)
         own[name].shape[1:] == weights[name].shape[1:] for name in last
     )
     kept = last if is_for_others else set()
-    differing = [name for name in differing if name not in kept]
+    shapes = [
+        f"{name} {tuple(weights[name].shape)} for {tuple(own[name].shape)}"
+        for name in differing
+        if name not in kept
+    ]
 
     reasons = [
         *([f"it has no {_some(missing)}"] if missing else []),
         *([f"the model has no {_some(unknown)}"] if unknown else []),
-        *([f"of another shape are {_some(_shapes(differing, own, weights))}"] if differing else []),
+        *([f"of another shape are {_some(shapes)}"] if shapes else []),
     ]
     if reasons:
         raise FlsuiteError(
@@ -114,10 +118,6 @@ def _of_last_layer(network: nn.Module) -> set[str]:
         return set()
     prefix = f"{linear[-1]}." if linear[-1] else ""
     return {prefix + name for name in network.get_submodule(linear[-1]).state_dict()}
-
-
-def _shapes(names: list[str], own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
-    return [f"{n} {tuple(theirs[n].shape)} for {tuple(own[n].shape)}" for n in names]
 
 
 def _some(names: list[str]) -> str:

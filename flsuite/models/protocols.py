@@ -19,12 +19,8 @@ class LatentModel(Protocol):
 
 
 @runtime_checkable
-class PriorModel(Protocol):
+class PriorModel(LatentModel, Protocol):
     """A model with one Gaussian per class in its latent space."""
-
-    def latent(self, x: Tensor) -> Tensor:
-        """Encode samples ``(n, *shape)`` to ``(n, latent)``, without their labels."""
-        ...
 
     def priors(self) -> tuple[Tensor, Tensor]:
         """Return the mean and the log variance of each class, ``(classes, latent)`` each."""

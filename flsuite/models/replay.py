@@ -1,4 +1,4 @@
-"""The replay of :class:`~flsuite.models.NFClassifier`: losses, and the state of earlier tasks."""
+"""The replay of :class:`~flsuite.models.NFClassifier`, and the state of earlier tasks."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -25,9 +25,7 @@ class Previous(nn.Module):
         classes: Whether any class is marked in ``past``.
     """
 
-    def __init__(
-        self, classes: int, flow: dict[str, nn.Module], classifier: dict[str, nn.Module]
-    ) -> None:
+    def __init__(self, classes: int, modules: dict[str, nn.Module]) -> None:
         super().__init__()
         self.task = nn.Parameter(torch.zeros((), dtype=torch.int64), requires_grad=False)
         self.met = nn.Parameter(torch.zeros(classes, dtype=torch.uint8), requires_grad=False)
@@ -35,21 +33,21 @@ class Previous(nn.Module):
         # Plain flags, because reading tensors in a training step would synchronize.
         self.tasks = self.classes = False
         # In training mode, as a fit expects. :class:`NFClassifier` sets the mode of a fit.
-        for name, module in (flow | classifier).items():
+        for name, module in modules.items():
             self.add_module(name, frozen_copy(module).train())
 
     def meet(self, y: Tensor) -> None:
         """Mark the classes of a batch as met."""
         self.met[y] = 1
 
-    def take(self, task: int, classes: Sequence[int], modules: dict[str, nn.Module]) -> None:
-        """Begin a task: keep the modules, and mark the classes that any client has met."""
+    def take(self, task: int, classes: Sequence[int], model: nn.Module) -> None:
+        """Begin a task: keep the model's modules, and mark the classes that any client has met."""
         self.past.copy_(self.met)
         self.past[list(classes)] = 1
         self.task.fill_(task)
         # Copy into the existing tensors, because the client's state refers to them.
         for name, copy in self.named_children():
-            load_(copy.state_dict(), modules[name].state_dict())
+            load_(copy.state_dict(), model.get_submodule(name).state_dict())
         self.look()
 
     def look(self) -> None:
@@ -82,23 +80,6 @@ _LEAST_VARIANCE = 1e-4
 _TEMPERATURE = 2.0
 
 
-def flow_loss(log_density: Tensor) -> Tensor:
-    """Return the mean negative log-density, in nats, of samples ``(n,)``."""
-    return -log_density.mean()
-
-
-def replay_loss(logits: Tensor, classes: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean weighted cross-entropy of generated samples.
-
-    Args:
-        logits: Logits of the classifier, ``(m, classes)``.
-        classes: Classes that the samples were generated for, int64 ``(m,)``.
-        weights: The :func:`credibility` of each sample ``(m,)``.
-    """
-    losses = F.cross_entropy(logits.float(), classes, reduction="none")
-    return (weights * losses).mean()
-
-
 def credibility(
     codes: Tensor, y: Tensor, drawn: Tensor, classes: Tensor, otherwise: Tensor
 ) -> Tensor:
@@ -107,6 +88,7 @@ def credibility(
     It is the density of the sample's code under the diagonal Gaussian of that class's codes,
     averaged over the dimensions. It is computed in float32 at any precision, because bfloat16
     rounds away small differences in density.
+
     Args:
         codes: Codes of the batch, ``(n, features)``.
         y: Classes of the batch, int64 ``(n,)``.
@@ -130,36 +112,14 @@ def credibility(
         return torch.where(count.squeeze(1) >= 2, density.mean(1), otherwise)
 
 
-def distillation_loss(
-    z: Tensor,
-    logits: Tensor,
-    teacher_z: Tensor,
-    teacher_logits: Tensor,
-    k_feature: float,
-    k_output: float,
-) -> Tensor:
-    """Return the weighted distance of a classifier to a teacher, by features and by outputs.
-
-    Args:
-        z, teacher_z: Features ``(n, feature_dim)``.
-        logits, teacher_logits: Outputs ``(n, classes)``.
-        k_feature: Weight of the features' mean squared distance.
-        k_output: Weight of the outputs' :func:`soft_cross_entropy`.
-    """
-    features = (z.float() - teacher_z.float()).square().mean()
-    return k_feature * features + k_output * soft_cross_entropy(logits, teacher_logits)
-
-
-def soft_cross_entropy(
-    logits: Tensor, teacher: Tensor, temperature: float = _TEMPERATURE
-) -> Tensor:
+def soft_cross_entropy(logits: Tensor, teacher: Tensor) -> Tensor:
     """Return the mean cross-entropy of softened logits to a teacher's, ``(n, classes)`` each.
 
     Hinton et al. 2015, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
     """
     # Softening shows how the teacher ranks the wrong classes.
-    targets = (teacher.float() / temperature).softmax(1)
-    return F.cross_entropy(logits.float() / temperature, targets)
+    targets = (teacher.float() / _TEMPERATURE).softmax(1)
+    return F.cross_entropy(logits.float() / _TEMPERATURE, targets)
 
 
 def _class_means(codes: Tensor, y: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from flsuite.models.backbones import (
     MLP,
     Backbone,
     LeNet5,
-    PreActResNet,
     ResNet18,
     ResNet20,
     make_norm,
@@ -405,4 +404,5 @@ def test_mlp_without_hidden_layers_is_linear() -> None:
 
 
 def test_network_class_takes_any_channels() -> None:
-    assert PreActResNet(6, 10, norm="group", width=8)(batch((6, 16, 16))).shape == (4, 10)
+    network = ResNet20(norm="group", width=8).build((6, 16, 16), 10)
+    assert network(batch((6, 16, 16))).shape == (4, 10)

@@ -5,14 +5,13 @@ from flsuite.models.backbones.cnn import CNN, StridedCNN
 from flsuite.models.backbones.lenet import LeNet5
 from flsuite.models.backbones.mlp import MLP
 from flsuite.models.backbones.resnet18 import ResNet18
-from flsuite.models.backbones.resnet20 import PreActResNet, ResNet20
+from flsuite.models.backbones.resnet20 import ResNet20
 
 __all__ = [
     "CNN",
     "MLP",
     "Backbone",
     "LeNet5",
-    "PreActResNet",
     "ResNet18",
     "ResNet20",
     "StridedCNN",

@@ -31,4 +31,5 @@ class LeNet5(Backbone, Settings):
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """Return a network from images of at least 16 pixels per side to ``(n, outputs)``."""
         image_shape(self, shape, smallest=16)
-        return CNN(self.bias, self.hidden, False, self.channels).build(shape, outputs)
+        network = CNN(self.bias, self.hidden, padding=False, channels=self.channels)
+        return network.build(shape, outputs)

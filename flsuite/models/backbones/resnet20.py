@@ -30,10 +30,10 @@ class ResNet20(Backbone, Settings):
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """Return a network from images of at least 4 pixels per side to ``(n, outputs)``."""
         channels, _, _ = image_shape(self, shape, smallest=4)
-        return PreActResNet(channels, outputs, self.norm, self.width)
+        return _PreActResNet(channels, outputs, self.norm, self.width)
 
 
-class PreActResNet(nn.Module):
+class _PreActResNet(nn.Module):
     """The network of :class:`ResNet20`, from ``(n, channels, height, width)`` to ``(n, outputs)``.
 
     It has a 3x3 stem with stride 1, three stages of three blocks, a norm and a ReLU, a global
@@ -41,7 +41,7 @@ class PreActResNet(nn.Module):
     convolutions are initialized by Kaiming's fan-out rule.
     """
 
-    def __init__(self, channels: int, outputs: int, norm: Norm = "batch", width: int = 16) -> None:
+    def __init__(self, channels: int, outputs: int, norm: Norm, width: int) -> None:
         super().__init__()
         self.stem = _conv3x3(channels, width)
         self.stages = nn.Sequential(
@@ -58,8 +58,7 @@ class PreActResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits ``(n, outputs)``."""
         h: Tensor = self.relu(self.norm(self.stages(self.stem(x))))
-        logits: Tensor = self.head(h.mean((2, 3)))
-        return logits
+        return self.head(h.mean((2, 3)))
 
 
 class _Block(nn.Module):
