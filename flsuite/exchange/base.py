@@ -11,12 +11,9 @@ from flsuite.aggregators.part import Capability
 from flsuite.aggregators.transforms.base import Payload
 from flsuite.state import mismatch, mismatch_of_keys, non_finite
 
-_REASON = "encodes them"
-WITHHELD: Mapping[Capability, str] = {
-    "dense changes": _REASON,
-    "exact changes": _REASON,
-    "plain updates": _REASON,
-}
+WITHHELD: Mapping[Capability, str] = dict.fromkeys(
+    ("dense changes", "exact changes", "plain updates"), "encodes them"
+)
 """The capabilities that every codec withholds."""
 
 

@@ -131,13 +131,12 @@ class PairwiseServer:
         """Return why a message cannot be accepted, or ``None``."""
         client = message.client
         if isinstance(message, PublicKeys):
-            sizes = [KEY_BYTES] * 2
-            is_good = _have(sizes, (message.sealing, message.masking)) and not self._sealed
+            is_good = _have(KEY_BYTES, (message.sealing, message.masking)) and not self._sealed
             return _first(client, self.public, is_good, f"two keys of {KEY_BYTES} bytes")
         if isinstance(message, SealedShares):
             others = self.public.keys() - {client}
-            sizes = [2 * SHARE_BYTES + SEAL_BYTES] * len(others)
-            is_good = message.sealed.keys() == others and _have(sizes, message.sealed.values())
+            is_good = message.sealed.keys() == others
+            is_good &= _have(2 * SHARE_BYTES + SEAL_BYTES, message.sealed.values())
             is_good &= client in self.public and not self.survivors
             return _first(client, self._sealed, is_good, "one sealed share per other client")
         if client not in self._sealed:
@@ -154,7 +153,7 @@ class PairwiseServer:
         dropped = self._sealed.keys() - self.survivors
         is_good = message.seeds.keys() == self.survivors and message.keys.keys() == dropped
         shares = [*message.seeds.values(), *message.keys.values()]
-        is_good &= _have([SHARE_BYTES] * len(shares), shares) and client in self.survivors
+        is_good &= _have(SHARE_BYTES, shares) and client in self.survivors
         return _first(client, self._revealed, is_good, "one share per client that took part")
 
 
@@ -176,6 +175,6 @@ def _first(client: int, known: Container[int], is_good: bool, expected: str) -> 
     return None if is_good else f"{expected} are expected now"
 
 
-def _have(sizes: Sequence[int], values: Iterable[bytes]) -> bool:
-    """Return whether all values are bytes of these sizes."""
-    return all(isinstance(v, bytes) and len(v) == n for n, v in zip(sizes, values, strict=True))
+def _have(size: int, values: Iterable[bytes]) -> bool:
+    """Return whether all values are bytes of this size."""
+    return all(isinstance(value, bytes) and len(value) == size for value in values)

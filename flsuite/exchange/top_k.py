@@ -103,8 +103,7 @@ class TopK(Transform, Settings):
                 f"indexes must ascend from 0 to at most {size - 1}, without repeats; they start "
                 f"with {first} and end with {last}"
             )
-        code: State = payload.change
-        return code
+        return payload.change
 
 
 def _size(change: State) -> int:

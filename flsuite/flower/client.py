@@ -41,10 +41,10 @@ class Site:
         self, trainer: FederatedTrainer, model: ClientModel, datamodule: FederatedDataModule
     ) -> None:
         trainer.writes = False
-        self.trainer = trainer
-        self.run = trainer.prepare(model, datamodule)
-        self.engine = InProcess(threads=getattr(trainer.engine, "threads", 1))
-        self.engine.start(worker_setup(trainer, self.run))
+        self._trainer = trainer
+        self._run = trainer.prepare(model, datamodule)
+        self._engine = InProcess(threads=getattr(trainer.engine, "threads", 1))
+        self._engine.start(worker_setup(trainer, self._run))
 
     def train(self, message: Message, context: Context) -> Message:
         """Fit one client, and answer with its update or the reason of a failure.
@@ -59,15 +59,15 @@ class Site:
                 f"{order['client']}"
             )
         self._follow(order["precision"])
-        received, callbacks = unpack("received", message.content), self.run.callbacks.for_clients()
+        received, callbacks = unpack("received", message.content), self._run.callbacks.for_clients()
         broadcast = Broadcast(order["round"], self._shared(message), received, callbacks)
         memory = _recall(context)
         request = FitRequest(order["number"], client, broadcast, memory, order["batches"])
 
-        self.engine.submit([request])
-        outcome = self.engine.collect(request.number)
+        self._engine.submit([request])
+        outcome = self._engine.collect(request.number)
         # Do not keep the memory of a fit that the server would refuse.
-        result = self.run.federation.uplink.checked(outcome, broadcast)
+        result = self._run.federation.uplink.checked(outcome, broadcast)
         if isinstance(result, ClientFailure):
             what = result.round, client, result.reason, result.details
             log.warning("round %d: client %d failed: %s\n%s", *what)
@@ -81,7 +81,7 @@ class Site:
         """Score the client's own model on every split, with the received shared part."""
         client, request = own_client(context), unpack("evaluation", message.content)
         self._follow(request["precision"])
-        federation, evaluator = self.run.federation, self.run.evaluator
+        federation, evaluator = self._run.federation, self._run.evaluator
         evaluator.data = federation.data.at(request["round"])
         shared, memory = self._shared(message), _recall(context)
         received = unpack("received", message.content).get("objective", {})
@@ -101,25 +101,25 @@ class Site:
 
     def _follow(self, precision: str | int | None) -> None:
         """Take the precision of the server, which another CPU may have decided."""
-        if self.trainer.client_kwargs.get("precision") == precision:
+        if self._trainer.client_kwargs.get("precision") == precision:
             return
-        set_precision(self.trainer, precision)
-        evaluator = self.run.evaluator
-        self.run.evaluator = Evaluator(
+        set_precision(self._trainer, precision)
+        evaluator = self._run.evaluator
+        self._run.evaluator = Evaluator(
             evaluator.model,
             evaluator.data,
             evaluator.device,
-            self.trainer.precision_plugin.forward_context,
+            self._trainer.precision_plugin.forward_context,
             seed=evaluator.seed,
-            trainer_kwargs=self.trainer.client_kwargs,
+            trainer_kwargs=self._trainer.client_kwargs,
             attack=evaluator.attack,
         )
-        self.engine.stop()
-        self.engine.start(worker_setup(self.trainer, self.run))
+        self._engine.stop()
+        self._engine.start(worker_setup(self._trainer, self._run))
 
     def _shared(self, message: Message) -> State:
         state = to_state(message.content.array_records[ARRAYS])
-        if fault := mismatch(state, self.run.federation.state):
+        if fault := mismatch(state, self._run.federation.state):
             raise FlsuiteError(
                 f"the server's model is not this node's: {fault}; server and nodes must have the "
                 "same config"

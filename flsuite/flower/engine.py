@@ -20,34 +20,28 @@ from flsuite.state import State
 log = logging.getLogger("flsuite")
 
 
-class Mail:
-    """The messages of one exchange with the nodes.
+def messages(
+    kind: str,
+    nodes: Mapping[int, int],
+    round: int,
+    config: ConfigRecord,
+    contents: Mapping[int, dict[str, Any]],
+) -> list[Message]:
+    """Return one message per connected client.
 
     Args:
         kind: Flower's type of message.
         nodes: Client to node, for connected nodes.
         round: Flower's number of the round.
         config: Flower's config of the round.
+        contents: The records for each client.
     """
-
-    def __init__(
-        self, kind: str, nodes: Mapping[int, int], round: int, config: ConfigRecord
-    ) -> None:
-        self.kind = kind
-        self.nodes = nodes
-        self.round = round
-        self.head = {"config": ConfigRecord({**config, "server-round": round})}
-
-    def messages(self, contents: Mapping[int, dict[str, Any]]) -> list[Message]:
-        """Return one message per connected client."""
-        group = str(self.round)
-        return [
-            Message(
-                RecordDict({**self.head, **content}), self.nodes[client], self.kind, group_id=group
-            )
-            for client, content in contents.items()
-            if client in self.nodes
-        ]
+    head = {"config": ConfigRecord({**config, "server-round": round})}
+    return [
+        Message(RecordDict({**head, **content}), nodes[client], kind, group_id=str(round))
+        for client, content in contents.items()
+        if client in nodes
+    ]
 
 
 class NodeEngine(Engine):

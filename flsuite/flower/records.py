@@ -23,6 +23,8 @@ ARRAYS, METRICS = "arrays", "metrics"
 SAMPLES = "num-examples"
 """Flower's name for the number of training samples."""
 _RAW = "flsuite.raw"
+_FLOATS = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+_WITHOUT_NUMPY = [getattr(torch, name) for name in _FLOATS if hasattr(torch, name)]
 _OWN = (
     "client",
     "round",
@@ -175,12 +177,3 @@ def _tensor(array: Array) -> Tensor:
     empty = torch.empty(0, dtype=dtype)  # frombuffer rejects an empty buffer
     flat = torch.frombuffer(bytearray(array.data), dtype=dtype) if array.data else empty
     return flat.reshape(tuple(array.shape))
-
-
-def _without_numpy() -> list[torch.dtype]:
-    """Return the dtypes of this torch version that NumPy lacks."""
-    names = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-    return [getattr(torch, name) for name in names if hasattr(torch, name)]
-
-
-_WITHOUT_NUMPY = _without_numpy()

@@ -60,9 +60,9 @@ class RuleStrategy(FedAvg):
         _refuse_client_half(aggregator)
         super().__init__(**kwargs)
         self.aggregator = aggregator
-        self.groups = {name: tuple(names) for name, names in (groups or {}).items()}
-        self.buffers, self.tools = frozenset(buffers), ServerTools(seed=seed)
-        self.server: Server | None = None
+        self._groups = {name: tuple(names) for name, names in (groups or {}).items()}
+        self._buffers, self._tools = frozenset(buffers), ServerTools(seed=seed)
+        self._server: Server | None = None
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -73,29 +73,29 @@ class RuleStrategy(FedAvg):
             FlsuiteError: Before the first round, if the aggregator cannot work with them.
         """
         state = to_state(arrays)
-        if self.server is None or server_round == 1:
-            names = {name for group in self.groups.values() for name in group} | self.buffers
+        if self._server is None or server_round == 1:
+            names = {name for group in self._groups.values() for name in group} | self._buffers
             if unknown := sorted(names - state.keys()):
                 raise FlsuiteError(
                     f"RuleStrategy: groups or buffers name {unknown[0]}, and the arrays are "
                     f"{', '.join(sorted(state))}"
                 )
             layout = StateLayout(
-                parameters=tuple(name for name in state if name not in self.buffers),
+                parameters=tuple(name for name in state if name not in self._buffers),
                 clients=max(1, len(list(grid.get_node_ids()))),
-                groups=self.groups,
+                groups=self._groups,
             )
-            self.server = Server(state, layout, self.tools)
-            _refuse_statistics(self.aggregator, self.server)
-            self.aggregator.prepare(self.server)
-        self.server = replace(self.server, state=state, round=server_round)
+            self._server = Server(state, layout, self._tools)
+            _refuse_statistics(self.aggregator, self._server)
+            self.aggregator.prepare(self._server)
+        self._server = replace(self._server, state=state, round=server_round)
         return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the next arrays, and the clients' metrics with those of the aggregator."""
-        assert self.server is not None
+        assert self._server is not None
         # In the order of the nodes, so that the sums do not depend on who is first.
         ordered = sorted(replies, key=lambda reply: reply.metadata.src_node_id)
         # Without Flower's own check, which ends the run at the first reply that differs.
@@ -103,28 +103,28 @@ class RuleStrategy(FedAvg):
         updates = {node: read for node, read in enumerate(map(self._read, valid)) if read}
         if not updates:
             return None, None
-        self.server.metrics.clear()
-        state = self.aggregator.aggregate(self.server, iter(updates.values()))
+        self._server.metrics.clear()
+        state = self.aggregator.aggregate(self._server, iter(updates.values()))
         numbers = _common_numbers([valid[node].content for node in updates])
         metrics = self.train_metrics_aggr_fn(numbers, self.weighted_by_key)
-        metrics.update(self.server.metrics)
+        metrics.update(self._server.metrics)
         return to_arrays(state), metrics
 
     def _read(self, reply: Message) -> ClientUpdate | None:
-        assert self.server is not None
+        assert self._server is not None
         node = reply.metadata.src_node_id
         try:
-            update = _update(reply.content, node, self.server.round, self.weighted_by_key)
+            update = _update(reply.content, node, self._server.round, self.weighted_by_key)
         except (KeyError, TypeError, ValueError) as error:
             fault: str | None = f"cannot be read: {error}"
         else:
             # Flower's arrays have no order of their own.
-            update.state = {k: update.state[k] for k in self.server.state if k in update.state}
-            different = mismatch(update.state, self.server.state)
+            update.state = {k: update.state[k] for k in self._server.state if k in update.state}
+            different = mismatch(update.state, self._server.state)
             fault = f"has other arrays: {different}" if different else update.fault()
         if fault is None:
             return update
-        log.warning("round %s: the answer of node %s %s", self.server.round, node, fault)
+        log.warning("round %s: the answer of node %s %s", self._server.round, node, fault)
         return None
 
 

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flsuite.errors import FlsuiteError
-from flsuite.flower.engine import Mail, NodeEngine, NodeEvaluator, NodeStore, by_node
+from flsuite.flower.engine import NodeEngine, NodeEvaluator, NodeStore, by_node, messages
 from flsuite.flower.nodes import Nodes
 from flsuite.flower.records import ARRAYS, numbers_in, pack, to_arrays, to_state
 from flsuite.messages import OwnScores
@@ -37,53 +37,22 @@ class FlowerStrategy(Strategy):
     """
 
     def __init__(self, run: Run) -> None:
+        _refuse_unsupported(run)
         federation = run.federation
-        if federation.aggregator.pools:
-            raise FlsuiteError(
-                f"{federation.aggregator.name} trains on all clients' data, which no node "
-                "of Flower holds"
-            )
-        declarations = federation.schedule.declarations
-        if declarations.is_asynchronous or declarations.may_lose:
-            raise FlsuiteError(
-                "under Flower rounds are synchronous, and nodes come and go by themselves: set "
-                "trainer.schedule to Synchronous without availability, over_selection and deadline"
-            )
-        if declarations.may_be_empty:
-            raise FlsuiteError(
-                "under Flower a round without a client would end the run; set "
-                "trainer.schedule.sampling to uniform"
-            )
-        if federation.uplink.masks:
-            raise FlsuiteError(
-                "secure aggregation exchanges keys and shares before and after training, but a "
-                "round of Flower has one message to a node and one answer; leave out "
-                "trainer.secure_sum, or run it with flsuite fit"
-            )
-        if run.reuse is not None:
-            raise FlsuiteError(
-                "under Flower the clients' models are on their nodes; leave out keep_updates and "
-                "from_updates"
-            )
-        if run.options.adapt_epochs or federation.data.unseen:
-            raise FlsuiteError(
-                "under Flower clients do not adapt after the last round, and all of them take "
-                "part; leave out trainer.adapt_epochs and data.unseen_clients"
-            )
         federation.clients = NodeStore(bool(federation.entries.personal))
-        self.node_evaluator = NodeEvaluator(run.evaluator)
+        self._node_evaluator = NodeEvaluator(run.evaluator)
         if federation.entries.personal:
-            run.evaluator = self.node_evaluator
-        self.run = run
-        self.federation = federation
-        self.nodes = Nodes(federation.data.clients)
-        self.engine = NodeEngine()
+            run.evaluator = self._node_evaluator
+        self._run = run
+        self._federation = federation
+        self._nodes = Nodes(federation.data.clients)
+        self._engine = NodeEngine()
         self.idle = False
         self._asked: dict[int, int] = {}
 
     def initial_arrays(self) -> ArrayRecord:
         """Return the current global model, to be passed to :meth:`start`."""
-        return to_arrays(self.federation.state)
+        return to_arrays(self._federation.state)
 
     def start(
         self,
@@ -94,40 +63,42 @@ class FlowerStrategy(Strategy):
         **kwargs: Any,
     ) -> Result:
         """Run Flower's own loop of rounds, continuing after an earlier start."""
-        options = self.run.options
-        budget = replace(options.budget, rounds=self.run.round + num_rounds)
-        self.run.options = replace(options, budget=budget)
+        options = self._run.options
+        budget = replace(options.budget, rounds=self._run.round + num_rounds)
+        self._run.options = replace(options, budget=budget)
         return super().start(grid, initial_arrays, num_rounds, *args, **kwargs)
 
     def summary(self) -> None:
         """Log what is about to run."""
-        log.info("%s of %d clients", self.federation.aggregator.name, self.federation.data.clients)
+        log.info(
+            "%s of %d clients", self._federation.aggregator.name, self._federation.data.clients
+        )
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Start a round: draw the clients, and return the messages with training requests."""
-        self.idle = self.run.finished
+        self.idle = self._run.finished
         if self.idle:
             return []
         self._take(arrays)
-        nodes = self.nodes.online(grid) if self.run.round else self.nodes.all(grid)
+        nodes = self._nodes.online(grid) if self._run.round else self._nodes.all(grid)
 
-        starting = self.federation.schedule.start(self.federation.clock)
-        self.engine.submit(self.run.requests(starting))
+        starting = self._federation.schedule.start(self._federation.clock)
+        self._engine.submit(self._run.requests(starting))
 
         contents = {}
-        for request in self.engine.requests(nodes):
+        for request in self._engine.requests(nodes):
             order = {
                 "client": request.client,
                 "batches": request.batches,
                 "round": request.broadcast.round,
                 "number": request.number,
-                "precision": self.run.settings["client"].get("precision"),
+                "precision": self._run.settings["client"].get("precision"),
             }
             extras = pack("received", request.broadcast.extras)
             contents[request.client] = {ARRAYS: arrays, **extras, **pack("fit", order)}
-        return Mail(MessageType.TRAIN, nodes, server_round, config).messages(contents)
+        return messages(MessageType.TRAIN, nodes, server_round, config, contents)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -140,13 +111,13 @@ class FlowerStrategy(Strategy):
         """
         if self.idle:
             return None, None
-        run = self.run
-        self.engine.deliver(replies)
-        schedule = self.federation.schedule
-        updates = run.accept(schedule.arrivals(self.engine, run.federation.clock, run.requests))
+        run = self._run
+        self._engine.deliver(replies)
+        schedule = self._federation.schedule
+        updates = run.accept(schedule.arrivals(self._engine, run.federation.clock, run.requests))
         run.advance(run.aggregate(updates))
 
-        totals = dict(self.federation.log.metrics())[GLOBAL]
+        totals = dict(self._federation.log.metrics())[GLOBAL]
         metrics = MetricRecord({name: float(value) for name, value in totals.items()})
         return to_arrays(run.federation.state), metrics
 
@@ -158,23 +129,23 @@ class FlowerStrategy(Strategy):
         Private parts never leave their node, so such models are scored there. Other models are
         scored on the server.
         """
-        self._asked, self.node_evaluator.rows = {}, {}
-        self.node_evaluator.asked = set()
-        run, options = self.run, self.run.options
+        self._asked, self._node_evaluator.rows = {}, {}
+        self._node_evaluator.asked = set()
+        run, options = self._run, self._run.options
         is_due = run.finished or run.round % options.evaluate_every == 0
-        if self.idle or not self.federation.entries.personal or not is_due:
+        if self.idle or not self._federation.entries.personal or not is_due:
             return []
-        nodes = self.nodes.online(grid)
-        clients = self.federation.data.clients
+        nodes = self._nodes.online(grid)
+        clients = self._federation.data.clients
         asked = range(clients if run.finished else min(options.score_clients, clients))
         self._asked = {client: nodes[client] for client in asked if client in nodes}
-        self.node_evaluator.asked = set(asked)
+        self._node_evaluator.asked = set(asked)
         precision = run.settings["client"].get("precision")
         request = pack("evaluation", {"round": run.round, "precision": precision})
-        received = pack("received", self.federation.aggregator.broadcast(self.federation.server))
+        received = pack("received", self._federation.aggregator.broadcast(self._federation.server))
         content = {ARRAYS: arrays, **received, **request}
-        mail = Mail(MessageType.EVALUATE, nodes, server_round, config)
-        return mail.messages(dict.fromkeys(asked, content))
+        contents = dict.fromkeys(asked, content)
+        return messages(MessageType.EVALUATE, nodes, server_round, config, contents)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -189,19 +160,21 @@ class FlowerStrategy(Strategy):
                 for split, scores in _read_scores(answers.get(node)).items():
                     rows.setdefault(split, {})[client] = scores
             except Exception as error:
-                log.warning("round %d: client %d was not scored: %s", self.run.round, client, error)
-        self.node_evaluator.rows = rows
-        scored = self.node_evaluator.scores(self.federation, "test", sorted(self._asked))
+                log.warning(
+                    "round %d: client %d was not scored: %s", self._run.round, client, error
+                )
+        self._node_evaluator.rows = rows
+        scored = self._node_evaluator.scores(self._federation, "test", sorted(self._asked))
         return MetricRecord(dict(scored[GLOBAL])) if scored else None
 
     def _take(self, arrays: ArrayRecord) -> None:
         """Take the global model from Flower: the initial one, or the last one passed to it."""
         state = to_state(arrays)
-        if fault := mismatch(state, self.federation.state):
+        if fault := mismatch(state, self._federation.state):
             raise FlsuiteError(
                 f"initial_arrays are not this model's: {fault}; take strategy.initial_arrays()"
             )
-        self.federation.state = state
+        self._federation.state = state
 
 
 def _read_scores(answer: Message | None) -> dict[str, OwnScores]:
@@ -213,3 +186,40 @@ def _read_scores(answer: Message | None) -> dict[str, OwnScores]:
         split, field = name.split(".")
         fields.setdefault(split, {})[field] = numbers_in(numbers)
     return {split: OwnScores(**own) for split, own in fields.items()}
+
+
+def _refuse_unsupported(run: Run) -> None:
+    """Refuse settings that a round of Flower cannot carry out."""
+    federation = run.federation
+    if federation.aggregator.pools:
+        raise FlsuiteError(
+            f"{federation.aggregator.name} trains on all clients' data, which no node "
+            "of Flower holds"
+        )
+    declarations = federation.schedule.declarations
+    if declarations.is_asynchronous or declarations.may_lose:
+        raise FlsuiteError(
+            "under Flower rounds are synchronous, and nodes come and go by themselves: set "
+            "trainer.schedule to Synchronous without availability, over_selection and deadline"
+        )
+    if declarations.may_be_empty:
+        raise FlsuiteError(
+            "under Flower a round without a client would end the run; set "
+            "trainer.schedule.sampling to uniform"
+        )
+    if federation.uplink.masks:
+        raise FlsuiteError(
+            "secure aggregation exchanges keys and shares before and after training, but a "
+            "round of Flower has one message to a node and one answer; leave out "
+            "trainer.secure_sum, or run it with flsuite fit"
+        )
+    if run.reuse is not None:
+        raise FlsuiteError(
+            "under Flower the clients' models are on their nodes; leave out keep_updates and "
+            "from_updates"
+        )
+    if run.options.adapt_epochs or federation.data.unseen:
+        raise FlsuiteError(
+            "under Flower clients do not adapt after the last round, and all of them take "
+            "part; leave out trainer.adapt_epochs and data.unseen_clients"
+        )
