@@ -1,7 +1,7 @@
 """Unlearning: how far cheap ways to remove a client are from training without it.
 
-The exact answer is the run trained without the client from the first round, with all other random
-draws as they were. Five ways are compared with it:
+The exact answer is a run without the client from the first round, with all other random draws
+unchanged. Five ways are compared with it:
 
 - ``keep``: the model that was trained with the client;
 - ``subtract``: this model minus the client's weighted changes of all rounds (Wu, Zhu and Mitra
@@ -19,7 +19,7 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from flsuite.models.modes import evaluating
 from flsuite.runs.fork import Fork
 from flsuite.runs.rounds import KeptRound, read_rounds
 from flsuite.runs.run import Run
-from flsuite.state import State
+from flsuite.state import State, add, cast, difference
 from flsuite.trainer import FederatedTrainer
 
 WAYS = ("exact", "keep", "subtract", "rebuild", "continue", "fine-tune")
@@ -90,7 +90,7 @@ def unlearning_table(
                 "keep": whole,
                 "subtract": added(whole, (subtracted(one, client) for one in kept)),
                 "rebuild": added(whole, (rebuilt(one, client) for one in kept)),
-                **dict(_trained(study, seed, client, last)),
+                **_trained(study, seed, client, last),
             }
             scale = distance(whole, states["exact"])
             for way in WAYS:
@@ -104,7 +104,7 @@ def _refuse(study: Study, seed: int, clients: Sequence[int]) -> None:
     """Refuse a config that keeps too little, and unknown clients, before anything is trained.
 
     Raises:
-        FlsuiteError: If it is so.
+        FlsuiteError: If the study cannot use the config, or a client does not exist.
     """
     trainer, model, data = built(study, seed, "whole")
     if not trainer.keep_updates or trainer.keep_rounds != 1:
@@ -116,19 +116,17 @@ def _refuse(study: Study, seed: int, clients: Sequence[int]) -> None:
         raise FlsuiteError(f"--clients must be from 0 to {count - 1}, got {unknown[0]}")
 
 
-def _trained(study: Study, seed: int, client: int, last: int) -> Iterator[tuple[str, State]]:
-    """Yield the ways that train, and their states."""
+def _trained(study: Study, seed: int, client: int, last: int) -> dict[str, State]:
+    """Return the states of the ways that train."""
+    begin = Fork(str(study.output / f"{seed}-whole"), last)
     alone = ("--trainer.without", f"[{client}]", "--trainer.keep_updates", "false")
-    parent, longer = study.output / f"{seed}-whole", str(last + study.rounds)
-    goes_on = (*alone, "--trainer.rounds", longer)
-    slower = (*goes_on, "--model.optimizer.lr", str(study.rate))
-    for way, at, args in (
-        ("exact", 0, alone),
-        ("continue", last, goes_on),
-        ("fine-tune", last, slower),
-    ):
-        begin = Fork(str(parent), at) if at else None
-        yield way, fitted(study, seed, f"{way}-{client}", *args, fork=begin)[0]
+    longer = (*alone, "--trainer.rounds", str(last + study.rounds))
+    slower = (*longer, "--model.optimizer.lr", str(study.rate))
+    return {
+        "exact": fitted(study, seed, f"exact-{client}", *alone)[0],
+        "continue": fitted(study, seed, f"continue-{client}", *longer, fork=begin)[0],
+        "fine-tune": fitted(study, seed, f"fine-tune-{client}", *slower, fork=begin)[0],
+    }
 
 
 def fitted(
@@ -183,15 +181,15 @@ def subtracted(one: KeptRound, client: int) -> State:
 def rebuilt(one: KeptRound, client: int) -> State:
     """Return the difference that a client's absence makes to the aggregation of a round."""
     with_it, without_it = one.without(()), one.without({client})
-    return {name: without_it[name] - value for name, value in with_it.items()}
+    return difference(without_it, with_it)
 
 
 def added(state: State, changes: Iterator[State]) -> State:
     """Return a state plus all changes."""
     total = {name: value.double() for name, value in state.items()}
     for change in changes:
-        total = {name: value + change[name] for name, value in total.items()}
-    return {name: value.to(state[name].dtype) for name, value in total.items()}
+        total = add(total, change)
+    return cast(total, state)
 
 
 def distance(first: State, second: State) -> float:
@@ -209,21 +207,19 @@ def measured(run: Run, state: State, client: int) -> dict[str, float]:
     run.evaluator.load({**federation.initial, **state})
     rows = torch.arange(len(data.test.y)).split(_BATCH)
     own = TrainLoader(data, client, run.options.seed, 1).plain_batches(None)
-    test, members = data.batches_of(data.test, rows), list(own)
-    unseen = [losses(model, x, y) for x, y in test]
-    hit, loss, y = (torch.cat(parts) for parts in zip(*unseen, strict=True))
-    _, own_loss, own_y = (
-        torch.cat(parts) for parts in zip(*(losses(model, x, y) for x, y in members), strict=True)
-    )
-    auc = membership(own_loss, own_y, loss, y)
-    return {"accuracy": float(hit.double().mean()), "membership": auc}
+
+    right, losses, y = _scored(model, data.batches_of(data.test, rows))
+    _, own_losses, own_y = _scored(model, own)
+    auc = membership(own_losses, own_y, losses, y)
+    return {"accuracy": float(right.double().mean()), "membership": auc}
 
 
 @torch.no_grad()
-def losses(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return whether samples are classified correctly, their losses, and their classes."""
+def _scored(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return whether each sample is classified correctly, its loss, and its class."""
     with evaluating(model):
-        logits = model(x)
+        pairs = [(model(x), y) for x, y in batches]
+    logits, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     return logits.argmax(1) == y, cross_entropy(logits, y, reduction="none"), y
 
 
@@ -231,7 +227,7 @@ def membership(members: Tensor, classes: Tensor, others: Tensor, other_classes: 
     """Return how often a member's loss is below that of an unseen sample of its class.
 
     It is the area under the ROC curve of an attacker who reads losses: 0.5 without any signal.
-    Pairs are of one class, since a client's mix of classes alone would tell its samples.
+    Only samples of the same class are compared, because the class alone can identify a client.
 
     Args:
         members: Losses of the client's training samples.

@@ -47,8 +47,7 @@ class Target:
 
     def logits(self, images: Tensor) -> Tensor:
         """Return the logits of images ``(n, channels, height, width)``, ``(n, outputs)``."""
-        logits: Tensor = self.model.logits(self._inputs(images))  # type: ignore[operator]
-        return logits
+        return self.model.logits(self._inputs(images))  # type: ignore[operator]
 
     def distances(self, images: Tensor, relative: bool = False) -> Tensor:
         """Return the squared distances between the factors of groups of images and the client's.
