@@ -17,6 +17,7 @@ from torch import Tensor
 from flsuite.exchange.base import empty, require_keys, require_match
 
 _CHUNK = 8 * 2**15  # numbers per chunk, a multiple of 8 so chunks end on a byte
+_DTYPES = {8: torch.int8, 16: torch.int16}
 
 
 def packed_size(count: int, bits: int) -> int:
@@ -48,9 +49,6 @@ def unpack(packed: np.ndarray, count: int, bits: int) -> np.ndarray:
         wide[:, 16 - bits :] = np.unpackbits(part)[: size * bits].reshape(size, bits)
         numbers[start : start + size] = np.packbits(wide, axis=1).view(">u2")[:, 0]
     return numbers
-
-
-_DTYPES = {8: torch.int8, 16: torch.int16}
 
 
 def _largest_code(bits: int) -> int:

@@ -1,4 +1,4 @@
-"""Fixed-point encoding modulo 2^32, so that masks hide numbers and sums are exact.
+"""Fixed-point encoding modulo 2^32, in which masks hide numbers and sums are exact.
 
 With M clients and a public range R, ``u = round(x / s) mod 2^32``, ``s = 2R / (2^B - 1)`` and
 ``B = 32 - ceil(log2 M)``. The sum of M such integers fits into 32 bits, and decodes as a signed

@@ -106,15 +106,15 @@ class LowRank(Transform, Settings):
 
     def _packed(self, template: Payload, rank: int) -> Payload:
         """Return shapes and dtypes of a message with matrices of this rank."""
-        rest, eigen = TreeQuantizer(self.state_bits), TreeEigen(rank, self.bits)
+        rest, eigen = TreeQuantizer(self.state_bits), _TreeEigen(rank, self.bits)
         statistics = {
             name: (eigen if name in template.psd else rest).template(value)
             for name, value in template.statistics.items()
         }
         return Payload(rest.template(template.change), statistics)
 
-    def _coders(self, template: Payload) -> "tuple[TreeQuantizer, TreeEigen]":
-        return TreeQuantizer(self.state_bits), TreeEigen(self.rank_of(template), self.bits)
+    def _coders(self, template: Payload) -> "tuple[TreeQuantizer, _TreeEigen]":
+        return TreeQuantizer(self.state_bits), _TreeEigen(self.rank_of(template), self.bits)
 
 
 def _sides(tree: Any, name: str) -> list[int]:
@@ -126,7 +126,7 @@ def _sides(tree: Any, name: str) -> list[int]:
     return [len(tree)]
 
 
-class TreeEigen(TreeCode):
+class _TreeEigen(TreeCode):
     """Packs the symmetric matrices of nested dicts, and sums their traces.
 
     A matrix ``(n, n)`` becomes codes ``(n, k)`` of its eigenvectors U, and k float32 eigenvalues e.

@@ -25,17 +25,8 @@ SAMPLES = "num-examples"
 _RAW = "flsuite.raw"
 _FLOATS = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _WITHOUT_NUMPY = [getattr(torch, name) for name in _FLOATS if hasattr(torch, name)]
-_OWN = (
-    "client",
-    "round",
-    "samples",
-    "steps",
-    "class_counts",
-    "extras",
-    "bytes_up",
-    "bytes_down",
-    "seconds",
-)
+_WHOLE = ("client", "round", "samples", "steps", "bytes_up", "bytes_down")
+_OWN = (*_WHOLE, "class_counts", "extras", "seconds")
 
 
 def to_arrays(state: Mapping[str, Tensor]) -> ArrayRecord:
@@ -93,8 +84,7 @@ def read_update(records: RecordDict) -> ClientUpdate:
         KeyError, TypeError, ValueError: If there is no valid update.
     """
     rest = unpack("update", records)
-    names = ("client", "round", "samples", "steps", "bytes_up", "bytes_down")
-    numbers: dict[str, Any] = {name: int(rest[name]) for name in names}
+    numbers: dict[str, Any] = {name: int(rest[name]) for name in _WHOLE}
     metrics = numbers_in(records.metric_records[METRICS])
     metrics.pop(SAMPLES, None)
     if not isinstance(rest["class_counts"], Tensor) or not isinstance(rest["extras"], dict):

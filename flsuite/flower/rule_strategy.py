@@ -1,4 +1,4 @@
-"""A Flower strategy for the clients of a Flower app of one's own."""
+"""A Flower strategy for Flower clients without flsuite."""
 
 import logging
 import operator
@@ -28,12 +28,11 @@ CLASS_COUNTS = "class-counts"
 class RuleStrategy(FedAvg):
     """The server half of an aggregator, for Flower clients that send their arrays.
 
-    The clients are those of Flower's FedAvg: they send the trained arrays, and their number of
-    samples in the metric ``weighted_by_key``, ``num-examples`` by default. They need neither
-    flsuite nor Lightning. Entries that a client keeps, such as a private encoder, are in no
-    message. A rule that reads class counts, such as CMGA, finds them in the metric
-    ``class-counts``. An answer of another shape, or with numbers that are not finite,
-    is left out and named in the log.
+    Clients answer as for Flower's FedAvg: with the trained arrays, and with their number of samples
+    in the metric ``weighted_by_key``, ``num-examples`` by default. They need neither flsuite nor
+    Lightning. Entries that a client keeps, such as a private encoder, are in no message. A rule
+    that reads class counts, such as CMGA, finds them in the metric ``class-counts``. An answer with
+    other shapes or with numbers that are not finite is left out, and the log says why.
 
     Args:
         aggregator: An aggregator or a rule that measures and changes nothing on the clients.
@@ -96,7 +95,7 @@ class RuleStrategy(FedAvg):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the next arrays, and the clients' metrics with those of the aggregator."""
         assert self._server is not None
-        # In the order of the nodes, so that the sums do not depend on who is first.
+        # In the order of the nodes, so sums do not depend on which answer comes first.
         ordered = sorted(replies, key=lambda reply: reply.metadata.src_node_id)
         # Without Flower's own check, which ends the run at the first reply that differs.
         valid, _ = self._check_and_log_replies(ordered, is_train=True, validate=False)

@@ -146,8 +146,8 @@ def to_channels_last(model: LightningModule) -> None:
 def mean_over_samples(step: Step) -> Step:
     """Declare that the loss of a training step is the mean of one loss per sample.
 
-    Each of these depends on its sample alone. The declaration belongs to the function: a model that
-    overrides the step makes it again, or not.
+    The loss of a sample depends on that sample alone. The declaration belongs to the function, so
+    a model that overrides the step must declare it again.
     """
     vars(step)["is_mean_over_samples"] = True
     return step

@@ -1,4 +1,4 @@
-"""What a step changes of a module besides its tensors: modes, and plain Python attributes."""
+"""Saves the state of a module besides its tensors: modes, and plain Python attributes."""
 
 import copy
 from collections.abc import Iterator

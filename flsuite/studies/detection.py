@@ -1,7 +1,7 @@
-"""Anomaly detection: classes that no client has trained on are to be told from those it has.
+"""Anomaly detection: finding test samples of classes that no client has trained on.
 
-Tables of scikit-learn, and MNIST, with some classes left out of the training data. Name the data
-and the callback in a config: ``flsuite.studies.detection.SklearnTable``.
+The data are tables of scikit-learn, and MNIST, with some classes left out of the training split.
+Name the data and the callback in a config: ``flsuite.studies.detection.SklearnTable``.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,14 @@ _FALSE_ALARMS = 0.01
 class SklearnTable(FederatedDataModule):
     """A table of scikit-learn in which some classes are anomalies.
 
-    The test split has all classes, the training split only the others. Features are scaled to
-    [0, 1] by the training split. The split is stratified by class and has a fixed seed.
+    The test split has all classes. The training split has no anomalies. The range of each feature
+    in the training split is scaled to [0, 1]. The split is stratified by class and has a fixed
+    seed.
 
     Args:
         name: ``breast_cancer`` (569 samples, 30 features; class 0 is malignant), ``wine`` (178, 13,
             three classes) or ``digits`` (1,797, 64, ten classes).
-        anomalies: The classes that nobody trains on.
+        anomalies: The classes that no client trains on.
         kwargs: See :class:`~flsuite.data.FederatedDataModule`.
     """
 
@@ -72,10 +73,10 @@ class SklearnTable(FederatedDataModule):
 
 
 class MNISTAnomalies(MNIST):
-    """MNIST in which some digits are anomalies: the training split is without them.
+    """MNIST with some digits missing from the training split.
 
     Args:
-        anomalies: The digits that nobody trains on.
+        anomalies: The digits that no client trains on.
         kwargs: See :class:`~flsuite.data.FederatedDataModule`.
     """
 
@@ -93,7 +94,7 @@ def without(split: DataSplit, classes: Sequence[int]) -> DataSplit:
     """Return the samples of all other classes.
 
     Raises:
-        FlsuiteError: If none are left, or a class has none.
+        FlsuiteError: If no samples are left, or one of the classes has no samples.
     """
     chosen = torch.isin(split.y, torch.tensor(classes))
     if chosen.all() or {*classes} - {*split.y.tolist()}:
@@ -106,18 +107,20 @@ def without(split: DataSplit, classes: Sequence[int]) -> DataSplit:
 
 @dataclass(eq=False)
 class Detection(FederationCallback, Settings):
-    """Scores how well the clients' models tell test samples of unknown classes from the others.
+    """Scores how well the clients' models separate test samples of unknown classes from others.
 
-    A sample's score is ``E(D(h), x) - log sum_c N(h; mu_c, sigma_c^2) pi_c`` in nats, over the
-    classes that some client has trained on: what the model reconstructs badly, or places far from
-    all of them, is an anomaly. Scored after the last round, logged under ``test/``, each the mean
-    over the clients' own models, and for an isolation forest on all training samples under
-    ``test/forest/``:
+    A sample's anomaly score is ``E(D(h), x) - log sum_c N(h; mu_c, sigma_c^2) pi_c`` in nats, with
+    the sum over the classes that some client has trained on. It is high for a sample with a bad
+    reconstruction, or far from all these classes.
+
+    The models are scored after the last round. The following are logged under ``test/``, as means
+    over the clients' own models, and under ``test/forest/`` for an isolation forest on the training
+    samples of all clients:
 
     - ``detection/auroc``;
     - ``detection/f1``, at the threshold that 1 % of a client's own training samples exceed;
-    - ``detection/recall``, the fraction of the anomalies that is found when 1 % of the other test
-      samples raise an alarm.
+    - ``detection/recall``, the fraction of the anomalies above the threshold that 1 % of the other
+      test samples exceed.
     """
 
     affects: ClassVar[Affects] = "nothing"
@@ -151,14 +154,14 @@ def detection_scores(test: Tensor, unknown: Tensor, train: Tensor) -> dict[str, 
     """Return ``auroc``, ``f1`` and ``recall`` of anomaly scores.
 
     Args:
-        test: The score of each test sample, ``(n,)``. Anomalies should have high ones.
-        unknown: Whether each is an anomaly, ``(n,)``.
+        test: The score of each test sample, high for an anomaly, ``(n,)``.
+        unknown: Whether each test sample is an anomaly, ``(n,)``.
         train: The scores of training samples, which set the threshold of ``f1``.
     """
     from torchmetrics.functional.classification import binary_auroc, binary_f1_score
 
     alarms = test > train.quantile(1 - _FALSE_ALARMS)
-    # torchmetrics takes scores within [0, 1], and would squash others.
+    # Ranks, because torchmetrics applies a sigmoid to scores outside [0, 1].
     ranks = test.unique(return_inverse=True)[1].double()
     bound = test[~unknown].quantile(1 - _FALSE_ALARMS, interpolation="higher")
     return {
@@ -192,17 +195,17 @@ def _energies(
     model: ACVAE, data: FederatedData, split: DataSplit, rows: Tensor, known: Tensor
 ) -> Tensor:
     """Return the anomaly scores of some rows of a split, in nats."""
-    found = []
+    energies = []
     with evaluating(model):
         for x, _ in data.batches_of(split, rows.split(_BATCH)):
             h = model.latent(x)
             density = model.class_logits(h)[:, known].logsumexp(1)
-            found.append(model.reconstruction_error(h, x) - density)
-    return torch.cat(found)
+            energies.append(model.reconstruction_error(h, x) - density)
+    return torch.cat(energies)
 
 
 def _of_forest(data: FederatedData, seed: int) -> dict[str, float]:
-    """Return the scores of an isolation forest that has all training samples in one place."""
+    """Return the scores of an isolation forest trained on the samples of all clients."""
     from sklearn.ensemble import IsolationForest
 
     rows = torch.cat([data.train_rows(client) for client in range(data.clients)])

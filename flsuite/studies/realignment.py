@@ -1,8 +1,8 @@
 """FusedSpaceFed scored before and after its encoders are re-aligned.
 
-A run scores a client by its encoder of the end of its last fit and the decoder of the last
-aggregation, which that encoder has not seen. A client's next round would begin with a warm-up that
-aligns the encoder to that decoder. Name the callback in a config or on the command line:
+A run scores a client with the encoder of its last fit and the decoder of the last aggregation. The
+encoder is not yet aligned to this decoder, which the warm-up of the next round would do. Name the
+callback in a config or on the command line:
 ``--trainer.callbacks+ flsuite.studies.realignment.Realignment``.
 """
 
@@ -30,11 +30,12 @@ _BATCH = 512
 class Realignment(FederationCallback, Settings):
     """Scores all clients' models after a warm-up of their encoders, at the end of a run.
 
-    Logged as ``test/realigned_<epochs>/accuracy``, the mean over the clients' models on the whole
-    test split. The rate is the model's own, without a decay over the rounds.
+    The mean over the clients' models on the whole test split is logged as
+    ``test/realigned_<epochs>/accuracy``. The learning rate is the model's own, without a decay over
+    the rounds.
 
     Args:
-        epochs: Numbers of epochs of the warm-up. With 0 this is the run's own score.
+        epochs: Lengths of the warm-up in epochs. 0 gives the run's own score.
     """
 
     affects: ClassVar[Affects] = "nothing"

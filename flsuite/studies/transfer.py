@@ -1,4 +1,4 @@
-"""A start from another task: pre-trained on some classes of CIFAR-10, federated on the others.
+"""A start from another task: pretrained on some classes of CIFAR-10, federated on the others.
 
 Name the data and the callback in a config: ``flsuite.studies.transfer.CIFAR10Classes``.
 """
@@ -26,9 +26,9 @@ class CIFAR10Classes(CIFAR10):
 
     Args:
         classes: The classes to keep, from 0 to 9.
-        renumber: Whether labels count from 0, in the order of ``classes``. Otherwise they stay, and
-            a model has ten outputs: one that was pre-trained in this way has another output layer
-            than one with renumbered labels, which therefore starts at random.
+        renumber: Whether labels count from 0, in the order of ``classes``. Otherwise the labels
+            stay, and a model has ten outputs. The last layer of a model pretrained in this way does
+            not fit renumbered labels, where it starts at random.
         kwargs: See :class:`~flsuite.data.FederatedDataModule`.
     """
 
@@ -77,8 +77,9 @@ def of_classes(split: DataSplit, classes: Sequence[int], renumber: bool) -> Data
 class LocalDistances(FederationCallback, Settings):
     """Logs how far the clients' trained models are from their start, and from each other.
 
-    Logged under ``train/`` in each round, over all shared numbers, relative to the length of the
-    start: ``distance/start``, the mean over clients, and ``distance/pair``, the mean over pairs.
+    Each round, ``train/distance/start`` is the mean over clients, and ``train/distance/pair`` the
+    mean over pairs of clients. Distances cover all shared numbers, and are relative to the length
+    of the start.
     """
 
     affects: ClassVar[Affects] = "nothing"
