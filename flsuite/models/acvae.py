@@ -283,10 +283,9 @@ class ACVAE(ClientModel):
         # The encoder outputs mean and log variance of q(z|x), so it has twice as many outputs.
         # Smaller images use the networks for tables.
         if len(shape) == 3 and min(shape[1:]) >= SMALLEST:
-            image = (shape[0], shape[1], shape[2])
             return (
-                BottleneckEncoder(image, 2 * self.latent_dim, self.norm, self.width),
-                BottleneckDecoder(image, self.latent_dim, self.norm, self.width),
+                BottleneckEncoder(shape, 2 * self.latent_dim, self.norm, self.width),
+                BottleneckDecoder(shape, self.latent_dim, self.norm, self.width),
             )
 
         return (

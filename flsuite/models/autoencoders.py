@@ -76,7 +76,7 @@ class BottleneckEncoder(nn.Module):
     """Three strided 3x3 convolutions and one linear layer."""
 
     def __init__(
-        self, shape: tuple[int, int, int], latent_dim: int, norm: Norm = "batch", width: int = 16
+        self, shape: tuple[int, ...], latent_dim: int, norm: Norm = "batch", width: int = 16
     ) -> None:
         super().__init__()
         widths = [shape[0], *_widths(width)]
@@ -98,7 +98,7 @@ class BottleneckDecoder(nn.Module):
     """One linear layer and three transposed convolutions, each after a norm and a ReLU."""
 
     def __init__(
-        self, shape: tuple[int, int, int], latent_dim: int, norm: Norm = "batch", width: int = 16
+        self, shape: tuple[int, ...], latent_dim: int, norm: Norm = "batch", width: int = 16
     ) -> None:
         super().__init__()
         widths = [*reversed(_widths(width)), shape[0]]
@@ -171,7 +171,7 @@ def _widths(width: int) -> list[int]:
     return [width << k for k in range(_STRIDES)]
 
 
-def _sides(shape: tuple[int, int, int]) -> list[tuple[int, int]]:
+def _sides(shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return height and width of the image and after each halving.
 
     Halving rounds up, like a 3x3 convolution with stride 2.

@@ -128,7 +128,7 @@ class FusedSpaceFed(ClientModel):
             )
 
         channels, height, width = spec.shape
-        self.encoder, self.decoder = self._autoencoder((channels, height, width))
+        self.encoder, self.decoder = self._autoencoder(spec.shape)
         seen = channels if self.fusion == "sum" else 2 * channels
         self.classifier = (self.backbone or ResNet20(self.norm)).build(
             (seen, height, width), spec.num_classes
@@ -245,7 +245,7 @@ class FusedSpaceFed(ClientModel):
         ]
         return torch.optim.SGD(groups, momentum=self.momentum, weight_decay=self.weight_decay)
 
-    def _autoencoder(self, shape: tuple[int, int, int]) -> tuple[nn.Module, nn.Module]:
+    def _autoencoder(self, shape: tuple[int, ...]) -> tuple[nn.Module, nn.Module]:
         if self.autoencoder == "unet":
             return UNetEncoder(shape[0], self.norm), UNetDecoder(shape[0], self.norm)
         return (
