@@ -118,6 +118,9 @@ class NodeEvaluator(Evaluator):
             evaluator.device,
             evaluator.precision,
             evaluator.batch_size,
+            evaluator.seed,
+            evaluator.trainer_kwargs,
+            evaluator.attack,
         )
         self._steps = evaluator._steps  # it has the names of the logged metrics
         self.asked: set[int] = set()
