@@ -20,11 +20,10 @@ from flsuite.data.rows import RaggedIndex, Rows
 from flsuite.data.skews import Skew, skewed
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.splits import (
-    assign_test_rows_by_owner,
     fixed_subset,
     hold_out,
     hold_out_for_server,
-    owners_are_whole,
+    split_test_by_owner,
     split_test_like_train,
 )
 from flsuite.errors import FlsuiteError
@@ -274,9 +273,9 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         their training class mix, because their test data would otherwise be IID.
         """
         if train.ids is not None and test.ids is not None:
-            ids = train.ids.numpy()
-            if owners_are_whole(ids, rows):
-                return assign_test_rows_by_owner(ids, rows, test.ids.numpy())
+            by_owner = split_test_by_owner(train.ids.numpy(), rows, test.ids.numpy())
+            if by_owner is not None:
+                return by_owner
         labels, test_labels = (partition_labels(split.classes.numpy()) for split in (train, test))
         return split_test_like_train(labels, train_rows, test_labels, self.partition_seed)
 

@@ -74,8 +74,6 @@ def hold_out(rows: Sequence[np.ndarray], fraction: float, seed: int) -> tuple[Ro
     stored = Rows.of(rows)
     lengths = stored.lengths()
     held = np.rint(fraction * lengths).astype(np.int64).clip(max=np.maximum(lengths - 1, 0))
-    if fraction == 0:
-        return stored, Rows(np.zeros(0, np.int64), np.zeros_like(lengths))
 
     is_held = np.zeros(len(stored.values), dtype=bool)
     values = stored.values.copy()
@@ -126,24 +124,9 @@ def split_test_like_train(
     return Rows.of_clients(tester_of, len(rows))
 
 
-def owners_are_whole(ids: np.ndarray, rows: Sequence[np.ndarray]) -> bool:
-    """Return whether each natural owner's rows belong to a single client.
-
-    Args:
-        ids: int64 ``(train samples,)``, the owner of each sample.
-        rows: The rows of each client, including rows for validation.
-    """
-    client_of = Rows.of(rows).client_of(len(ids))
-    is_used = client_of >= 0
-    owners, owner = np.unique(ids[is_used], return_inverse=True)
-    # One number per (owner, client) pair. If owners are whole, there are as many as owners.
-    pairs = owner * len(rows) + client_of[is_used]
-    return len(np.unique(pairs)) == len(owners)
-
-
-def assign_test_rows_by_owner(
+def split_test_by_owner(
     ids: np.ndarray, rows: Sequence[np.ndarray], test_ids: np.ndarray
-) -> Rows:
+) -> Rows | None:
     """Assign each natural owner's test rows to the client that has the owner's rows.
 
     Test rows of an owner that no client has are dropped.
@@ -154,15 +137,18 @@ def assign_test_rows_by_owner(
         test_ids: int64 ``(test samples,)``.
 
     Returns:
-        The ascending test rows of each client.
+        The ascending test rows of each client, or ``None`` if several clients share an owner.
     """
     client_of = Rows.of(rows).client_of(len(ids))
     is_used = client_of >= 0
-    # Owners are whole, so the client of an owner's first row has all its rows.
-    owners, first = np.unique(ids[is_used], return_index=True)
+    owners, first, owner = np.unique(ids[is_used], return_index=True, return_inverse=True)
+    client_of_owner = client_of[is_used][first]
+    if not np.array_equal(client_of_owner[owner], client_of[is_used]):
+        return None
+
     place = np.searchsorted(owners, test_ids).clip(max=len(owners) - 1)
     is_known = owners[place] == test_ids
-    return Rows.of_clients(np.where(is_known, client_of[is_used][first][place], -1), len(rows))
+    return Rows.of_clients(np.where(is_known, client_of_owner[place], -1), len(rows))
 
 
 def evenly_held_out(samples: int, fraction: float) -> np.ndarray:

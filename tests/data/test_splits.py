@@ -14,7 +14,7 @@ from flsuite.data import (
     Synthetic,
 )
 from flsuite.data.federated import FederatedData
-from flsuite.data.splits import owners_are_whole, split_test_like_train
+from flsuite.data.splits import split_test_by_owner, split_test_like_train
 
 
 def test_test_samples_of_a_class_that_nobody_has_go_to_nobody() -> None:
@@ -107,6 +107,11 @@ def test_test_rows_of_an_owner_that_no_client_has_go_to_nobody() -> None:
 
 def test_owners_are_whole_only_if_their_rows_are_with_one_client() -> None:
     ids = np.array([5, 5, 7, 7, 9])
-    assert owners_are_whole(ids, [np.array([0, 1]), np.array([2, 3, 4])])
-    assert owners_are_whole(ids, [np.array([0]), np.array([2, 4])]), "unused rows do not matter"
-    assert not owners_are_whole(ids, [np.array([0, 1, 2]), np.array([3, 4])])
+
+    def split(*rows: list[int]) -> list[list[int]] | None:
+        parts = split_test_by_owner(ids, [np.array(own) for own in rows], np.array([9, 5, 8]))
+        return None if parts is None else [part.tolist() for part in parts]
+
+    assert split([0, 1], [2, 3, 4]) == [[1], [0]]
+    assert split([0], [2, 4]) == [[1], [0]], "unused rows do not matter"
+    assert split([0, 1, 2], [3, 4]) is None

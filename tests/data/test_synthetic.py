@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flsuite.data.datasets.synthetic import Synthetic, bayes_accuracy, simplex_means
+from flsuite.data.datasets.synthetic import Synthetic, simplex_means
 from flsuite.data.spec import DataSplit
 from flsuite.errors import FlsuiteError
 from flsuite.random import torch_generator
@@ -24,19 +24,21 @@ def test_simplex_means(classes: int, features: int) -> None:
 def test_bayes_accuracy_closed_forms() -> None:
     for separation in (0.0, 1.0, 3.0):
         expected = 0.5 * (1 + math.erf(separation / 2 / math.sqrt(2)))
-        assert bayes_accuracy(2, separation) == pytest.approx(expected, abs=1e-6)
-    assert bayes_accuracy(7, 0.0) == pytest.approx(1 / 7, abs=1e-9)
-    assert bayes_accuracy(7, 100.0) == pytest.approx(1.0, abs=1e-9)
+        data = Synthetic(classes=2, separation=separation)
+        assert data.bayes_accuracy == pytest.approx(expected, abs=1e-6)
+    assert Synthetic(classes=7, separation=0.0).bayes_accuracy == pytest.approx(1 / 7, abs=1e-9)
+    assert Synthetic(classes=7, separation=100.0).bayes_accuracy == pytest.approx(1.0, abs=1e-9)
 
 
 @pytest.mark.parametrize(("classes", "separation"), [(2, 1.0), (4, 2.0), (10, 3.0)])
 def test_the_nearest_mean_reaches_bayes_accuracy(classes: int, separation: float) -> None:
     features, samples = 12, 40000
-    source = Synthetic(features, classes, samples, separation, data_seed=3).load()
+    data = Synthetic(features, classes, samples, separation, data_seed=3)
+    source = data.load()
     means = simplex_means(classes, features, separation, torch_generator(3, "synthetic"))
     whole = DataSplit.concat([source.train, source.test])
     right = (torch.cdist(whole.x.double(), means).argmin(1) == whole.y).double().mean()
-    best = bayes_accuracy(classes, separation)
+    best = data.bayes_accuracy
     assert float(right) == pytest.approx(best, abs=4 * (best * (1 - best) / samples) ** 0.5)
 
 
@@ -55,7 +57,6 @@ def test_synthetic() -> None:
     assert torch.equal(source.train.x, again.train.x) and not torch.equal(
         source.train.x, other.train.x
     )
-    assert data.bayes_accuracy == bayes_accuracy(3, 2.0)
 
 
 def test_synthetic_owners() -> None:

@@ -5,7 +5,7 @@ Source: Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018, arXiv:1
 
 import json
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -45,18 +45,12 @@ def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
     return [], []
 
 
-def _read_samples(files: Sequence[Path]) -> Samples:
-    """Read the samples of all files.
+def _read_file(file: Path) -> list[Samples]:
+    """Return the samples of a file, in parts.
 
     Raises:
-        FlsuiteError: If a file is damaged.
+        FlsuiteError: If the file is damaged.
     """
-    columns = zip(*(part for file in files for part in _read_file(file)), strict=True)
-    images, labels, writers = (np.concatenate(column) for column in columns)
-    return images, labels, writers
-
-
-def _read_file(file: Path) -> list[Samples]:
     try:
         samples = [_read_arrays(file)] if file.suffix == ".npz" else list(_read_leaf(file))
         if not samples:
@@ -169,10 +163,11 @@ class FEMNIST(FederatedDataModule):
         if not train:
             raise FlsuiteError(f"FEMNIST is not in {folder}; {REMEDY}, or set data.root")
 
-        samples = [_read_samples(files) for files in (train, test) if files]
-        whole = _joined(samples)
-        # The samples of the test files, if there are any, come second.
-        held = torch.arange(len(samples[0][1]), len(whole)) if test else _held_out(whole)
+        parts = [part for file in train for part in _read_file(file)]
+        train_samples = sum(len(labels) for _, labels, _ in parts)
+        parts += [part for file in test for part in _read_file(file)]
+        whole = _joined(parts)
+        held = torch.arange(train_samples, len(whole)) if test else _held_out(whole)
         if not len(held):
             raise FlsuiteError(
                 f"no writer in {folder} has the five samples that a test split needs; "

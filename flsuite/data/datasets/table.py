@@ -8,7 +8,7 @@ import torch
 
 from flsuite.arguments import Range, SmallProbability, check_init
 from flsuite.data.datasets.column_scale import ScaleName, fit_scale
-from flsuite.data.datasets.table_files import feature_columns, read_frames, take_rows
+from flsuite.data.datasets.table_files import feature_columns, read_frames, take_columns
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.splits import evenly_held_out
@@ -118,16 +118,16 @@ class Table(FederatedDataModule):
         train_frames = read_frames(path)
         frames = train_frames if test_path is None else [*train_frames, *read_frames(test_path)]
         columns = feature_columns(frames, self.label, self.features, self.client)
-        rows = take_rows(frames, columns, self.label, self.client)
+        x, labels, clients = take_columns(frames, columns, self.label, self.client)
 
         # Over training and test rows, so both number the classes identically.
-        names, y = np.unique(rows.label, return_inverse=True)
+        names, y = np.unique(labels, return_inverse=True)
         if len(names) < 2:
             raise FlsuiteError(
                 f"column {self.label!r} of {path} has the same label in all rows, {names[0]}; "
                 "name another data.label"
             )
-        owners = None if rows.owner is None else np.unique(rows.owner, return_inverse=True)[1]
+        owners = None if clients is None else np.unique(clients, return_inverse=True)[1]
         if test_path is None:
             held = _held_out(y, owners, self.test_fraction)
             if not held.any():
@@ -141,10 +141,10 @@ class Table(FederatedDataModule):
 
         spec = DataSpec((len(columns),), len(names), class_names=tuple(map(str, names)))
         # In float64, because float32 cannot distinguish large numbers that are close together.
-        fitted = fit_scale(self.scale, rows.x[~held])
+        fitted = fit_scale(self.scale, x[~held])
         train, test = (
             DataSplit(
-                torch.from_numpy(fitted(rows.x[part]).astype(np.float32)),
+                torch.from_numpy(fitted(x[part]).astype(np.float32)),
                 torch.from_numpy(y[part].astype(np.int64)),
                 None if owners is None else torch.from_numpy(owners[part].astype(np.int64)),
             )

@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,21 +24,6 @@ MOST_NAMED = 8
 
 Frames = list["tuple[Path, pd.DataFrame]"]
 """Files and their content, ordered by file name."""
-
-
-@dataclass
-class Rows:
-    """The used columns of a table.
-
-    Attributes:
-        x: Features float64 ``(n, features)``.
-        label: Labels ``(n,)``, int64 or text.
-        owner: Owners ``(n,)``, int64 or text. ``None`` without a column of owners.
-    """
-
-    x: np.ndarray
-    label: np.ndarray
-    owner: np.ndarray | None
 
 
 def read_frames(path: Path) -> Frames:
@@ -154,8 +138,14 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
-def take_rows(frames: Frames, columns: list[str], label: str, client: str | None) -> Rows:
-    """Return features, labels and owners of all files together.
+def take_columns(
+    frames: Frames, features: list[str], label: str, client: str | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return the features, labels and owners of all files together.
+
+    Returns:
+        Features float64 ``(n, features)``, labels ``(n,)`` and owners ``(n,)``. Labels and owners
+        are int64 or text. Owners are ``None`` without a column of owners.
 
     Raises:
         FlsuiteError: If a value is missing, or cannot be a feature, a label or an owner.
@@ -163,16 +153,13 @@ def take_rows(frames: Frames, columns: list[str], label: str, client: str | None
     x: list[np.ndarray] = []
     labels, owners = [], []
     for file, frame in frames:
-        x.extend(numeric_chunks([frame[columns]], file))
+        x.extend(numeric_chunks([frame[features]], file))
         labels.append(_names(file, frame[label]))
         if client is not None:
             owners.append(_names(file, frame[client]))
 
-    return Rows(
-        x[0] if len(x) == 1 else np.concatenate(x),
-        _joined(labels),
-        _joined(owners) if owners else None,
-    )
+    joined = x[0] if len(x) == 1 else np.concatenate(x)
+    return joined, _joined(labels), _joined(owners) if owners else None
 
 
 def _names(file: Path, column: "pd.Series") -> np.ndarray:

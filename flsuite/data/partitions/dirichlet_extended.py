@@ -7,7 +7,6 @@ import numpy as np
 from flsuite.arguments import NonNegativeInt, PositiveFloat, PositiveInt
 from flsuite.data.partitions.counts import CountPartition, apportion
 from flsuite.data.partitions.pathological import assign_classes
-from flsuite.errors import FlsuiteError
 
 
 @dataclass
@@ -38,12 +37,8 @@ class DirichletExtended(CountPartition):
     max_redraws: NonNegativeInt = 100
 
     def counts(self, sizes: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
-        if self.classes_per_client > len(sizes):
-            raise FlsuiteError(
-                f"DirichletExtended.classes_per_client is {self.classes_per_client}, "
-                f"but the training data has {len(sizes)} classes; lower it"
-            )
-        holds = assign_classes(len(sizes), clients, self.classes_per_client, rng)
+        per_client = self.classes_per_client
+        holds = assign_classes("DirichletExtended", len(sizes), clients, per_client, rng)
         counts = np.zeros(holds.shape, dtype=np.int64)
         for k, own in enumerate(holds):
             holders = np.flatnonzero(own)

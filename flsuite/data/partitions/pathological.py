@@ -30,13 +30,7 @@ class Pathological(CountPartition):
     classes_per_client: PositiveInt
 
     def counts(self, sizes: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
-        if self.classes_per_client > len(sizes):
-            raise FlsuiteError(
-                f"Pathological.classes_per_client is {self.classes_per_client}, "
-                f"but the training data has {len(sizes)} classes; lower it"
-            )
-
-        holds = assign_classes(len(sizes), clients, self.classes_per_client, rng)
+        holds = assign_classes("Pathological", len(sizes), clients, self.classes_per_client, rng)
         counts = _split_classes(sizes, holds, rng)
         empty = np.flatnonzero(counts.sum(axis=0) == 0)
         if len(empty):
@@ -48,9 +42,19 @@ class Pathological(CountPartition):
 
 
 def assign_classes(
-    classes: int, clients: int, per_client: int, rng: np.random.Generator
+    owner: str, classes: int, clients: int, per_client: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return the classes that each client has, bool ``(classes, clients)``."""
+    """Return the classes that each client has, bool ``(classes, clients)``.
+
+    Raises:
+        FlsuiteError: If there are fewer classes than ``per_client``. The message names the owner.
+    """
+    if per_client > classes:
+        raise FlsuiteError(
+            f"{owner}.classes_per_client is {per_client}, "
+            f"but the training data has {classes} classes; lower it"
+        )
+
     holds = np.zeros((classes, clients), dtype=bool)
     remaining = rng.permutation(classes)
     for client in range(clients):
