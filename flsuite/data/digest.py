@@ -13,7 +13,6 @@ from flsuite.data.arguments import arguments
 from flsuite.data.federated import FederatedData
 from flsuite.data.map_style import StoredSplit, readable
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.spec import DataSplit
 from flsuite.state import raw_bytes
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -64,8 +63,7 @@ def _content(data: FederatedData) -> str:
     return digest.hexdigest()[:12]
 
 
-def _probe(split: DataSplit) -> Any:
-    assert isinstance(split, StoredSplit)
+def _probe(split: StoredSplit) -> Any:
     step = max(1, len(split) // _PROBED)
     with readable():
         return list(split.batches(torch.arange(0, len(split), step).split(1)))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flsuite.data.federated import FederatedData
+from flsuite.data.map_style import unchanged
 from flsuite.data.spec import Batch, DataSplit
 from flsuite.random import torch_generator
 
@@ -58,7 +59,7 @@ class TrainLoader:
     drawn: list[int] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.change: Callable[[Any], Any] = _unchanged
+        self.change: Callable[[Any], Any] = unchanged
         self._rows = self.data.train_rows(self.client)
         if len(self._rows) == 1:
             # A repeated single sample has the same mean gradient, and BatchNorm can train on it.
@@ -125,10 +126,6 @@ class TrainLoader:
             generator = torch_generator(self.seed, "plain_batches", self.round, self.client)
             rows = rows[torch.randperm(len(rows), generator=generator)[:samples].sort().values]
         yield from self._batches(rows[a:b] for a, b in batch_bounds(len(rows), batch_size))
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 @dataclass

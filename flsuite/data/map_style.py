@@ -69,7 +69,7 @@ class StoredSplit(DataSplit):
                 batch_size=None,
                 sampler=orders,
                 num_workers=min(self.workers, len(orders)),
-                collate_fn=_unchanged,
+                collate_fn=unchanged,
                 generator=torch.Generator(),  # otherwise it would draw from the fit's generator
             )
         )
@@ -130,7 +130,8 @@ def _sample(dataset: Any, number: int) -> Any:
         ) from error
 
 
-def _unchanged(batch: Any) -> Any:
+def unchanged(batch: Any) -> Any:
+    """Return a batch as it is."""
     return batch
 
 

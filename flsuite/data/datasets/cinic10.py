@@ -12,7 +12,7 @@ from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError, one_line
 
-FOLDER = "CINIC-10"
+_FOLDER = "CINIC-10"
 CLASSES = (
     "airplane",
     "automobile",
@@ -25,8 +25,10 @@ CLASSES = (
     "ship",
     "truck",
 )
-SIDE = 32
-REMEDY = f"download CINIC-10.tar.gz from https://doi.org/10.7488/ds/2448 and unpack it in {FOLDER}"
+_SIDE = 32
+_REMEDY = (
+    f"download CINIC-10.tar.gz from https://doi.org/10.7488/ds/2448 and unpack it in {_FOLDER}"
+)
 
 Valid = Literal["validation", "training", "unused"]
 
@@ -53,7 +55,7 @@ class CINIC10(FederatedDataModule):
         check_init(self, CINIC10)
 
     def load(self) -> PublishedSplits:
-        folder = self.data_root() / FOLDER
+        folder = self.data_root() / _FOLDER
         names = ("train", "test") if self.valid == "unused" else ("train", "test", "valid")
         for name in names:
             _check_folders(folder / name)
@@ -62,7 +64,7 @@ class CINIC10(FederatedDataModule):
         train, test, valid = splits["train"], splits["test"], splits.get("valid")
         if valid is not None and self.valid == "training":
             train, valid = DataSplit.concat([train, valid]), None
-        spec = DataSpec((3, SIDE, SIDE), len(CLASSES), class_names=CLASSES)
+        spec = DataSpec((3, _SIDE, _SIDE), len(CLASSES), class_names=CLASSES)
         return PublishedSplits(spec, train, test, valid)
 
 
@@ -72,7 +74,7 @@ def _check_folders(split: Path) -> None:
     if missing:
         raise FlsuiteError(
             f"CINIC10 is not in {split.parent} ({missing[0].relative_to(split.parent)} is missing);"
-            f" {REMEDY} under data.root"
+            f" {_REMEDY} under data.root"
         )
 
 
@@ -85,10 +87,10 @@ def _read(split: Path) -> DataSplit:
         if tuple(reader.classes) != CLASSES:
             raise ValueError(f"the classes are {', '.join(reader.classes)}")
         arrays, _ = split_of(stacked(image for image, _ in reader), reader.targets, reader.classes)
-        if arrays.x.shape[1:3] != (SIDE, SIDE):
+        if arrays.x.shape[1:3] != (_SIDE, _SIDE):
             raise ValueError(f"the images have {arrays.x.shape[1]} x {arrays.x.shape[2]} pixels")
         return arrays
     except Exception as error:  # a damaged image may raise any type
         raise FlsuiteError(
-            f"the images in {split} are damaged ({one_line(error)}); delete them, {REMEDY} again"
+            f"the images in {split} are damaged ({one_line(error)}); delete them, {_REMEDY} again"
         ) from error

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 ScaleName = Literal["minmax", "standard", "none"]
-LOW, HIGH = 0.1, 0.9
+_LOW, _HIGH = 0.1, 0.9
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def fit_scale(name: ScaleName, train: np.ndarray) -> ColumnScale:
         offset, base, middle, bounds = train.mean(0, dtype=np.float64), zeros, 0.0, None
         divisor = train.std(0, dtype=np.float64)
     else:
-        offset, base, middle, bounds = low, ones * LOW, 0.5, (0.0, 1.0)
-        divisor = (high - low) / (HIGH - LOW)
+        offset, base, middle, bounds = low, ones * _LOW, 0.5, (0.0, 1.0)
+        divisor = (high - low) / (_HIGH - _LOW)
 
     # Both are needed: a repeated 0.1 has a nonzero deviation, and 1e-300 has deviation 0.
     constant = (low == high) | (divisor == 0)

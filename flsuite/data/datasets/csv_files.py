@@ -78,7 +78,7 @@ def _unreadable(file: Path, error: Exception) -> FlsuiteError:
     return FlsuiteError(f"{file} cannot be read as CSV ({one_line(error)}); fix or remove it")
 
 
-LARGEST = float(np.finfo(np.float32).max)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def numeric_chunks(frames: "Iterable[pd.DataFrame]", file: Path) -> Iterator[np.ndarray]:
@@ -181,7 +181,7 @@ def _all_parsed(column: "pd.Series", file: Path, row: int) -> "pd.Series":
 
 def _check_size(x: np.ndarray, names: list[str], file: Path, row: int) -> None:
     """Refuse a number that is infinite in float32."""
-    large = np.abs(x) > LARGEST
+    large = np.abs(x) > _LARGEST
     if large.any():
         at, column = np.argwhere(large)[0].tolist()
         raise FlsuiteError(

@@ -6,8 +6,8 @@ import torch
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 
-TEST_FRACTION = 0.2
-SPLIT_SEED = 0
+_TEST_FRACTION = 0.2
+_SPLIT_SEED = 0
 
 
 class Digits(FederatedDataModule):
@@ -32,9 +32,9 @@ class Digits(FederatedDataModule):
         whole = DataSplit(torch.from_numpy(images), labels)
         row_sets = train_test_split(
             np.arange(len(whole)),
-            test_size=TEST_FRACTION,
+            test_size=_TEST_FRACTION,
             stratify=digits.target,
-            random_state=SPLIT_SEED,
+            random_state=_SPLIT_SEED,
         )
         train, test = (whole.take(torch.from_numpy(np.sort(rows))) for rows in row_sets)
         spec = DataSpec((1, 8, 8), 10, class_names=digits.target_names)

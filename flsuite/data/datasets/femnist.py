@@ -17,9 +17,9 @@ from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.random import numpy_generator
 
-SIDE = 28
-CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
-REMEDY = (
+_SIDE = 28
+_CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
+_REMEDY = (
     "make it with LEAF's data/femnist/preprocess.sh and put its data/train and data/test, or "
     "data/all_data, there, or a femnist.npz with X, y and writers"
 )
@@ -28,7 +28,7 @@ Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Images uint8 ``(n, 28, 28, 1)``, labels int64 ``(n,)``, writers ``(n,)`` by name or number."""
 
 
-def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
+def _find_files(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the files of the training split, and of the test split if there is one."""
     arrays = folder / "femnist.npz"
     if arrays.is_file():
@@ -58,7 +58,7 @@ def _read_file(file: Path) -> list[Samples]:
         return samples
     except Exception as error:  # zipfile, zlib, numpy and json raise many types on a damaged file
         raise FlsuiteError(
-            f"{file} is damaged or not FEMNIST ({one_line(error)}); delete it and {REMEDY}"
+            f"{file} is damaged or not FEMNIST ({one_line(error)}); delete it and {_REMEDY}"
         ) from error
 
 
@@ -90,19 +90,19 @@ def _read_leaf(file: Path) -> Iterator[Samples]:
 
 def _checked(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return images uint8 ``(n, 28, 28, 1)`` and labels int64 ``(n,)``."""
-    if y.ndim != 1 or not len(y) or len(x) != len(y) or x.size != len(y) * SIDE * SIDE:
+    if y.ndim != 1 or not len(y) or len(x) != len(y) or x.size != len(y) * _SIDE * _SIDE:
         raise ValueError(f"images have shape {x.shape} and labels {y.shape}")
-    if y.dtype.kind not in "iu" or y.min() < 0 or y.max() >= len(CLASSES):
-        raise ValueError(f"labels are not whole numbers from 0 to {len(CLASSES) - 1}")
+    if y.dtype.kind not in "iu" or y.min() < 0 or y.max() >= len(_CLASSES):
+        raise ValueError(f"labels are not whole numbers from 0 to {len(_CLASSES) - 1}")
     if x.dtype != np.uint8:
         if not (x.dtype.kind == "f" and x.min() >= 0 and x.max() <= 1):
             raise ValueError("pixels are neither bytes nor numbers in [0, 1]")
         x = np.rint(x * 255).astype(np.uint8)
-    return x.reshape(-1, SIDE, SIDE, 1), y.astype(np.int64)
+    return x.reshape(-1, _SIDE, _SIDE, 1), y.astype(np.int64)
 
 
-TEST_FRACTION = 0.1
-SPLIT_SEED = 0
+_TEST_FRACTION = 0.1
+_SPLIT_SEED = 0
 
 
 def _joined(samples: list[Samples]) -> DataSplit:
@@ -119,9 +119,9 @@ def _held_out(whole: DataSplit) -> Tensor:
     rows_of = np.split(np.argsort(ids, kind="stable"), np.cumsum(np.bincount(ids))[:-1])
     held = []
     for writer, rows in enumerate(rows_of):
-        order = numpy_generator(SPLIT_SEED, "femnist/test", client=writer).permutation(rows)
+        order = numpy_generator(_SPLIT_SEED, "femnist/test", client=writer).permutation(rows)
         # Rounded half up, so a writer with five samples has one for testing.
-        held.append(order[: int(TEST_FRACTION * len(rows) + 0.5)])
+        held.append(order[: int(_TEST_FRACTION * len(rows) + 0.5)])
     return torch.from_numpy(np.sort(np.concatenate(held)))
 
 
@@ -159,9 +159,9 @@ class FEMNIST(FederatedDataModule):
         """
         folder = self.data_root()
         folder = folder / "femnist" if (folder / "femnist").is_dir() else folder
-        train, test = find_files(folder)
+        train, test = _find_files(folder)
         if not train:
-            raise FlsuiteError(f"FEMNIST is not in {folder}; {REMEDY}, or set data.root")
+            raise FlsuiteError(f"FEMNIST is not in {folder}; {_REMEDY}, or set data.root")
 
         parts = [part for file in train for part in _read_file(file)]
         train_samples = sum(len(labels) for _, labels, _ in parts)
@@ -171,10 +171,10 @@ class FEMNIST(FederatedDataModule):
         if not len(held):
             raise FlsuiteError(
                 f"no writer in {folder} has the five samples that a test split needs; "
-                f"add samples or {REMEDY}"
+                f"add samples or {_REMEDY}"
             )
 
         kept = torch.ones(len(whole), dtype=torch.bool)
         kept[held] = False
-        spec = DataSpec((1, SIDE, SIDE), len(CLASSES), class_names=CLASSES)
+        spec = DataSpec((1, _SIDE, _SIDE), len(_CLASSES), class_names=_CLASSES)
         return PublishedSplits(spec, whole.take(kept.nonzero().squeeze(1)), whole.take(held))

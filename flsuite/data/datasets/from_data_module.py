@@ -50,22 +50,6 @@ class FromDataModule(MapStyleModule):
         super().__init__(clients=clients, partition=partition, labels=labels, **kwargs)
         self.data = data
 
-    @classmethod
-    def of(cls, data: LightningDataModule) -> "FromDataModule":
-        """Wrap a data module, which may provide some of the arguments as attributes."""
-        given = {name: getattr(data, name) for name in _ATTRIBUTES if hasattr(data, name)}
-        made = cls(data, **given)
-        rule = type(made.partition).__name__ if made.partition else "IID"
-        if "clients" not in given:
-            log.info(
-                "%s is split over %d clients by %s; for another split give it attributes clients "
-                "and partition, or wrap it in FromDataModule",
-                type(data).__name__,
-                made.clients,
-                rule,
-            )
-        return made
-
     def load(self) -> PublishedSplits:
         kind = type(self.data).__name__
         for hook in _BATCH_HOOKS:
@@ -134,4 +118,15 @@ def as_federated(datamodule: LightningDataModule) -> FederatedDataModule:
     if isinstance(datamodule, FederatedDataModule):
         return datamodule
     require_instance("fit", LightningDataModule, datamodule=datamodule)
-    return FromDataModule.of(datamodule)
+
+    given = {name: getattr(datamodule, name) for name in _ATTRIBUTES if hasattr(datamodule, name)}
+    made = FromDataModule(datamodule, **given)
+    if "clients" not in given:
+        log.info(
+            "%s is split over %d clients by %s; for another split give it attributes clients and "
+            "partition, or wrap it in FromDataModule",
+            type(datamodule).__name__,
+            made.clients,
+            type(made.partition).__name__ if made.partition else "IID",
+        )
+    return made

@@ -109,18 +109,15 @@ class MapStyleModule(FederatedDataModule):
 
     def _values(self, dataset: Any, name: str, split: DataSplit) -> np.ndarray | None:
         """Return the label of each sample, or ``None`` if there are none."""
-        is_given = self.labels is not None and not isinstance(self.labels, str)
-        if is_given and not callable(self.labels) and name != "train":
-            return read_field(dataset, None, "labels")  # the values are those of train
+        if not _covers(self.labels, name):
+            return read_field(dataset, None, "labels")
         if self.labels is None and _holds_classes(split):
             return split.y.numpy()
         return read_field(dataset, self.labels, "labels")
 
     def _owners(self, dataset: Any, split: str) -> Tensor | None:
         """Return the owner of each sample as a number, or ``None`` if there are none."""
-        if self.ids is None:
-            return None
-        if not isinstance(self.ids, str) and not callable(self.ids) and split != "train":
+        if self.ids is None or not _covers(self.ids, split):
             return None
         owners = read_field(dataset, self.ids, "ids")
         assert owners is not None
@@ -138,13 +135,13 @@ class MapStyleModule(FederatedDataModule):
         """
         held = all(_holds_classes(split) for split in splits.values())
         if self.labels is None and self.bins is None and held:
-            tops = [int(split.y.max()) for split in splits.values()]
-            if min(int(split.y.min()) for split in splits.values()) < 0:
+            targets = torch.cat([split.y for split in splits.values()])
+            if targets.min() < 0:
                 raise FlsuiteError(
                     f"{type(self).__name__}: targets of classes must be 0 or above; number them "
                     "from 0, make them floats if they are no classes, or give data.labels"
                 )
-            names = tuple(str(number) for number in range(max(tops) + 1))
+            names = tuple(map(str, range(int(targets.max()) + 1)))
             return dict.fromkeys(splits), names, "multiclass"
 
         own = values["train"]
@@ -158,7 +155,7 @@ class MapStyleModule(FederatedDataModule):
             names = tuple(f"{a} to {b}" for a, b in pairwise(cuts))
             return _coded(numbers, splits, edges, "right"), names, "other"
         labels = {k: v for k, v in values.items() if v is not None}
-        known = np.unique(np.concatenate([*labels.values()]))
+        known = np.unique(np.concatenate(list(labels.values())))
         classes = _coded(labels, splits, known)
         return classes, tuple(map(str, known)), _task(classes, splits)
 
@@ -205,6 +202,11 @@ class FromDataset(MapStyleModule):
         datasets = {"train": self.train, "test": self.test, "val": self.val}
         given = {name: dataset for name, dataset in datasets.items() if dataset is not None}
         return self._published(given, self.collate)
+
+
+def _covers(field: Field | None, split: str) -> bool:
+    """Return whether a field covers a split. Given values are those of the training samples."""
+    return split == "train" or field is None or isinstance(field, str) or callable(field)
 
 
 def _with(split: DataSplit, classes: Tensor | None, ids: Tensor | None, task: Task) -> DataSplit:

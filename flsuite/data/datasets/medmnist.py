@@ -20,9 +20,9 @@ from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
 from flsuite.errors import FlsuiteError, one_line, require_one_of
 
-DEFAULT_ROOT = "~/.medmnist"
-SPLITS = ("train", "val", "test")
-TASKS: dict[str, Task] = {
+_DEFAULT_ROOT = "~/.medmnist"
+_SPLITS = ("train", "val", "test")
+_TASKS: dict[str, Task] = {
     "multi-class": "multiclass",
     "binary-class": "binary",
     "ordinal-regression": "ordinal",
@@ -41,7 +41,7 @@ def _info(name: str) -> dict[str, Any]:
 
 def _spec(info: dict[str, Any], size: int) -> DataSpec:
     names = tuple(info["label"][str(k)] for k in range(len(info["label"])))
-    return DataSpec((info["n_channels"], size, size), len(names), TASKS[info["task"]], names)
+    return DataSpec((info["n_channels"], size, size), len(names), _TASKS[info["task"]], names)
 
 
 def _download(file: Path, url: str, md5: str) -> None:
@@ -81,7 +81,7 @@ def _check_md5(file: Path, expected: str) -> None:
 def _read(file: Path, spec: DataSpec) -> list[DataSplit]:
     try:
         with np.load(file, allow_pickle=False) as arrays:
-            return [_split(arrays[f"{s}_images"], arrays[f"{s}_labels"], s, spec) for s in SPLITS]
+            return [_split(arrays[f"{s}_images"], arrays[f"{s}_labels"], s, spec) for s in _SPLITS]
     except Exception as error:  # zipfile, zlib and numpy raise many types on a damaged archive
         raise _damaged(file, one_line(error)) from error
 
@@ -149,7 +149,7 @@ class MedMNIST(FederatedDataModule):
         info = _info(self.name)
         # The package names keys and files of the original size without a suffix.
         suffix = "" if self.size == 28 else f"_{self.size}"
-        file = self.data_root(DEFAULT_ROOT) / f"{self.name}{suffix}.npz"
+        file = self.data_root(_DEFAULT_ROOT) / f"{self.name}{suffix}.npz"
         url, md5 = info[f"url{suffix}"], info[f"MD5{suffix}"]
 
         if not file.is_file():

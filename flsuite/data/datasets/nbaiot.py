@@ -34,16 +34,16 @@ DEVICES = (
 )
 WITHOUT_MIRAI = (3, 7)
 GAFGYT = tuple(f"gafgyt.{name}" for name in ("combo", "junk", "scan", "tcp", "udp"))
-MIRAI = tuple(f"mirai.{name}" for name in ("ack", "scan", "syn", "udp", "udpplain"))
-TRAFFIC = ("benign", *GAFGYT, *MIRAI)
-FEATURES = 115
-REMEDY = (
+_MIRAI = tuple(f"mirai.{name}" for name in ("ack", "scan", "syn", "udp", "udpplain"))
+TRAFFIC = ("benign", *GAFGYT, *_MIRAI)
+_FEATURES = 115
+_REMEDY = (
     "download the set from https://archive.ics.uci.edu/dataset/442, unpack its archives too, and "
     "set data.root to its folder"
 )
 
 
-def find_files(folder: Path, device: int | None) -> list[tuple[int, str, Path]]:
+def _find_files(folder: Path, device: int | None) -> list[tuple[int, str, Path]]:
     """Return (device, kind of traffic, file), ordered by device and ``TRAFFIC``.
 
     Raises:
@@ -51,7 +51,7 @@ def find_files(folder: Path, device: int | None) -> list[tuple[int, str, Path]]:
     """
     files = []
     for number in range(1, len(DEVICES) + 1) if device is None else [device]:
-        kinds = TRAFFIC[: -len(MIRAI)] if number in WITHOUT_MIRAI else TRAFFIC
+        kinds = TRAFFIC[: -len(_MIRAI)] if number in WITHOUT_MIRAI else TRAFFIC
         places = {traffic: _places(folder, number, traffic) for traffic in kinds}
         present = {
             traffic: next((place for place in both if place.is_file()), None)
@@ -64,7 +64,7 @@ def find_files(folder: Path, device: int | None) -> list[tuple[int, str, Path]]:
             if file is None:
                 flat, nested = places[traffic]
                 raise FlsuiteError(
-                    f"N-BaIoT's device {number} lacks {flat} (or {nested}); {REMEDY}"
+                    f"N-BaIoT's device {number} lacks {flat} (or {nested}); {_REMEDY}"
                 )
             files.append((number, traffic, file))
 
@@ -73,7 +73,7 @@ def find_files(folder: Path, device: int | None) -> list[tuple[int, str, Path]]:
         flat, nested = _places(folder, device or 1, "gafgyt.combo")
         raise FlsuiteError(
             f"{missing} is not in {folder}: expected {flat.name} or "
-            f"{nested.relative_to(folder)}; {REMEDY}"
+            f"{nested.relative_to(folder)}; {_REMEDY}"
         )
     return files
 
@@ -96,9 +96,10 @@ def _checked_header(file: Path, first: list[str] | None) -> list[str]:
         FlsuiteError: If the file has other columns, or no header.
     """
     header = csv_header(file)
-    if len(header) != FEATURES:
+    if len(header) != _FEATURES:
         raise FlsuiteError(
-            f"{file} has {len(header)} columns, but N-BaIoT has {FEATURES}; delete it and {REMEDY}"
+            f"{file} has {len(header)} columns, but N-BaIoT has {_FEATURES}; "
+            f"delete it and {_REMEDY}"
         )
 
     if all(_is_number(name) for name in header):
@@ -123,9 +124,9 @@ def _is_number(text: str) -> bool:
     return True
 
 
-TEST_FRACTION = 0.2
-SPLIT_SEED = 0
-FEWEST_ROWS = 5
+_TEST_FRACTION = 0.2
+_SPLIT_SEED = 0
+_FEWEST_ROWS = 5
 CHUNK_ROWS = 16_384
 """Rows in memory as float64 at a time. The result does not depend on it."""
 
@@ -179,7 +180,7 @@ def _joined(files: list[FileRows], with_ids: bool) -> DataSplit:
     )
 
     # Fill from the end, because files are popped from the end.
-    x = np.empty((sum(sizes), FEATURES), np.float32)
+    x = np.empty((sum(sizes), _FEATURES), np.float32)
     stop = len(x)
     while files:
         rows, _, _ = files.pop()
@@ -222,7 +223,7 @@ class NBaIoT(FederatedDataModule):
         self,
         classes: Classes = "binary",
         device: _Device | None = None,
-        rows_per_file: Annotated[int, at_least(FEWEST_ROWS)] | None = None,
+        rows_per_file: Annotated[int, at_least(_FEWEST_ROWS)] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -249,22 +250,23 @@ class NBaIoT(FederatedDataModule):
         header: list[str] | None = None
         train: list[FileRows] = []
         test: list[FileRows] = []
-        for number, traffic, file in find_files(folder, self.device):
+        for number, traffic, file in _find_files(folder, self.device):
             # Each file must have the header of the first, to prevent mixed-up columns.
             header = _checked_header(file, header)
-            rng = numpy_generator(SPLIT_SEED, f"nbaiot/{traffic}", client=number)
+            rng = numpy_generator(_SPLIT_SEED, f"nbaiot/{traffic}", client=number)
             chunks = numeric_chunks(csv_frames(file, CHUNK_ROWS), file)
             rows = _sample(chunks, self.rows_per_file, rng)
-            held = evenly_held_out(len(rows), TEST_FRACTION)
+            held = evenly_held_out(len(rows), _TEST_FRACTION)
             train.append((rows[~held], label_of[traffic], number))
             test.append((rows[held], label_of[traffic], number))
         if not any(len(rows) for rows, _, _ in test):
             raise FlsuiteError(
-                f"no file in {folder} has the {FEWEST_ROWS} rows that a test split needs; {REMEDY}"
+                f"no file in {folder} has the {_FEWEST_ROWS} rows that a test split needs; "
+                f"{_REMEDY}"
             )
 
         splits = [_joined(files, with_ids=self.device is None) for files in (train, test)]
         scale = fit_scale("minmax", splits[0].x.numpy())
         for split in splits:
             scale(split.x.numpy())  # in place
-        return PublishedSplits(DataSpec((FEATURES,), len(names), class_names=names), *splits)
+        return PublishedSplits(DataSpec((_FEATURES,), len(names), class_names=names), *splits)

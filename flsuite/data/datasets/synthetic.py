@@ -12,7 +12,7 @@ from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError
 from flsuite.random import torch_generator
 
-TEST_FRACTION = 0.2
+_TEST_FRACTION = 0.2
 
 
 def simplex_means(
@@ -36,7 +36,7 @@ def simplex_means(
 
 
 def _test_samples(samples: int) -> int:
-    return max(1, int(samples * TEST_FRACTION))
+    return max(1, int(samples * _TEST_FRACTION))
 
 
 class Synthetic(FederatedDataModule):

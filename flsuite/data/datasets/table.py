@@ -15,7 +15,7 @@ from flsuite.data.splits import evenly_held_out
 from flsuite.errors import FlsuiteError
 from flsuite.random import numpy_generator
 
-SPLIT_SEED = 0
+_SPLIT_SEED = 0
 
 _Columns = Annotated[
     list[str],
@@ -33,7 +33,7 @@ def _held_out(y: np.ndarray, owners: np.ndarray | None, fraction: float) -> np.n
     and class, at random within, and each ``1 / fraction``-th is held out. A class that would lose
     all its training rows is not held out.
     """
-    draws = numpy_generator(SPLIT_SEED, "table/test").random(len(y))
+    draws = numpy_generator(_SPLIT_SEED, "table/test").random(len(y))
     # The last key of lexsort is the primary one.
     order = np.lexsort((draws, y) if owners is None else (draws, y, owners))
     held = np.zeros(len(y), dtype=bool)

@@ -19,8 +19,8 @@ from flsuite.errors import FlsuiteError, one_line
 if TYPE_CHECKING:
     import pandas as pd
 
-SUFFIXES = (".csv", ".parquet")
-MOST_NAMED = 8
+_SUFFIXES = (".csv", ".parquet")
+_MOST_NAMED = 8
 
 Frames = list["tuple[Path, pd.DataFrame]"]
 """Files and their content, ordered by file name."""
@@ -41,13 +41,13 @@ def read_frames(path: Path) -> Frames:
     files = sorted(
         file
         for file in candidates
-        if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
+        if file.suffix.lower() in _SUFFIXES and not file.name.startswith(".")
     )
 
     if not files:
         what = "has no file" if path.is_dir() else "is not a file"
         raise FlsuiteError(
-            f"{path} {what} whose name ends in {' or '.join(SUFFIXES)}; "
+            f"{path} {what} whose name ends in {' or '.join(_SUFFIXES)}; "
             "set data.path to one, or convert it"
         )
 
@@ -127,15 +127,15 @@ def feature_columns(
 def _check_column(name: str, role: str, file: Path, columns: list[str]) -> None:
     """Refuse a column that is not in the file, and suggest similar names."""
     if name not in columns:
-        near = difflib.get_close_matches(name, columns, MOST_NAMED, cutoff=0.5)
+        near = difflib.get_close_matches(name, columns, _MOST_NAMED, cutoff=0.5)
         hint = f"the nearest are {_listed(near)}" if near else f"it has {_listed(columns)}"
         raise FlsuiteError(f"{file} has no column {name!r}; set data.{role} to another ({hint})")
 
 
 def _listed(names: Sequence[str]) -> str:
     """Return the first few names, quoted, and the number of remaining names."""
-    more = len(names) - MOST_NAMED
-    return ", ".join(map(repr, names[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MOST_NAMED
+    return ", ".join(map(repr, names[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 def take_columns(

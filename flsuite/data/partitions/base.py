@@ -29,11 +29,11 @@ class Partition(PlainArguments, ABC):
     @abstractmethod
     def __call__(
         self,
-        labels: np.ndarray,
+        labels: Array,
         clients: int,
-        rng: np.random.Generator,
-        ids: np.ndarray | None = None,
-    ) -> Sequence[np.ndarray]:
+        rng: Generator,
+        ids: Array | None = None,
+    ) -> Sequence[Array]:
         """Split ``range(len(labels))``.
 
         Args:
@@ -50,9 +50,7 @@ class Partition(PlainArguments, ABC):
         """
 
 
-def checked_rows(
-    partition: Partition, rows: Sequence[np.ndarray], samples: int, clients: int
-) -> Rows:
+def checked_rows(partition: Partition, rows: Sequence[Array], samples: int, clients: int) -> Rows:
     """Return what a partition has returned, each client's rows in ascending order.
 
     Raises:
@@ -119,7 +117,7 @@ class AssignedPartition(Partition):
         return Rows.of_clients(self.client_of(labels, clients, rng, ids), clients)
 
 
-def partition_labels(targets: np.ndarray) -> np.ndarray:
+def partition_labels(targets: Array) -> Array:
     """Return one class per sample, int64 ``(n,)``, for partitions that need one.
 
     Multi-label targets ``(n, labels)`` become the first positive label, or ``labels`` (one more

@@ -22,7 +22,7 @@ class CountPartition(AssignedPartition, Settings):
     max_redraws: int = 0
 
     @abstractmethod
-    def counts(self, sizes: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
+    def counts(self, sizes: Array, clients: int, rng: Generator) -> Array:
         """Draw a table, int64 ``(classes, clients)``.
 
         Args:
@@ -54,12 +54,10 @@ class CountPartition(AssignedPartition, Settings):
             counts = self.counts(sizes, clients, rng)
             if counts.sum(axis=0).min() >= self.min_samples:
                 break
-        return assign_by_counts(classes, _levelled(counts, self.min_samples), rng)
+        return assign_by_counts(classes, _leveled(counts, self.min_samples), rng)
 
 
-def assign_by_counts(
-    classes: np.ndarray, counts: np.ndarray, rng: np.random.Generator
-) -> np.ndarray:
+def assign_by_counts(classes: Array, counts: Array, rng: Generator) -> Array:
     """Draw the counted number of samples of each class for each client, without replacement.
 
     Every class-based partition computes such a table first and assigns samples only here, so no
@@ -88,7 +86,7 @@ def assign_by_counts(
     return owners
 
 
-def apportion(shares: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def apportion(shares: Array, sizes: Array, rng: Generator) -> Array:
     """Turn shares into whole counts, int64 ``(classes, clients)``.
 
     Row k sums to ``sizes[k]``.
@@ -105,9 +103,7 @@ def apportion(shares: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -
     return rng.permuted(_cut(shares, sizes), axis=1)
 
 
-def apportion_by_client(
-    shares: np.ndarray, sizes: np.ndarray, rng: np.random.Generator
-) -> np.ndarray:
+def apportion_by_client(shares: Array, sizes: Array, rng: Generator) -> Array:
     """Turn shares into whole counts like :func:`apportion`, but keep each client's own share.
 
     This is for shares that depend on each other across the classes of a client. Each row is cut in
@@ -124,14 +120,14 @@ def apportion_by_client(
     return counts
 
 
-def _cut(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def _cut(shares: Array, sizes: Array) -> Array:
     """Return the counts between each row's rounded cumulative shares."""
     cuts = np.rint(np.cumsum(shares, axis=1) * sizes[:, None]).astype(np.int64)
     cuts[:, -1] = sizes
     return np.diff(cuts, axis=1, prepend=0)
 
 
-def _levelled(counts: np.ndarray, min_samples: int) -> np.ndarray:
+def _leveled(counts: Array, min_samples: int) -> Array:
     """Move samples from the largest clients to those with fewer than ``min_samples``.
 
     On a tie, the client with the lower number gives or gets the sample.
