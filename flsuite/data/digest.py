@@ -25,11 +25,8 @@ def described(module: FederatedDataModule) -> dict[str, Any]:
 
     A resume must detect changed samples, and nothing else shows them.
     """
-    values = arguments(module)
-    return {
-        **{name: _described(value) for name, value in values.items()},
-        "content": _content(module.federated),
-    }
+    values = {name: _described(value) for name, value in arguments(module).items()}
+    return values | {"content": _content(module.federated)}
 
 
 def _described(value: Any) -> Any:

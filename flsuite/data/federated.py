@@ -111,7 +111,7 @@ class FederatedData:
             return
         for rows in batch_rows:
             rows = rows.to(split.x.device)
-            # It copies whole images, where an index would copy byte by byte.
+            # index_select copies whole images, while an index copies byte by byte.
             x = self.scaling(split.x.index_select(0, rows))
             if generator is not None and self.augment is not None:
                 x = self.augment(x, generator)

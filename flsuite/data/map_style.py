@@ -115,7 +115,7 @@ def fetch(dataset: Any, numbers: list[int]) -> list[Any]:
         UnreadableSampleError: If reading a sample raises.
     """
     if hasattr(dataset, "__getitems__"):
-        with suppress(Exception):  # the samples one by one show which it is
+        with suppress(Exception):  # reading one by one shows which sample it is
             return list(dataset.__getitems__(numbers))
     return [_sample(dataset, number) for number in numbers]
 
@@ -339,8 +339,7 @@ def _in_memory(dataset: Any) -> DataSplit | None:
     """Return a dataset's samples as two tensors, or ``None`` if that is impossible."""
     samples = _seeded(dataset, list(range(len(dataset))), 0)
     try:
-        x = torch.stack([_tensor(sample[0]) for sample in samples])
-        y = torch.stack([_tensor(sample[1]) for sample in samples])
+        x, y = (torch.stack([_tensor(sample[part]) for sample in samples]) for part in (0, 1))
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError):
         return None
     # Python's and numpy's numbers are float64, and models are float32.

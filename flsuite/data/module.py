@@ -243,8 +243,8 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         return train, server, val, test
 
     def _rows(self, train: DataSplit, spec: DataSpec) -> Rows:
-        """Return the rows of each client, as the partition draws them."""
-        # It receives one class per sample and the owners, never the samples themselves.
+        """Return the rows that the partition draws for each client."""
+        # A partition receives one class per sample and the owners, never the samples themselves.
         labels = partition_labels(train.classes.numpy())
         ids = None if train.ids is None else train.ids.numpy()
         rng = numpy_generator(self.partition_seed, "partition")
@@ -254,7 +254,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         return checked_rows(partition, rows, len(labels), self.clients)
 
     def _held_out(self, rows: Rows, unseen: int, has_val: bool) -> tuple[Rows, Rows]:
-        """Return each client's rows for training, and those for validation.
+        """Return each client's training rows and validation rows.
 
         A published validation split is the default, and an explicit fraction replaces it.
         """
@@ -305,7 +305,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
 
 
 def _check_shapes(train: DataSplit, others: Mapping[str, DataSplit | None]) -> None:
-    """Refuse samples of another shape than the training samples have."""
+    """Refuse splits whose samples differ in shape from the training samples."""
     shape = tuple(train.x.shape[1:])
     for name, split in others.items():
         # The samples of a map-style dataset may have any shape.

@@ -23,7 +23,7 @@ class Rows(Sequence[np.ndarray]):
 
     @classmethod
     def of(cls, rows: Sequence[np.ndarray]) -> "Rows":
-        """Return these index arrays in one, without a copy if they already are."""
+        """Store these index arrays. If they are already stored like this, return them."""
         if isinstance(rows, Rows):
             return rows
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
@@ -63,7 +63,7 @@ class Rows(Sequence[np.ndarray]):
         return np.diff(self.offsets)
 
     def client_of(self, samples: int) -> np.ndarray:
-        """Return the client of each of ``samples`` rows, int64, -1 if no client has the row."""
+        """Return the client of each row, int64 ``(samples,)``, or -1 if no client has it."""
         owners = np.full(samples, -1)
         owners[self.values] = np.repeat(np.arange(len(self)), self.lengths())
         return owners

@@ -55,7 +55,7 @@ def skewed(
     seed: int,
     name: Literal["train", "val", "test"],
 ) -> DataSplit:
-    """Return a split in which the rows of each client are changed. Others stay.
+    """Return a split with the rows of each client changed. Other rows stay.
 
     Args:
         split: The samples.
@@ -86,10 +86,10 @@ def skewed(
 class FeatureSkew(Skew, Settings):
     """Images of each client as if from a scanner of its own.
 
-    Each client draws its own strengths, uniformly from the ranges below, and all its images, for
-    training, validation and test, are changed by them: rotated, blurred, with another contrast and
-    brightness, inverted, and with noise, in this order. Images that belong to no client stay as
-    they are, such as a published validation split.
+    Each client draws its own strengths, uniformly from the ranges below. They apply to all its
+    images, for training, validation and test. The changes are rotation, blur, contrast, brightness,
+    inversion and noise, in this order. Images that belong to no client are not changed, such as a
+    published validation split.
 
     Args:
         rotation: Largest angle, in degrees to either side.
@@ -133,8 +133,7 @@ class FeatureSkew(Skew, Settings):
         if self.rotation:
             degrees = (2 * angle - 1) * self.rotation
             images = T.rotate(images, degrees, InterpolationMode.BILINEAR)
-        if self.blur and blur * self.blur > 0.05:
-            sigma = blur * self.blur
+        if (sigma := blur * self.blur) > 0.05:
             radius = min(int(2 * sigma + 0.5), min(images.shape[2:]) - 1)  # inside the image
             images = T.gaussian_blur(images, [2 * radius + 1] * 2, [sigma] * 2)
 

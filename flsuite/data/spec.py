@@ -106,21 +106,6 @@ class DataSplit:
         """Return the samples and their targets on another device."""
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
-    @staticmethod
-    def concat(splits: "list[DataSplit]") -> "DataSplit":
-        """Join splits.
-
-        The result has ids if all of them do.
-        """
-        ids = [p.ids for p in splits if p.ids is not None]
-        labels = [p.labels for p in splits if p.labels is not None]
-        return DataSplit(
-            torch.cat([p.x for p in splits]),
-            torch.cat([p.y for p in splits]),
-            torch.cat(ids) if len(ids) == len(splits) else None,
-            torch.cat(labels) if len(labels) == len(splits) else None,
-        )
-
 
 @dataclass
 class PublishedSplits:

@@ -69,23 +69,19 @@ def hold_out_for_server(
 def hold_out(rows: Sequence[np.ndarray], fraction: float, seed: int) -> tuple[Rows, Rows]:
     """Split each client's rows into training and validation rows.
 
-    A client keeps at least one training sample.
+    A client keeps at least one training sample. Its rows must be ascending.
     """
     stored = Rows.of(rows)
     lengths = stored.lengths()
     held = np.rint(fraction * lengths).astype(np.int64).clip(max=np.maximum(lengths - 1, 0))
 
     is_held = np.zeros(len(stored.values), dtype=bool)
-    values = stored.values.copy()
     for client in np.flatnonzero(held > 0):
-        start, stop = stored.offsets[client : client + 2]
         # One generator per client, so its draw does not depend on other clients.
         rng = numpy_generator(seed, "validation", client=int(client))
-        order = rng.permutation(stored.values[start:stop])
-        values[start : start + held[client]] = np.sort(order[: held[client]])
-        values[start + held[client] : stop] = np.sort(order[held[client] :])
-        is_held[start : start + held[client]] = True
-    return Rows(values[~is_held], lengths - held), Rows(values[is_held], held)
+        order = rng.permutation(lengths[client])
+        is_held[stored.offsets[client] + order[: held[client]]] = True
+    return Rows(stored.values[~is_held], lengths - held), Rows(stored.values[is_held], held)
 
 
 def split_test_like_train(

@@ -430,6 +430,12 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: FromDataset(Damaged(66), Pairs(2)),
         "sample 21 of 66 in Damaged cannot be read \\(OSError: scan_21.png is truncated",
     ),
+    "a damaged first file, read for its shape": (
+        lambda: FromDataset(
+            Subset(Damaged(66), [21, 1]), Pairs(2), labels=[0.0, 1.0], bins=2, in_memory=False
+        ),
+        "sample 0 of 2 in Subset cannot be read",
+    ),
     "a damaged file, read for its label": (
         lambda: FromDataset(
             Damaged(66), Pairs(2), labels=lambda sample: sample[1], in_memory=False

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from flsuite.data.datasets.synthetic import Synthetic, simplex_means
-from flsuite.data.spec import DataSplit
 from flsuite.errors import FlsuiteError
 from flsuite.random import torch_generator
 
@@ -36,8 +35,10 @@ def test_the_nearest_mean_reaches_bayes_accuracy(classes: int, separation: float
     data = Synthetic(features, classes, samples, separation, data_seed=3)
     source = data.load()
     means = simplex_means(classes, features, separation, torch_generator(3, "synthetic"))
-    whole = DataSplit.concat([source.train, source.test])
-    right = (torch.cdist(whole.x.double(), means).argmin(1) == whole.y).double().mean()
+    x, y = (
+        torch.cat([getattr(split, name) for split in (source.train, source.test)]) for name in "xy"
+    )
+    right = (torch.cdist(x.double(), means).argmin(1) == y).double().mean()
     best = data.bayes_accuracy
     assert float(right) == pytest.approx(best, abs=4 * (best * (1 - best) / samples) ** 0.5)
 

@@ -6,6 +6,8 @@ Source: Darlow et al., "CINIC-10 is not ImageNet or CIFAR-10", arXiv:1810.03505.
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from flsuite.arguments import check_init
 from flsuite.data.datasets.vision import split_of, stacked
 from flsuite.data.module import FederatedDataModule
@@ -30,7 +32,7 @@ _REMEDY = (
     f"download CINIC-10.tar.gz from https://doi.org/10.7488/ds/2448 and unpack it in {_FOLDER}"
 )
 
-Valid = Literal["validation", "training", "unused"]
+_Valid = Literal["validation", "training", "unused"]
 
 
 class CINIC10(FederatedDataModule):
@@ -49,9 +51,9 @@ class CINIC10(FederatedDataModule):
         **kwargs: Arguments of ``FederatedDataModule``.
     """
 
-    def __init__(self, valid: Valid = "validation", **kwargs: Any) -> None:
+    def __init__(self, valid: _Valid = "validation", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.valid: Valid = valid
+        self.valid: _Valid = valid
         check_init(self, CINIC10)
 
     def load(self) -> PublishedSplits:
@@ -63,7 +65,8 @@ class CINIC10(FederatedDataModule):
         splits = {name: _read(folder / name) for name in names}
         train, test, valid = splits["train"], splits["test"], splits.get("valid")
         if valid is not None and self.valid == "training":
-            train, valid = DataSplit.concat([train, valid]), None
+            train.x, train.y = torch.cat([train.x, valid.x]), torch.cat([train.y, valid.y])
+            valid = None
         spec = DataSpec((3, _SIDE, _SIDE), len(CLASSES), class_names=CLASSES)
         return PublishedSplits(spec, train, test, valid)
 

@@ -91,13 +91,10 @@ def numeric_chunks(frames: "Iterable[pd.DataFrame]", file: Path) -> Iterator[np.
         FlsuiteError: If a cell is missing, not a number, infinite or too large for float32.
     """
     names: list[str] = []
-    gaps = first_gap = np.zeros(0, np.int64)
+    gaps = first_gap = np.zeros(1, np.int64)  # one per column after the first frame
     row = 1
     for frame in frames:
-        if not names:
-            names = [str(name) for name in frame.columns]
-            gaps = first_gap = np.zeros(len(names), np.int64)
-
+        names = [str(name) for name in frame.columns]
         x = _numbers(frame, file, row)
         _check_size(x, names, file, row)
         # argmax is the first missing row of a column, if there is one.

@@ -24,7 +24,7 @@ _REMEDY = (
     "data/all_data, there, or a femnist.npz with X, y and writers"
 )
 
-Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
+_Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Images uint8 ``(n, 28, 28, 1)``, labels int64 ``(n,)``, writers ``(n,)`` by name or number."""
 
 
@@ -45,7 +45,7 @@ def _find_files(folder: Path) -> tuple[list[Path], list[Path]]:
     return [], []
 
 
-def _read_file(file: Path) -> list[Samples]:
+def _read_file(file: Path) -> list[_Samples]:
     """Return the samples of a file, in parts.
 
     Raises:
@@ -62,7 +62,7 @@ def _read_file(file: Path) -> list[Samples]:
         ) from error
 
 
-def _read_arrays(file: Path) -> Samples:
+def _read_arrays(file: Path) -> _Samples:
     # A pickle in the file could run code.
     with np.load(file, allow_pickle=False) as arrays:
         images, labels = _checked(arrays["X"], arrays["y"])
@@ -72,7 +72,7 @@ def _read_arrays(file: Path) -> Samples:
     return images, labels, writers.astype(str if writers.dtype.kind in "US" else np.int64)
 
 
-def _read_leaf(file: Path) -> Iterator[Samples]:
+def _read_leaf(file: Path) -> Iterator[_Samples]:
     """Read a file of LEAF, one writer at a time.
 
     Each writer's floats are dropped after conversion, because Python objects take ten times the
@@ -105,7 +105,7 @@ _TEST_FRACTION = 0.1
 _SPLIT_SEED = 0
 
 
-def _joined(samples: list[Samples]) -> DataSplit:
+def _joined(samples: list[_Samples]) -> DataSplit:
     """Return all samples as one split, with consistent writer numbers."""
     images, labels, writers = (np.concatenate(column) for column in zip(*samples, strict=True))
     ids = np.unique(writers, return_inverse=True)[1].astype(np.int64)

@@ -18,6 +18,7 @@ from flsuite.data.images import Scaling, Unscaled
 from flsuite.data.map_style import (
     Field,
     StoredSplit,
+    fetch,
     read_field,
     read_split,
     readable,
@@ -101,7 +102,8 @@ class MapStyleModule(FederatedDataModule):
             name: _with(split, classes[name], ids[name], task) for name, split in splits.items()
         }
 
-        first = datasets["train"][0]
+        with readable():
+            (first,) = fetch(datasets["train"], [0])
         x = first[0] if isinstance(first, (tuple, list)) and len(first) == 2 else None
         shape = tuple(x.shape) if isinstance(x, (Tensor, np.ndarray)) else ()
         spec = DataSpec(shape, len(names), task, names)
@@ -139,7 +141,7 @@ class MapStyleModule(FederatedDataModule):
             if targets.min() < 0:
                 raise FlsuiteError(
                     f"{type(self).__name__}: targets of classes must be 0 or above; number them "
-                    "from 0, make them floats if they are no classes, or give data.labels"
+                    "from 0, make them floats if they are not classes, or give data.labels"
                 )
             names = tuple(map(str, range(int(targets.max()) + 1)))
             return dict.fromkeys(splits), names, "multiclass"
@@ -177,8 +179,8 @@ class FromDataset(MapStyleModule):
         partition: The rule that splits them. Default: :class:`~flsuite.data.partitions.IID`. A
             partition by class needs ``labels``.
         batch_size: Samples per batch.
-        **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Those about files
-            have no effect.
+        **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Arguments about
+            files have no effect.
     """
 
     def __init__(

@@ -130,15 +130,15 @@ _FEWEST_ROWS = 5
 CHUNK_ROWS = 16_384
 """Rows in memory as float64 at a time. The result does not depend on it."""
 
-Classes = Literal["binary", "family", "attack"]
+_Classes = Literal["binary", "family", "attack"]
 _Device = Annotated[
     int, Range(f"from 1 to {len(DEVICES)}", lambda number: 1 <= number <= len(DEVICES))
 ]
-FileRows = tuple[np.ndarray, int, int]
+_FileRows = tuple[np.ndarray, int, int]
 """Rows float32 ``(n, 115)`` of one file, their class, their device."""
 
 
-def _labels(classes: Classes) -> tuple[tuple[str, ...], dict[str, int]]:
+def _labels(classes: _Classes) -> tuple[tuple[str, ...], dict[str, int]]:
     """Return the class names, and the class of each kind of traffic."""
     if classes == "attack":
         return TRAFFIC, {traffic: label for label, traffic in enumerate(TRAFFIC)}
@@ -154,22 +154,19 @@ def _sample(chunks: Iterable[np.ndarray], cap: int | None, rng: np.random.Genera
     Each row has one random draw, in the order of the file, so the result does not depend on the
     chunk size. Rows are sorted by their draws. At most ``cap`` rows and one chunk are in memory.
     """
-    kept: np.ndarray | None = None
-    draws = np.zeros(0)
+    kept, draws = np.zeros((0, _FEATURES), np.float32), np.zeros(0)
     for chunk in chunks:
-        rows = chunk.astype(np.float32)
-        kept = rows if kept is None else np.concatenate([kept, rows])
-        draws = np.concatenate([draws, rng.random(len(rows))])
+        kept = np.concatenate([kept, chunk.astype(np.float32)])
+        draws = np.concatenate([draws, rng.random(len(chunk))])
         if cap is not None and len(kept) > cap:
             # The rows with the smallest draws so far; later chunks may replace some.
             first = np.argsort(draws)[:cap]
             kept, draws = kept[first], draws[first]
 
-    assert kept is not None  # csv_frames refuses a file without rows
     return kept[np.argsort(draws)]
 
 
-def _joined(files: list[FileRows], with_ids: bool) -> DataSplit:
+def _joined(files: list[_FileRows], with_ids: bool) -> DataSplit:
     """Return the rows of all files as one split.
 
     ``files`` is emptied in the process, because two copies of the set may not fit into memory.
@@ -221,7 +218,7 @@ class NBaIoT(FederatedDataModule):
 
     def __init__(
         self,
-        classes: Classes = "binary",
+        classes: _Classes = "binary",
         device: _Device | None = None,
         rows_per_file: Annotated[int, at_least(_FEWEST_ROWS)] | None = None,
         **kwargs: Any,
@@ -248,8 +245,8 @@ class NBaIoT(FederatedDataModule):
         folder = folder / "nbaiot" if (folder / "nbaiot").is_dir() else folder
         names, label_of = _labels(self.classes)
         header: list[str] | None = None
-        train: list[FileRows] = []
-        test: list[FileRows] = []
+        train: list[_FileRows] = []
+        test: list[_FileRows] = []
         for number, traffic, file in _find_files(folder, self.device):
             # Each file must have the header of the first, to prevent mixed-up columns.
             header = _checked_header(file, header)

@@ -1,6 +1,5 @@
 """The files of a table, the checks of their columns, and the columns in use."""
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from flsuite.data.datasets.csv_files import (
     missing_values,
     numeric_chunks,
 )
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.errors import FlsuiteError, likeliest, one_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -127,7 +126,7 @@ def feature_columns(
 def _check_column(name: str, role: str, file: Path, columns: list[str]) -> None:
     """Refuse a column that is not in the file, and suggest similar names."""
     if name not in columns:
-        near = difflib.get_close_matches(name, columns, _MOST_NAMED, cutoff=0.5)
+        near = likeliest(name, columns, _MOST_NAMED, cutoff=0.5)
         hint = f"the nearest are {_listed(near)}" if near else f"it has {_listed(columns)}"
         raise FlsuiteError(f"{file} has no column {name!r}; set data.{role} to another ({hint})")
 

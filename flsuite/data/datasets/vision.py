@@ -20,10 +20,10 @@ from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError, one_line
 
-Unpacked = tuple[Any, Any, "list[str]"]
+_Unpacked = tuple[Any, Any, "list[str]"]
 """Images ``(n, height, width, channels)``, labels, class names."""
 
-Selections = tuple[dict[str, Any], dict[str, Any]]
+_Selections = tuple[dict[str, Any], dict[str, Any]]
 
 EMNISTSplit = Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"]
 
@@ -31,7 +31,7 @@ _SIGNS = 43
 """Classes of GTSRB."""
 
 
-def _download(make: Callable[..., Any], splits: Selections, what: str) -> None:
+def _download(make: Callable[..., Any], splits: _Selections, what: str) -> None:
     """Download the splits.
 
     ``what`` names the missing file, for the message.
@@ -75,11 +75,6 @@ def stacked(images: Iterable[Any]) -> np.ndarray:
     return np.stack([np.asarray(image.convert("RGB")) for image in images])
 
 
-def _is_there(root: Path, name: str) -> bool:
-    """Return whether a file exists under the root, or a folder if the name ends with a slash."""
-    return (root / name).is_dir() if name.endswith("/") else (root / name).is_file()
-
-
 class _Torchvision(FederatedDataModule):
     """A dataset that torchvision reads, in ``root`` or by default in ``~/.cache/flsuite``.
 
@@ -89,7 +84,7 @@ class _Torchvision(FederatedDataModule):
     """
 
     reader: ClassVar[str]
-    selections: ClassVar[Selections] = ({"train": True}, {"train": False})
+    selections: ClassVar[_Selections] = ({"train": True}, {"train": False})
 
     def load(self) -> PublishedSplits:
         """Read the set from torchvision's layout.
@@ -111,7 +106,7 @@ class _Torchvision(FederatedDataModule):
         files, make = self._files(cls), partial(cls, root, **self._options())
 
         # Checked here, so existing files are read without network access for any ``download``.
-        missing = [file for file in files if not _is_there(root, file)]
+        missing = [file for file in files if not (root / file).exists()]
         if missing:
             what = f"{name} is not in {root} ({missing[0]} is missing)"
             if not self.download:
@@ -141,13 +136,10 @@ class _Torchvision(FederatedDataModule):
         return {}
 
     def _files(self, cls: Any) -> list[str]:
-        """Return the files that a reader's class needs, relative to the root.
-
-        A name that ends with a slash is a folder.
-        """
+        """Return the files and folders that a reader's class needs, relative to the root."""
         return [f"{self.reader}/raw/{Path(name).stem}" for name, _ in cls.resources]
 
-    def _unpack(self, reader: Any) -> Unpacked:
+    def _unpack(self, reader: Any) -> _Unpacked:
         """Return the content of a reader. Gray images may have no channel."""
         images = torch.as_tensor(reader.data)
         return images if images.ndim == 4 else images[..., None], reader.targets, reader.classes
@@ -193,7 +185,7 @@ class SVHN(_Torchvision):
     def _files(self, cls: Any) -> list[str]:
         return [cls.split_list[split][1] for split in ("train", "test")]
 
-    def _unpack(self, reader: Any) -> Unpacked:
+    def _unpack(self, reader: Any) -> _Unpacked:
         # From (n, 3, height, width). Torchvision maps the published label 10 to the digit 0.
         return reader.data.transpose(0, 2, 3, 1), reader.labels, [str(digit) for digit in range(10)]
 
@@ -221,7 +213,7 @@ class EMNIST(_Torchvision):
         files = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")
         return [f"EMNIST/raw/emnist-{self.split}-{file}-ubyte" for file in files]
 
-    def _unpack(self, reader: Any) -> Unpacked:
+    def _unpack(self, reader: Any) -> _Unpacked:
         # The letters split counts its labels from 1, and has a name for the missing 0.
         first = 1 if self.split == "letters" else 0
         images = reader.data.transpose(1, 2)[..., None]
@@ -262,6 +254,6 @@ class GTSRB(_Torchvision):
         folders = [f"gtsrb/GTSRB/Training/{label:05d}/" for label in range(_SIGNS)]
         return ["gtsrb/GT-final_test.csv", "gtsrb/GTSRB/Final_Test/Images/", *folders]
 
-    def _unpack(self, reader: Any) -> Unpacked:
+    def _unpack(self, reader: Any) -> _Unpacked:
         images, labels = zip(*(reader[row] for row in range(len(reader))), strict=True)
         return stacked(images), labels, [str(sign) for sign in range(_SIGNS)]

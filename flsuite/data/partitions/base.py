@@ -51,10 +51,10 @@ class Partition(PlainArguments, ABC):
 
 
 def checked_rows(partition: Partition, rows: Sequence[Array], samples: int, clients: int) -> Rows:
-    """Return what a partition has returned, each client's rows in ascending order.
+    """Return the result of a partition with each client's rows in ascending order.
 
     Raises:
-        FlsuiteError: If it is not one array per client of rows that exist, without overlap.
+        FlsuiteError: If it is not one array of existing rows per client, or arrays overlap.
     """
 
     def refuse(reason: str) -> NoReturn:

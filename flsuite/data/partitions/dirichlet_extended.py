@@ -18,7 +18,7 @@ class DirichletExtended(CountPartition):
     proportions drawn from Dir(alpha). A class that no client has stays unused.
 
     The proportions are redrawn until every client has ``min_samples``. After ``max_redraws``, the
-    last table is leveled like that of ``Dirichlet``.
+    last table is leveled as in ``Dirichlet``.
 
     Args:
         classes_per_client: From 1 to the number of classes in the training data.

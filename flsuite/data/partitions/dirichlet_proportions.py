@@ -16,16 +16,9 @@ class DirichletProportions(Dirichlet):
     proportion to ``q_ik``. This is the scheme of FedFisher (Jhunjhunwala et al. 2024,
     arXiv:2403.12329), whose public code keeps one partition for all seeds: ``data.seed`` does that.
 
-    Three schemes are called "Dirichlet(alpha)". ``Dirichlet`` draws the proportions of each class
-    over the clients, independently of the other classes (Yurochkin et al. 2019).
-    ``DirichletBalanced`` draws each client's class mix, and fills clients of equal size from it
-    (Hsu et al. 2019). Here, the mixes are also drawn per client, but all samples are used and sizes
-    are skewed: less than with ``Dirichlet``, because every client's mix has the same sum.
-
-    The whole table is redrawn until every client has ``min_samples``. After ``max_redraws``, the
-    last table is leveled deterministically: the largest client gives one sample of its most
-    frequent class to the smallest, until every client has enough. If no mix gives weight to a
-    class, as may happen with a tiny ``alpha``, the class goes to one client at random.
+    All samples are used. Sizes are skewed less than with ``Dirichlet``, because every client's mix
+    has the same sum. Tables are redrawn and leveled as in ``Dirichlet``. If no mix gives weight to
+    a class, as may happen with a tiny ``alpha``, the class goes to one client at random.
 
     Args:
         alpha: Concentration per class, above 0. A small value gives strong skew, and a large value
