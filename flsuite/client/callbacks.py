@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import skips_step
+from flsuite.models.declarations import extra_epochs
 
 
 class MeanLoss(Callback):
@@ -33,7 +34,7 @@ class MeanLoss(Callback):
             return
         loss = torch.as_tensor(loss).detach()  # manual optimization may return a float
 
-        is_warmup = trainer.current_epoch < getattr(pl_module, "extra_epochs", 0)
+        is_warmup = trainer.current_epoch < extra_epochs(pl_module)
         name = "warmup_loss" if is_warmup else "loss"
 
         # In place and on the device, because reading the value would synchronize.

@@ -281,3 +281,14 @@ def test_a_step_that_forgets_its_loss_is_named() -> None:
     plain = classifier()
     with pytest.raises(FlsuiteError, match="training_step of Forgetful returned no loss"):
         trainer(rounds=1).fit(Forgetful(plain.backbone, plain.optimizer), digits())
+
+
+class _Named(Classifier):
+    def extra_epochs(self) -> int:  # type: ignore[override]
+        return 2
+
+
+def test_a_method_with_the_name_of_the_warm_up_is_no_warm_up() -> None:
+    made = runner(_Named(MLP((4,)), lambda p: torch.optim.SGD(p, lr=0.1)), FedAvg(), lean=True)
+    metrics = outcome(made, 0).update.metrics
+    assert metrics["loss"] > 0 and "warmup_loss" not in metrics
