@@ -1,10 +1,14 @@
-"""What a client's fit starts from and ends with."""
+"""The parts of a client's fit that are the same alone and in a stack."""
 
 import copy
 from dataclasses import dataclass, replace
 
+from lightning.pytorch import Callback
+
 from flsuite.client.entries import Entries
 from flsuite.client.setup import WorkerSetup
+from flsuite.data.federated import FederatedData
+from flsuite.data.loader import TrainLoader
 from flsuite.messages import ClientContext, FitRequest, TrainedFit
 from flsuite.state import State
 
@@ -48,6 +52,18 @@ def context_of(setup: WorkerSetup, request: FitRequest) -> ClientContext:
         memory=copy.deepcopy(request.memory.get("objective", {})),
         layout=setup.layout,
     )
+
+
+def callbacks_of_algorithm(setup: WorkerSetup, client: ClientContext) -> list[Callback]:
+    """Return what the attack and the algorithm do in a client's fit."""
+    attacks = setup.attack.callbacks(client) if setup.attack else []
+    return [*attacks, *setup.aggregator.callbacks(client)]
+
+
+def loader_of(view: FederatedData, seed: int, request: FitRequest) -> TrainLoader:
+    """Return the batches of a client's fit, from a view of the data in its round."""
+    round = request.broadcast.round
+    return TrainLoader(view, request.client, seed, round, request.batches, request.repeat)
 
 
 def start_of(setup: WorkerSetup, entries: Entries, request: FitRequest) -> State:

@@ -32,9 +32,8 @@ class JobRunner:
         sent unchanged.
         """
         fits = [request for request in job if isinstance(request, FitRequest)]
-        if len(fits) < len(job):
-            runner = self._runner
-            return [runner.run(r) if isinstance(r, FitRequest) else runner.score(r) for r in job]
+        if not fits:
+            return [self._runner.score(r) for r in job if isinstance(r, ScoreRequest)]
         self._stacked = self._runner.train_together(fits)
         parts = groupby(fits, key=lambda request: request.part)
         outcomes = [o for part, members in parts for o in self._part(part, list(members))]
@@ -88,6 +87,4 @@ class JobRunner:
             read = self._setup.uplink.unpack(outcome.update, base, received)
         except ValueError:
             return None
-        # Without transforms it is the same.
-        outcome = outcome if read is outcome.update else replace(outcome, update=read)
-        return None if outcome.fault(reads_numbers) else read
+        return None if replace(outcome, update=read).fault(reads_numbers) else read

@@ -1,9 +1,9 @@
 """A fast training loop for a client's fit, which calls only the hooks that are implemented.
 
-Lightning's own loop tracks progress, results and profiles of every batch, which costs a fifth of a
-step on a small model. In the plain case, this loop makes the same calls in the same order, and ends
-with the same weights, bit for bit. In all other cases, every fit of a run uses Lightning's loop, so
-a fit never depends on earlier fits of its worker.
+Lightning's own loop tracks progress, results and profiles of every batch, which is slow on a small
+model. In the plain case, this loop makes the same calls in the same order, and ends with the same
+weights, bit for bit. In all other cases, every fit of a run uses Lightning's loop, so a fit never
+depends on earlier fits of its worker.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ class LocalLoop:
     """One client's fit, on a Trainer that Lightning has set up.
 
     The plain case is one torch optimizer, stepped once per batch, without schedulers, with
-    callbacks that are known to work here: those of flsuite, and others whose class sets
+    callbacks that are known to work here: flsuite's own, and others whose class sets
     ``supports_local_loop = True``. They may read the Trainer's counters, ``is_last_batch`` and
     ``train_dataloader``, change gradients and weights, and set ``should_stop``.
     """
@@ -80,7 +80,7 @@ class LocalLoop:
             and not trainer.min_epochs
             and isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
             and type(precision) in (Precision, MixedPrecision)
-            and not _step_methods_of(module)
+            and not any(implements(module, LightningModule, name) for name in _STEP_METHODS)
             and all(map(supports_local_loop, trainer.callbacks))  # type: ignore[attr-defined]
         )
 
@@ -206,15 +206,10 @@ def implements(obj: Any, base: type, hook: str) -> bool:
     return getattr(method, "__func__", method) is not getattr(base, hook)
 
 
-def _step_methods_of(module: LightningModule) -> list[str]:
-    """Return the methods of a step that a model has overridden."""
-    return [name for name in _STEP_METHODS if implements(module, LightningModule, name)]
-
-
 def hooks_of(module: LightningModule) -> list[str]:
     """Return the hooks and methods of a fit that a model has overridden."""
-    own = (name for name in _HOOKS if implements(module, LightningModule, name))
-    return [*_step_methods_of(module), *own]
+    names = (*_STEP_METHODS, *_HOOKS)
+    return [name for name in names if implements(module, LightningModule, name)]
 
 
 def hooks_of_callback(callback: Callback) -> list[str]:
@@ -235,6 +230,16 @@ def takes_a_batch(module: LightningModule) -> bool:
     return is_param_in_hook_signature(step, "batch_idx", min_args=2) and not (
         is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
     )
+
+
+def only_optimizer(module: LightningModule) -> Any:
+    """Return the optimizer that a model configures, or all that it configures if there is more."""
+    configured: Any = module.configure_optimizers()
+    if isinstance(configured, (list, tuple)) and len(configured) == 1:
+        configured = configured[0]
+    if isinstance(configured, dict) and set(configured) == {"optimizer"}:
+        configured = configured["optimizer"]
+    return configured
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

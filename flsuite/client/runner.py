@@ -20,7 +20,13 @@ from flsuite.aggregators.transforms.base import FitView
 from flsuite.client.callbacks import CountSkips, KeepOptimizers, MeanLoss, RoundLearningRate
 from flsuite.client.entries import entries_of
 from flsuite.client.faults import carry_out
-from flsuite.client.fits import StackedFit, context_of, start_of
+from flsuite.client.fits import (
+    StackedFit,
+    callbacks_of_algorithm,
+    context_of,
+    loader_of,
+    start_of,
+)
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
 from flsuite.client.placement import on_one_gpu
 from flsuite.client.resident import Resident
@@ -70,7 +76,7 @@ class ClientRunner:
         self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None
         self._counted: tuple[Broadcast, int] | None = None
-        self._stack = Stack(self.model, self.entries, setup) if setup.stack > 1 else None
+        self._stack = Stack(self.entries, setup) if setup.stack > 1 else None
 
     def run(self, request: FitRequest, stacked: StackedFit | None = None) -> Outcome:
         """Train one client.
@@ -158,16 +164,12 @@ class ClientRunner:
         seed_process(setup.seed, stream, client.round, client.id)
         load_(self.model.state_dict(), start_of(setup, self.entries, request))
         self._resident.mark()
-        if view.stage is not None:
-            declarations.begin_task(self.model, view.stage.task, view.stage.seen, view.stage.past)
+        declarations.begin_task(self.model, view.stage)
         keeper, skips = KeepOptimizers(request.memory.get("optimizers")), CountSkips()
         callbacks = self._callbacks(request, client, keeper, loss, skips)
         trainer, data = self._rewound_trainer(callbacks, request.adapts)
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
-        view = data.at(broadcast.round)
-        loader = TrainLoader(
-            view, client.id, setup.seed, client.round, request.batches, request.repeat
-        )
+        loader = loader_of(data.at(broadcast.round), setup.seed, request)
         trained = stacked.trained if stacked else request.trained
         if trained is None:
             trainer.fit(self.model, loader)
@@ -204,17 +206,10 @@ class ClientRunner:
         return [
             *([RoundLearningRate(setup.lr_decay.factor(client.round))] if setup.lr_decay else []),
             *copy.deepcopy(request.broadcast.callbacks),
-            *([] if request.adapts else self._of_the_algorithm(client, keeper)),
+            *([keeper] if setup.keep_optimizers and not request.adapts else []),
+            *([] if request.adapts else callbacks_of_algorithm(setup, client)),
             loss,
             *([skips] if scaler_of(self._started_trainer()) is not None else []),
-        ]
-
-    def _of_the_algorithm(self, client: ClientContext, keeper: KeepOptimizers) -> list[Callback]:
-        setup = self.setup
-        return [
-            *([keeper] if setup.keep_optimizers else []),
-            *(setup.attack.callbacks(client) if setup.attack else []),
-            *setup.aggregator.callbacks(client),
         ]
 
     def _result(
@@ -251,14 +246,8 @@ class ClientRunner:
         if request.adapts:  # it is scored as it is
             return ClientResult(update, {"model": clone(private)})
         notes = copy.deepcopy(request.memory.get("transforms", {}))
-        fit = FitView(
-            client.id,
-            client.round,
-            setup.seed,
-            request.repeat,
-            broadcast.extras,
-            metrics=update.metrics,
-        )
+        at = client.id, client.round, setup.seed, request.repeat
+        fit = FitView(*at, broadcast.extras, metrics=update.metrics)
         packed, held = setup.uplink.pack(update, broadcast.state, fit, notes)
         packed.seconds = time.perf_counter() - started
         memory = {

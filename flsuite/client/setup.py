@@ -101,7 +101,6 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     require_at_least("trainer", 1, max_epochs=kwargs.get("max_epochs"))
     require_positive("trainer", limit_train_batches=kwargs.get("limit_train_batches"))
     require_at_least("trainer", 0, gradient_clip_val=kwargs.get("gradient_clip_val"))
-    # -1 means no limit in Lightning.
     require_at_least("trainer", 1, accumulate_grad_batches=kwargs.get("accumulate_grad_batches"))
     if "enable_model_summary" in kwargs:
         raise FlsuiteError("trainer: enable_model_summary has no effect in a federation; remove it")
@@ -112,13 +111,13 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         )
     if kwargs.get("num_nodes") not in (None, 1):
         raise FlsuiteError("trainer: num_nodes must be 1; spread clients with Processes(workers=4)")
-    if kwargs.get("max_steps") not in (None, -1):
+    if kwargs.get("max_steps") not in (None, -1):  # -1 means no limit
         require_at_least("trainer", 1, max_steps=kwargs["max_steps"])
     return {name: value for name, value in kwargs.items() if name not in _UNUSED_ARGUMENTS}
 
 
 def fit_samples(
-    trainer_kwargs: Mapping[str, Any], batch_size: int, extra_epochs: int = 0
+    trainer_kwargs: Mapping[str, Any], batch_size: int, extra_epochs: int
 ) -> Callable[[int], int]:
     """Return a function from a client's sample count to the samples that one fit processes.
 

@@ -19,7 +19,7 @@ from flsuite.aggregators.stateless import Stateless
 from flsuite.client.allocator import keep_freed_memory
 from flsuite.client.callbacks import KeepOptimizers
 from flsuite.client.entries import Entries
-from flsuite.client.fits import StackedFit, start_of
+from flsuite.client.fits import StackedFit, loader_of, start_of
 from flsuite.client.setup import WorkerSetup
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, TrainerOfOne, callbacks_of, stacked
@@ -29,7 +29,6 @@ from flsuite.client.stackable import Candidate, candidate, optimizer_of, phases
 from flsuite.client.stacked_optimizer import past_of
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
-from flsuite.data.loader import TrainLoader
 from flsuite.errors import one_line
 from flsuite.lightning_internals import attached
 from flsuite.messages import FitRequest, TrainedFit
@@ -57,14 +56,13 @@ class Stack:
     round differently, so the weights differ in the last digits.
 
     Args:
-        model: The structure. Its weights are not used.
-        entries: The ownership of its entries.
+        entries: The ownership of the model's entries.
         setup: The setup of the worker.
     """
 
-    def __init__(self, model: LightningModule, entries: Entries, setup: WorkerSetup) -> None:
+    def __init__(self, entries: Entries, setup: WorkerSetup) -> None:
         self.entries, self.setup = entries, setup
-        self.model = self._original = model
+        self.model = setup.model
         self._modules: list[LightningModule] = []
         self._stateless = Stateless(setup.aggregator)
         self._level = logging.WARNING
@@ -92,7 +90,9 @@ class Stack:
             if one is not None:
                 alike.setdefault(self._kind(one, data), []).append(one)
         fits: dict[int, StackedFit] = {}
-        for members in chain.from_iterable(map(self._in_stacks, alike.values())):
+        most = self.setup.stack
+        stacks = (ones[i : i + most] for ones in alike.values() for i in range(0, len(ones), most))
+        for members in stacks:
             if len(members) < 2:  # a stack of one would only be slower
                 continue
             try:
@@ -108,12 +108,13 @@ class Stack:
 
     def _kind(self, one: Candidate, data: FederatedData) -> tuple[Any, ...]:
         """Return what fits of one stack have in common."""
-        request, callbacks = one.request, one.callbacks
+        request = one.request
+        # Clients share the callbacks of the user.
+        callbacks = [*request.broadcast.callbacks, *one.own]
         round, decay = request.broadcast.round, self.setup.lr_decay
         view, steps = data.at(round), None
         if phases(callbacks):  # epochs that train other parameters begin together
-            seed, repeat = self.setup.seed, request.repeat
-            steps = len(TrainLoader(view, request.client, seed, round, request.batches, repeat))
+            steps = len(loader_of(view, self.setup.seed, request))
         return (
             *map(type, callbacks),  # MOON's do less in their first fit
             # The step of an optimizer that goes on may depend on how many it has taken.
@@ -122,10 +123,6 @@ class Stack:
             decay.factor(round) if decay else 1.0,
             view.stage,
         )
-
-    def _in_stacks(self, candidates: list[Candidate]) -> Iterator[list[Candidate]]:
-        for first in range(0, len(candidates), self.setup.stack):
-            yield candidates[first : first + self.setup.stack]
 
     def _train(
         self, candidates: Sequence[Candidate], trainer: ClientTrainer, data: FederatedData
@@ -137,9 +134,9 @@ class Stack:
         view = data.at(first.broadcast.round)
         self._seed(first)
         # A copy, because a step may leave a tensor of the transforms in the model.
-        self.model = copy.deepcopy(self._original).to(trainer.strategy.root_device).train()
+        self.model = copy.deepcopy(setup.model).to(trainer.strategy.root_device).train()
         if view.stage is not None:
-            declarations.begin_task(self.model, view.stage.task, view.stage.seen, view.stage.past)
+            declarations.begin_task(self.model, view.stage)
             self._modules = []  # copies of the model in its last task
 
         starts = [start_of(setup, self.entries, request) for request in requests]
@@ -206,9 +203,7 @@ class Stack:
         tensors: Mapping[str, Tensor],
     ) -> Member:
         setup, request, client = self.setup, one.request, one.client
-        loader = TrainLoader(
-            view, client.id, setup.seed, client.round, request.batches, request.repeat
-        )
+        loader = loader_of(view, setup.seed, request)
         callbacks: list[Callback] = copy.deepcopy(list(request.broadcast.callbacks))
         if setup.keep_optimizers and not request.adapts:
             callbacks.append(KeepOptimizers(request.memory.get("optimizers")))

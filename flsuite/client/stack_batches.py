@@ -35,6 +35,7 @@ class StackBatches:
         self, members: Sequence[Member], view: FederatedData, trainer: ClientTrainer
     ) -> None:
         self.members, self.view, self.trainer = members, view, trainer
+        self._device = trainer.strategy.root_device
         # The batches of a step are read at once, unless each has randomness of its own.
         self._reads_rows = view.augment is None and not isinstance(view.train, StoredSplit)
         self.fills = False
@@ -73,7 +74,7 @@ class StackBatches:
         if len({*sizes}) == 1:
             return Group(places, at, self._read(own), index)
         filled = [_filled(batch, size, max(sizes)) for batch, size in zip(own, sizes, strict=True)]
-        count = torch.tensor(sizes, device=self.trainer.strategy.root_device)
+        count = torch.tensor(sizes, device=self._device)
         return Group(places, at, self._read(filled), index, count)
 
     def _of(self, loader: TrainLoader, epochs: int) -> Iterator[Any]:
@@ -86,12 +87,11 @@ class StackBatches:
         numbers = [step % len(self.members[place].loader) for place in places]
         if len({*numbers}) == 1:
             return numbers[0]
-        return torch.tensor(numbers, device=self.trainer.strategy.root_device)
+        return torch.tensor(numbers, device=self._device)
 
     def _at(self, places: list[int]) -> Any:
         is_all = len(places) == len(self.members)
-        device = self.trainer.strategy.root_device
-        return slice(None) if is_all else torch.tensor(places, device=device)
+        return slice(None) if is_all else torch.tensor(places, device=self._device)
 
     def _read(self, batches: Sequence[Any]) -> Any:
         """Return batches of the same size as one, ``(clients, batch, ...)``."""

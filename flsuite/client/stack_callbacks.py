@@ -177,7 +177,7 @@ class StackCallbacks:
             return
         member, options = self._members[place], _options(self._optimizer)
         for name, parameter in member.module.named_parameters():
-            if parameter.data_ptr() != self._tensors[name][place].data_ptr():
+            if not _is_same(parameter, self._tensors[name][place]):
                 raise RuntimeError(f"a callback gives {name} other memory; change it in place")
         if _options(member.optimizer) != options or member.trainer.should_stop:
             raise RuntimeError("a callback changes a client's optimizer, or stops its fit")

@@ -14,7 +14,7 @@ from flsuite.client.trainer import ClientTrainer
 from flsuite.data.loader import TrainLoader
 from flsuite.messages import ClientContext
 
-Kind = TypeVar("Kind", bound=Callback)
+_Kind = TypeVar("_Kind", bound=Callback)
 _OF_A_LOOP = {"fit_loop", "callback_metrics", "logged_metrics", "progress_bar_metrics", "_results"}
 
 
@@ -81,7 +81,7 @@ class TrainerOfOne:
         return getattr(self._trainer, name)
 
 
-def callbacks_of(members: Sequence[Member], kind: type[Kind]) -> list[Kind]:
+def callbacks_of(members: Sequence[Member], kind: type[_Kind]) -> list[_Kind]:
     """Return each client's callback of a kind, or none."""
     return [c for member in members for c in member.callbacks if isinstance(c, kind)]
 

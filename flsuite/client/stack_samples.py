@@ -1,10 +1,9 @@
-"""Whether the loss of a batch is the mean over its samples, in a stack of clients."""
+"""Checks that the loss of a batch is the mean over its samples, in a stack of clients."""
 
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -19,9 +18,9 @@ from flsuite.state import State
 def is_mean_over_samples(steps: StackSteps, batch: Any) -> bool:
     """Return whether the loss of a batch is the mean of the losses of its samples.
 
-    The model declares it of its step. That its layers do not mix samples or draw random numbers is
-    measured, with the gradients, at the first client's weights. A term of the features is measured
-    with what it reads of each client.
+    The model declares this for its step. Two steps at the first client's weights, as a batch and by
+    sample, show that its layers neither mix samples nor draw random numbers. With a term of the
+    features, they are taken for all clients, because it reads something else of each.
 
     Args:
         steps: The steps of the stack.
@@ -51,23 +50,18 @@ def is_mean_over_samples(steps: StackSteps, batch: Any) -> bool:
 def refuse_mixed_samples(steps: StackSteps, batch: Any) -> None:
     """Refuse a term of the features that is not a mean over the samples of a batch.
 
-    The arguments are those of :func:`is_mean_over_samples`.
+    The arguments are as in :func:`is_mean_over_samples`.
 
     Raises:
-        FlsuiteError: If it is none, for some client.
+        FlsuiteError: If it is not such a mean for some client.
     """
     if (term := steps.loss.term) is None:
         return
     for place, member in enumerate(steps.members):
-        features_of = partial(_features_of, member.trainer, member.module, steps.loss.head)
+        own = member.trainer, member.module, steps.loss.head
+        features_of = partial(features_at, *own, index=0)
         held = tree_map(lambda part, place=place: part[place], steps.held)
         feature_term.refuse_mixed_samples(term, features_of, batch, held)
-
-
-def _features_of(
-    trainer: Any, module: LightningModule, head: str, weights: State, batch: Any
-) -> Tensor:
-    return features_at(trainer, module, head, weights, batch, 0)
 
 
 def _moved(parameters: State) -> State:

@@ -89,7 +89,7 @@ class StackSteps:
                     self._callbacks.end(place)
                     end = self._state_of(place)
                     ends[place] = end if step + 1 == last else clone(end)
-        return [(ends[i], self._metrics(i)) for i in range(len(ends))]
+        return [(end, self._metrics(place)) for place, end in enumerate(ends)]
 
     def _step(self, step: int, groups: Sequence[Group]) -> None:
         """Take one step of the clients that have a batch left."""

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
@@ -13,14 +12,15 @@ from flsuite.aggregators.objectives.feature_term import FeatureCallback
 from flsuite.aggregators.objectives.held import StatedCallback
 from flsuite.aggregators.objectives.second_steps import SecondCallback
 from flsuite.aggregators.rules.after_fit import AfterFit
-from flsuite.client.fits import context_of
-from flsuite.client.loop import hooks_of, hooks_of_callback, takes_a_batch
+from flsuite.client.fits import callbacks_of_algorithm, context_of
+from flsuite.client.loop import hooks_of, hooks_of_callback, only_optimizer, takes_a_batch
 from flsuite.client.setup import WorkerSetup
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import Broadcast, ClientContext, FitRequest
+from flsuite.models.declarations import extra_epochs
 
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
-_HOOKS = {  # that a stack calls
+_HOOKS = {  # called by a stack
     "on_fit_start",
     "on_train_start",
     "on_train_epoch_start",
@@ -84,11 +84,6 @@ class Candidate:
     own: list[Callback]
     measures: bool
 
-    @property
-    def callbacks(self) -> list[Callback]:
-        """Return all that acts in the client's steps. Clients share the callbacks of the user."""
-        return [*self.request.broadcast.callbacks, *self.own]
-
 
 def candidate(setup: WorkerSetup, request: FitRequest) -> Candidate | None:
     """Return a fit as it trains in a stack, or ``None`` if it does not.
@@ -98,7 +93,7 @@ def candidate(setup: WorkerSetup, request: FitRequest) -> Candidate | None:
     if request.trained is not None:
         return None
     client = context_of(setup, request)
-    own = [] if request.adapts else _callbacks_of_algorithm(setup, client)
+    own = [] if request.adapts else callbacks_of_algorithm(setup, client)
     steps = [callback for callback in own if not isinstance(callback, AfterFit)]
     # A second model would train without their noise, and a frozen layer would get noise.
     differs = phases(steps) or any(isinstance(one, SecondCallback) for one in steps)
@@ -123,26 +118,21 @@ def phases(callbacks: Iterable[Callback]) -> bool:
 def _are_stackable(steps: Sequence[Callback]) -> bool:
     """Return whether a stack can do what an algorithm does in a client's steps.
 
-    A callback that a stack can call has ``supports_stack = True``. Of the steps, it sees the
-    gradients before the optimizer's, ``on_before_optimizer_step``, and neither batches nor the
-    forward pass. One with ``on_train_epoch_start`` may freeze parameters there, and sees the batch
-    right before the gradients, in ``on_train_batch_start``. It may take gradients away, so that no
-    step follows. It does the same for all clients. One that reads gradients by sample learns the
-    number of the batch there, but not the batch. Objectives state second models and terms of
-    features in functions of tensors, at most one of each.
+    A callback that a stack can call has ``supports_stack = True``. In a step, it sees the gradients
+    in ``on_before_optimizer_step``, but neither batches nor the forward pass. It may take gradients
+    away, so that no step follows. It does the same for all clients.
+
+    A callback with ``on_train_epoch_start`` may freeze parameters there, and sees the batch right
+    before the gradients, in ``on_train_batch_start``. A callback that reads gradients by sample
+    receives the number of the batch there, but not the batch. Objectives state second models and
+    terms of features as functions of tensors, at most one of each.
     """
     kinds = [type(callback) for callback in steps if isinstance(callback, StatedCallback)]
     return len(set(kinds)) == len(kinds) and all(map(_supports_stack, steps))
 
 
-def _callbacks_of_algorithm(setup: WorkerSetup, client: ClientContext) -> list[Callback]:
-    """Return what the attack and the algorithm do in a client's fit."""
-    attacks = setup.attack.callbacks(client) if setup.attack else []
-    return [*attacks, *setup.aggregator.callbacks(client)]
-
-
 def _supports_stack(callback: Callback) -> bool:
-    """Return whether a stack can call a callback. One that implements other hooks it cannot."""
+    """Return whether a stack can call a callback and all hooks that it implements."""
     if type(callback) in (FeatureCallback, SecondCallback):
         return True
     called = {*_HOOKS}
@@ -158,11 +148,7 @@ def optimizer_of(model: LightningModule) -> Optimizer:
     Raises:
         FlsuiteError: If there are several, or it has a scheduler or steps of another kind.
     """
-    made: Any = model.configure_optimizers()
-    if isinstance(made, (list, tuple)) and len(made) == 1:
-        made = made[0]
-    if isinstance(made, dict) and set(made) == {"optimizer"}:
-        made = made["optimizer"]
+    made = only_optimizer(model)
     if type(made) in _ELEMENTWISE:
         return made
     names = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
@@ -177,7 +163,7 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
     model, name = setup.model, type(setup.model).__name__
     if not model.automatic_optimization or not takes_a_batch(model):
         yield f"{name} has manual optimization, or a training_step without (batch, batch_idx)"
-    if getattr(model, "extra_epochs", 0):
+    if extra_epochs(model):
         yield f"{name} has a warm-up"
     if own := hooks_of(model):
         yield f"{name} has {own[0]}"

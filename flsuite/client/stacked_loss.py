@@ -260,8 +260,8 @@ def _is_large(weight: Tensor) -> bool:
 class _WeightsFirst(TorchFunctionMode):
     """Computes large linear layers as weights times inputs.
 
-    The gradients of a stack's weights are then in the memory order of the weights. Those of inputs
-    times weights are not, and their copies take a third of a step.
+    The gradients of a stack's weights then have the memory order of the weights. The gradients of
+    inputs times weights do not, and copying them is slow.
     """
 
     def __torch_function__(

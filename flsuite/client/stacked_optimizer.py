@@ -86,7 +86,7 @@ def has_state(
     """Return whether a client's own optimizer still has what :func:`hand_state` has given it.
 
     Its tensors may have changed in place, but not the numbers that the stack has for all clients.
-    The arguments are those of :func:`hand_state`.
+    The arguments are as in :func:`hand_state`.
     """
     own = dict(member.module.named_parameters())
     for name, parameter in parameters.items():

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
-from flsuite.client.loop import LocalLoop, NeedsLightningLoopError, implements
+from flsuite.client.loop import LocalLoop, NeedsLightningLoopError, implements, only_optimizer
 from flsuite.client.setup import refuse_callbacks
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import (
@@ -62,8 +62,8 @@ class ClientTrainer(Trainer):
         )
 
         # max_epochs itself changes with every fit that has a warm-up.
-        self.local_epochs = self.max_epochs or 1
-        self.use_local_loop = use_local_loop
+        self._local_epochs = self.max_epochs or 1
+        self._use_local_loop = use_local_loop
         self._was_plain = False
         self._plain_fit: _PlainFit | None = None
 
@@ -72,14 +72,14 @@ class ClientTrainer(Trainer):
         self._scaler = scaler_of(self)
         self._scaling = {} if self._scaler is None else self._scaler.state_dict()
 
-    def rewind(self, extra_epochs: int = 0, epochs: int | None = None) -> None:
+    def rewind(self, extra_epochs: int, epochs: int | None) -> None:
         """Prepare for the next fit.
 
         Args:
             extra_epochs: Epochs in addition.
-            epochs: Epochs in place of the configured epochs and steps.
+            epochs: Epochs in place of the configured epochs and steps, if any.
         """
-        rewind(self, (epochs or self.local_epochs) + extra_epochs, self._settings)
+        rewind(self, (epochs or self._local_epochs) + extra_epochs, self._settings)
         if epochs:
             self.fit_loop.epoch_loop.max_steps = -1
         if self._scaler is not None:
@@ -116,7 +116,7 @@ class ClientTrainer(Trainer):
             _refuse_fused(self.optimizers)
         local_loop = LocalLoop(self)
         with torch.autograd.set_detect_anomaly(detects_anomalies(self)):
-            self._was_plain = self.use_local_loop and local_loop.is_plain()
+            self._was_plain = self._use_local_loop and local_loop.is_plain()
             if self._was_plain:
                 local_loop.run()
             elif self._plain_fit is not None:
@@ -155,7 +155,10 @@ class _PlainFit:
             self._call_model("configure_model")
             trainer.strategy.model_to_device()
             enter_hook(self.module, "configure_optimizers")
-            trainer.strategy.optimizers = [_single(self.module.configure_optimizers())]
+            optimizer = only_optimizer(self.module)
+            if not isinstance(optimizer, Optimizer):
+                raise NeedsLightningLoopError("there is more than one optimizer, or a scheduler")
+            trainer.strategy.optimizers = [optimizer]
             self._call("on_fit_start")
             run_stage(trainer)
             self._call("on_fit_end")
@@ -183,17 +186,6 @@ class _PlainFit:
             if implements(callback, Callback, hook):
                 enter_hook(self.module, hook)
                 getattr(callback, hook)(self.trainer, self.module, *args, **kwargs)
-
-
-def _single(optimizers: Any) -> Optimizer:
-    """Return the single optimizer of the plain case, from a value of configure_optimizers."""
-    if isinstance(optimizers, (list, tuple)) and len(optimizers) == 1:
-        optimizers = optimizers[0]
-    if isinstance(optimizers, dict) and set(optimizers) == {"optimizer"}:
-        optimizers = optimizers["optimizer"]
-    if not isinstance(optimizers, Optimizer):
-        raise NeedsLightningLoopError("there is more than one optimizer, or a scheduler")
-    return optimizers
 
 
 def _refuse_fused(optimizers: Iterable[Optimizer]) -> None:

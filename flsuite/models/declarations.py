@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from flsuite.data.federated import Stage
 from flsuite.data.spec import DataSpec
 from flsuite.errors import FlsuiteError
 from flsuite.models.base import ClientModel
@@ -105,7 +106,7 @@ def head_of(
     return f"{name}."
 
 
-def begin_task(model: LightningModule, task: int, seen: Sequence[int], past: Sequence[int]) -> None:
+def begin_task(model: LightningModule, stage: Stage | None) -> None:
     """Let a model prepare for a fit, if it has a method of this name.
 
     Called before every fit if clients learn one task after another, with the weights that the fit
@@ -113,13 +114,11 @@ def begin_task(model: LightningModule, task: int, seen: Sequence[int], past: Seq
 
     Args:
         model: The model.
-        task: Number of the client's task, from 0. It is the same in all fits of the task.
-        seen: Classes that any client has met so far, including this task.
-        past: Classes that any client had met before this task.
+        stage: The position in the sequence of tasks. ``None`` without tasks.
     """
     method = getattr(model, "begin_task", None)
-    if callable(method):
-        method(task, seen, past)
+    if stage is not None and callable(method):
+        method(stage.task, stage.seen, stage.past)
 
 
 def pictures(model: LightningModule, x: Tensor) -> dict[str, dict[str, Tensor]]:
