@@ -1,4 +1,4 @@
-"""Which entries of a model's state are shared or private, and the layout of the shared ones."""
+"""The shared and private entries of a model's state, and the layout of the shared ones."""
 
 from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple

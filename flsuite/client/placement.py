@@ -8,8 +8,10 @@ from lightning.pytorch import Trainer
 
 from flsuite.errors import FlsuiteError
 
+_ALL = (None, "auto", -1, "-1", [-1])  # values of ``devices`` that name no GPUs
 
-def gpus(arguments: Mapping[str, Any], visible: int) -> list[int]:
+
+def gpus(arguments: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the GPUs that clients may train on.
 
     The list is empty if clients train on another kind of device.
@@ -17,15 +19,15 @@ def gpus(arguments: Mapping[str, Any], visible: int) -> list[int]:
     Args:
         arguments: Arguments of Lightning's Trainer. ``devices`` has its usual meaning: a number of
             GPUs from the first one on, a list of their numbers, or all of them by default.
-        visible: Number of GPUs visible to this process.
 
     Raises:
         FlsuiteError: If ``devices`` names a GPU that does not exist.
     """
+    visible = torch.cuda.device_count()
     if not visible or (arguments.get("accelerator") or "auto") not in ("auto", "gpu", "cuda"):
         return []
     devices = arguments.get("devices")
-    if devices in (None, "auto", -1, "-1", [-1]):
+    if devices in _ALL:
         return list(range(visible))
 
     try:
@@ -42,9 +44,7 @@ def gpus(arguments: Mapping[str, Any], visible: int) -> list[int]:
     return chosen
 
 
-def on_one_gpu(
-    arguments: Mapping[str, Any], worker: int = 0, visible: int | None = None
-) -> dict[str, Any]:
+def on_one_gpu(arguments: Mapping[str, Any], worker: int = 0) -> dict[str, Any]:
     """Return the arguments of a worker's Trainer, which uses one of the allowed GPUs.
 
     Worker ``i`` uses the ``i``-th allowed GPU. With more workers than GPUs, several workers share
@@ -53,17 +53,15 @@ def on_one_gpu(
     Args:
         arguments: Arguments of Lightning's Trainer. They are unchanged for other devices.
         worker: Number of the worker.
-        visible: Number of GPUs. Default: those visible to this process.
     """
-    allowed = gpus(arguments, torch.cuda.device_count() if visible is None else visible)
+    allowed = gpus(arguments)
     return {**arguments, "devices": [allowed[worker % len(allowed)]]} if allowed else {**arguments}
 
 
 def require_one_gpu(arguments: Mapping[str, Any]) -> None:
     """Refuse an explicit request for several GPUs if one client trains at a time."""
     devices = arguments.get("devices")
-    is_open = devices in (None, "auto", -1, "-1", [-1])
-    if not is_open and len(gpus(arguments, torch.cuda.device_count())) > 1:
+    if devices not in _ALL and len(gpus(arguments)) > 1:
         raise FlsuiteError(
             f"trainer: devices {devices!r} names several GPUs, but clients train one after another "
             "in this process; set devices to 1, or engine to Processes(workers=4)"

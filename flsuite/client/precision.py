@@ -40,7 +40,7 @@ def resolve_precision(
 
 def _device(arguments: Mapping[str, Any]) -> tuple[str, bool]:
     """Return the kind of device that clients train on, and whether it computes in bfloat16."""
-    if gpus(arguments, torch.cuda.device_count()):
+    if gpus(arguments):
         return "GPU", torch.cuda.is_bf16_supported(including_emulation=False)
     accelerator = arguments.get("accelerator") or "auto"
     if accelerator == "mps" or (accelerator != "cpu" and torch.backends.mps.is_available()):
@@ -51,8 +51,8 @@ def _device(arguments: Mapping[str, Any]) -> tuple[str, bool]:
 def cpu_has_bf16() -> bool:
     """Return whether oneDNN, as it is set here, has instructions of this CPU for bfloat16.
 
-    oneDNN also supports bfloat16 with AVX-512 alone, where it converts to float32 and back. A
-    ResNet-20 then takes more than twice as long as in float32.
+    oneDNN also supports bfloat16 with AVX-512 alone, where it converts to float32 and back, which
+    is slower than float32.
     """
     if not torch.backends.mkldnn.is_available():
         return False

@@ -41,7 +41,7 @@ _SCORING_ARGUMENTS = (  # Lightning Trainer arguments that affect scoring
 )
 
 
-class EvaluationSteps:
+class _EvaluationSteps:
     """Runs a model's own evaluation steps, and returns what they log.
 
     Lightning reduces the logged values as usual: by a mean over batches weighted by their sizes, by
@@ -82,7 +82,7 @@ class EvaluationSteps:
 
         logged: dict[str, float] = {}
         for name, value in trainer.callback_metrics.items():
-            # Of several names of one score, such as loss and val_loss, the split's own counts.
+            # If a score has several names, such as loss and val_loss, the split's own one counts.
             if score_name(name) not in logged or name.startswith(split):
                 logged[score_name(name)] = float(value)
         if not logged:
@@ -134,12 +134,16 @@ class Scorer:
         data: The samples. They may change from task to task.
         device: The device for scoring.
         precision: Returns the context of the forward pass, for example autocast.
-        batch_size: Samples per forward pass. Samples that are not tensors in memory, and a model's
-            own steps, use the batches of training.
         seed: The run's seed, for randomness during evaluation.
         trainer_kwargs: Arguments of each client's Lightning Trainer.
         attack: The attack, whose success is also scored. Default: none.
+
+    Attributes:
+        batch_size: Samples per forward pass. Samples that are not tensors in memory, and a model's
+            own steps, use the batches of training.
     """
+
+    batch_size = 1024
 
     def __init__(
         self,
@@ -147,7 +151,6 @@ class Scorer:
         data: FederatedData,
         device: torch.device,
         precision: Callable[[], AbstractContextManager[Any]],
-        batch_size: int = 1024,
         seed: int = 0,
         trainer_kwargs: Mapping[str, Any] | None = None,
         attack: Attack | None = None,
@@ -157,11 +160,10 @@ class Scorer:
         self.device = device
         self.trainer_kwargs = dict(trainer_kwargs or {})
         self.precision = precision
-        self.batch_size = batch_size
         self.seed = seed
         self.attack = attack
         self._steps = (
-            EvaluationSteps(model, trainer_kwargs or {}) if scores_by_steps(model) else None
+            _EvaluationSteps(model, self.trainer_kwargs) if scores_by_steps(model) else None
         )
 
     def own(
@@ -197,7 +199,7 @@ class Scorer:
         """Return what the ``predict_step`` of the resident model returns for each batch."""
         with isolate_rng():
             seed_process(self.seed, "predict")
-            return EvaluationSteps(self.model, self.trainer_kwargs).predictions(batches)
+            return _EvaluationSteps(self.model, self.trainer_kwargs).predictions(batches)
 
     def outputs(self, samples: DataSplit) -> dict[str, Tensor]:
         """Return the model's evaluation columns for every sample, on the CPU."""
@@ -250,7 +252,7 @@ class Scorer:
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Return the scores on a whole split, and the columns that they are computed from."""
         outputs = self.outputs(samples) if self._has_columns else {}
-        values = self._numbers(outputs, samples, split, None, auroc=True)
+        values = self._numbers(outputs, samples, split)
         return values | self._aim(samples), outputs
 
     def _aim(self, samples: DataSplit) -> dict[str, float]:
@@ -270,13 +272,13 @@ class Scorer:
         outputs: Mapping[str, Tensor],
         samples: DataSplit,
         split: Split,
-        rows: Tensor | None,
-        auroc: bool,
+        rows: Tensor | None = None,
     ) -> dict[str, float]:
         """Return the scores on some rows of a split, or on all."""
         part = outputs if rows is None else {name: column[rows] for name, column in outputs.items()}
         y = samples.y if rows is None else samples.y[rows]
-        values = scores(part, y, self.data.spec, auroc=auroc) if part else {}
+        # No AUROC of a client's part, because it is costly, and the part often lacks a class.
+        values = scores(part, y, self.data.spec, auroc=rows is None) if part else {}
         if self._steps is not None:
             batches = SplitLoader(self.data, samples, self.data.batch_size, rows)
             # The model's own logged value takes precedence.
@@ -295,8 +297,7 @@ class Scorer:
         for client in clients if len(samples.rows) else ():
             own = samples.rows[client]
             if len(own):
-                # No AUROC, because it is costly, and a client's part often lacks a class.
-                values = self._numbers(outputs, samples, split, own, auroc=False)
+                values = self._numbers(outputs, samples, split, own)
                 by_client[str(client)] = values | {"samples": float(len(own))}
         return by_client
 

@@ -117,7 +117,6 @@ class NodeEvaluator(Evaluator):
             evaluator.data,
             evaluator.device,
             evaluator.precision,
-            evaluator.batch_size,
             evaluator.seed,
             evaluator.trainer_kwargs,
             evaluator.attack,

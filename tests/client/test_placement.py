@@ -37,9 +37,10 @@ from tests.conftest import digits
     ],
 )
 def test_the_argument_devices_keeps_its_meaning(
-    arguments: dict[str, Any], visible: int, expected: list[int]
+    arguments: dict[str, Any], visible: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert gpus(arguments, visible) == expected
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert gpus(arguments) == expected
 
 
 @pytest.mark.parametrize(
@@ -50,18 +51,23 @@ def test_the_argument_devices_keeps_its_meaning(
         ("all", "devices must be a number of GPUs or a list"),
     ],
 )
-def test_gpus_that_are_not_there_are_refused(devices: Any, message: str) -> None:
+def test_gpus_that_are_not_there_are_refused(
+    devices: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(FlsuiteError, match=message):
-        gpus({"devices": devices}, 3)
+        gpus({"devices": devices})
 
 
-def test_worker_i_has_gpu_i_and_the_first_ones_are_shared() -> None:
+def test_worker_i_has_gpu_i_and_the_first_ones_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     arguments = {"accelerator": "gpu", "max_epochs": 2}
-    placed = [on_one_gpu(arguments, worker, visible=3) for worker in range(7)]
+    placed = [on_one_gpu(arguments, worker) for worker in range(7)]
     assert [one["devices"] for one in placed] == [[0], [1], [2], [0], [1], [2], [0]]
     assert all(one["max_epochs"] == 2 for one in placed)
-    assert [on_one_gpu({"devices": [5, 3]}, w, 8)["devices"] for w in range(3)] == [[5], [3], [5]]
-    assert on_one_gpu({"accelerator": "cpu"}, 1, visible=3) == {"accelerator": "cpu"}
+    assert on_one_gpu({"accelerator": "cpu"}, 1) == {"accelerator": "cpu"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert [on_one_gpu({"devices": [5, 3]}, w)["devices"] for w in range(3)] == [[5], [3], [5]]
 
 
 def test_a_worker_and_the_server_take_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
