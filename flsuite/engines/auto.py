@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ _WORTH = 0.9  # a stack must take less than this fraction of the time, because i
 
 
 @dataclass
-class Way:
+class _Way:
     """One way of training, with its expected cost.
 
     Attributes:
@@ -59,7 +60,7 @@ class Way:
 
 @dataclass(eq=False)
 class Auto(Delegate, Settings):
-    """Chooses this process, worker processes or stacks of clients, whatever is fastest.
+    """Chooses this process, worker processes or stacks of clients, whichever is fastest.
 
     Before the first round, it trains a client and, if the run allows it, a stack of clients for
     about a second each, on this machine, and drops the results. It then takes the engine with the
@@ -126,28 +127,28 @@ class Auto(Delegate, Settings):
         more = f"; no stacks: {why}" if why else ""
         log.info("engine: %s (auto: for %d fits, %s%s)", _name(best.engine), fits, costs, more)
 
-    def _plain(self, setup: WorkerSetup, requests: Sequence[FitRequest]) -> list[Way]:
+    def _plain(self, setup: WorkerSetup, requests: Sequence[FitRequest]) -> list[_Way]:
         """Return this process, and worker processes if there is something to share."""
         alone = _seconds_alone(setup, requests)
         workers = min(self._workers(setup), len(requests))
-        ways = [Way(InProcess(), alone)]
+        ways = [_Way(InProcess(), alone)]
         if workers > 1:
-            ways.append(Way(Processes(workers=workers), alone / _gain(workers), _START))
+            ways.append(_Way(Processes(workers=workers), alone / _gain(workers), _START))
         return ways
 
     def _stacks(
         self, setup: WorkerSetup, requests: Sequence[FitRequest], size: int, alone: float
-    ) -> list[Way]:
+    ) -> list[_Way]:
         """Return stacks in this process, and in worker processes if there is enough to share."""
         workers = self._workers(setup)
         seconds = _seconds_stacked(setup, requests, size, alone)
-        ways = [Way(Vectorized(clients=size), seconds)]
+        ways = [_Way(Vectorized(clients=size), seconds)]
         if (shared := min(size, math.ceil(len(requests) / workers))) > 1 and workers > 1:
             engine = Vectorized(clients=shared, workers=workers)
             # A step costs about the same whatever the stack, plus a part per client.
             per_client = (size * seconds - alone) / (size - 1)
             smaller = max(seconds, (alone + per_client * (shared - 1)) / shared)
-            ways.append(Way(engine, smaller / _gain(workers), _START))
+            ways.append(_Way(engine, smaller / _gain(workers), _START))
         return ways
 
     def _workers(self, setup: WorkerSetup) -> int:
@@ -176,12 +177,12 @@ def _seconds_alone(setup: WorkerSetup, requests: Sequence[FitRequest]) -> float:
     sizes = [setup.data.samples(request.client) for request in requests]
     mean = sum(sizes) / len(sizes)
     with threads_set(1):
-        first = _timed(lambda: runner.run(requests[0]))  # includes what is done once
+        first = _timed(partial(runner.run, requests[0]))  # includes what is done once
         seconds, samples = 0.0, 0
         for request, size in zip(requests[1:] or requests, sizes[1:] or sizes, strict=True):
             if seconds > _SECONDS or first > 10 * _SECONDS:
                 break
-            seconds += _timed(lambda r=request: runner.run(r))  # type: ignore[misc]
+            seconds += _timed(partial(runner.run, request))
             samples += size
     return first if not samples else seconds / samples * mean
 
@@ -193,8 +194,8 @@ def _seconds_stacked(
     few = list(requests[: max(2, min(size, int(_STACK / max(alone, 1e-6))))])
     runner = JobRunner(replace(_copied(setup), stack=len(few)))
     with threads_set(1):
-        first = _timed(lambda: runner.answer(few))
-        seconds = first if first > 2 * _STACK else _timed(lambda: runner.answer(few))
+        first = _timed(partial(runner.answer, few))
+        seconds = first if first > 2 * _STACK else _timed(partial(runner.answer, few))
     return seconds / len(few)
 
 
@@ -213,12 +214,8 @@ def _timed(train: Callable[[], Any]) -> float:
 
 
 def _name(engine: Engine) -> str:
-    arguments = {
-        name: value
-        for name in ("clients", "workers")
-        if (value := getattr(engine, name, None)) not in (None, 1)
-    }
-    shown = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    named = ((name, getattr(engine, name, None)) for name in ("clients", "workers"))
+    shown = ", ".join(f"{name}={value}" for name, value in named if value not in (None, 1))
     return f"{type(engine).__name__}({shown})"
 
 

@@ -55,8 +55,8 @@ class Engine(ABC):
     def join(self, numbers: Collection[int]) -> None:
         """Let these fits train together, which affects the rounding of their results.
 
-        Each trains with those of them that are pending when its outcome is needed. It replaces an
-        earlier call: what pending fits have trained with others is dropped.
+        A fit trains with the others that are pending when its outcome is needed. A call replaces
+        the earlier one, and drops outcomes that are not collected.
         """
         return
 

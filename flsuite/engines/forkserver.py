@@ -64,7 +64,9 @@ def _can_fork() -> bool:
 
     if not torch.is_grad_enabled() or torch.accelerator.is_available():
         return False
-    return _has_only_own_threads() or (_dummy_fork() and _has_only_own_threads())
+    if not _has_only_own_threads():
+        _dummy_fork()
+    return _has_only_own_threads()
 
 
 def _is_importing() -> bool:
@@ -85,7 +87,7 @@ def _has_only_own_threads() -> bool:
     return own.issuperset(map(int, os.listdir("/proc/self/task")))
 
 
-def _dummy_fork() -> bool:
+def _dummy_fork() -> None:
     """Let libraries stop the threads that they stop before a fork.
 
     OpenBLAS, which numpy ships, does this, and restarts the threads on demand.
@@ -96,7 +98,6 @@ def _dummy_fork() -> bool:
         os._exit(0)
     with suppress(ChildProcessError):  # this process ignores SIGCHLD
         os.waitpid(child, 0)
-    return True
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, fields
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
+from operator import methodcaller
 from typing import Any
 
 from flsuite.arguments import PositiveFloat, PositiveInt, Settings, Threads
@@ -207,11 +208,7 @@ class _Descriptor:
         self.number = number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _detach, (reduction.DupFd(self.number),)
-
-
-def _detach(duplicate: Any) -> int:
-    return duplicate.detach()
+        return methodcaller("detach"), (reduction.DupFd(self.number),)
 
 
 def _require_answer(answer: Any, job: Job) -> None:

@@ -366,8 +366,7 @@ class Ray(Pool, Settings):
 
 def _reason(error: Exception) -> str:
     """Return the first sentence of the last line of Ray's message, which has the cause."""
-    lines = str(error).split("\n")
-    return lines[-1].split(". ")[0][:200]
+    return str(error).split("\n")[-1].split(". ")[0][:200]
 
 
 def _was_read(call: _Call) -> bool:

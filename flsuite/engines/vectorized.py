@@ -19,15 +19,15 @@ class Vectorized(Delegate, Settings):
     Small networks train several times as fast as one after another, because a step of the whole
     stack launches as many operations as a step of one client. Each client takes the same steps on
     the same batches as on other engines. Batched kernels round differently, so the weights differ
-    from other engines' in the last digits, and a run goes on with the stacks that it began with.
-    With an asynchronous schedule, the fits train together that arrive for the same aggregation.
+    from other engines in the last digits, and a resumed run keeps its stacks. With an asynchronous
+    schedule, fits that arrive for the same aggregation train together.
 
-    It takes models with one of torch's elementwise optimizers, and algorithms that change gradients
+    It takes models with one of torch's elementwise optimizers. The algorithm may change gradients
     (FedProx, SCAFFOLD), train a second model (Ditto), add a term of the features (MOON) or freeze
-    layers in some epochs (FedRep, of which clients with as many batches train together), and
-    ``DPSGD``, whose gradients by sample take the memory of a whole batch of models per client. It
-    refuses others before the first round. Attackers train one by one, and so do the clients of a
-    worker that has died.
+    layers in some epochs (FedRep; clients with as many batches then train together). ``DPSGD`` may
+    add noise; its gradients by sample take the memory of a whole batch of models per client. It
+    refuses other models and algorithms before the first round. Attackers train one by one, and so
+    do the clients of a worker that has died.
 
     Args:
         clients: Clients per stack.
