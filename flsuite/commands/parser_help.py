@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from flsuite.commands.static.classes import class_names, find_class, kinds_of, public_subclasses
 from flsuite.commands.static.docs import first_sentence
 from flsuite.commands.static.first_keys import TRAINER, first_keys
-from flsuite.commands.static.modules import Definition, lookup, resolve
+from flsuite.commands.static.modules import Definition, last_name, lookup, resolve
 from flsuite.commands.static.signatures import Parameter, signature_of
 from flsuite.commands.static.suggestions import nearest, nearest_key
 from flsuite.errors import FlsuiteError
@@ -68,8 +68,7 @@ def help_of(command: str, summary: str, topic: str = "") -> str:
     definition = find_class(name)
     if definition is not None:
         return _of_class(definition)
-    trainer = lookup(*TRAINER)
-    keys = [f"trainer.{key}" for key in signature_of(trainer).parameters] if trainer else []
+    keys = [f"trainer.{key}" for key in _trainer_parameters()]
     near = nearest_key(name, first_keys(command).parameters, keys) or nearest(name, class_names())
     hint = f" (did you mean {near}?)" if near else ""
     raise FlsuiteError(f"--help={topic}: no such class, and no key that takes one{hint}")
@@ -80,9 +79,11 @@ def _of_command(command: str, summary: str) -> str:
     own = {f"--{name}": keys[name] for name in (*_FIRST, *keys) if name in keys}
     own["--KEY VALUE"] = Parameter("", doc="Any key of a config, e.g. --data.partition.alpha 0.1.")
     del own["--trainer"]
-    trainer = lookup(*TRAINER)
-    assert trainer is not None
-    federated = {k: v for k, v in _own_parameters(trainer).items() if k not in keys}
+    federated = {
+        name: parameter
+        for name, parameter in _trainer_parameters().items()
+        if parameter.module == TRAINER[0] and name not in keys
+    }
     lines = [f"usage: flsuite {command} --config FILE [--KEY VALUE ...]", "", summary, ""]
     lines += _table("options:", own)
     lines += ["", *_table("keys of the trainer, as --trainer.KEY VALUE:", federated)]
@@ -91,10 +92,7 @@ def _of_command(command: str, summary: str) -> str:
 
 def _of_lightning() -> str:
     """Return the arguments that the trainer passes on to Lightning's Trainer."""
-    trainer = lookup(*TRAINER)
-    assert trainer is not None
-    every, own = signature_of(trainer).parameters, _own_parameters(trainer)
-    lightning = {name: p for name, p in every.items() if name not in own}
+    lightning = {k: v for k, v in _trainer_parameters().items() if v.module != TRAINER[0]}
     title = "keys of Lightning's Trainer for each client's fit, as --trainer.KEY VALUE:"
     return "\n".join(_table(title, lightning)) + "\n"
 
@@ -144,10 +142,11 @@ def _parameter(base: Definition, name: str) -> Parameter | None:
     return None
 
 
-def _own_parameters(trainer: Definition) -> dict[str, Parameter]:
-    """Return the arguments that the trainer's own ``__init__`` declares."""
-    parameters = signature_of(trainer).parameters
-    return {name: p for name, p in parameters.items() if p.module == trainer.module}
+def _trainer_parameters() -> dict[str, Parameter]:
+    """Return the arguments of the trainer, including those of Lightning's Trainer."""
+    trainer = lookup(*TRAINER)
+    assert trainer is not None
+    return signature_of(trainer).parameters
 
 
 def _summary(found: Definition) -> str:
@@ -178,10 +177,10 @@ def _described(parameter: Parameter) -> str:
     if node is not None and not isinstance(node, ast.Call) and ast.unparse(node) != "None":
         value = ast.unparse(node).strip("'")
         default = f"{value.lower() if value in ('True', 'False') else value}."
-    is_known = default and default.strip() != "None."
-    return f"{first_sentence(text)}{' Default: ' if is_known else ''}" + (
-        first_sentence(default) if is_known else ""
-    )
+    described = first_sentence(text)
+    if default and default.strip() != "None.":
+        described += f" Default: {first_sentence(default)}"
+    return described
 
 
 def _kind(parameter: Parameter) -> str:
@@ -209,7 +208,7 @@ def _kinds(module: str, node: ast.AST, depth: int = 5) -> list[str]:
 
 
 def _of_subscript(module: str, node: ast.Subscript, depth: int) -> list[str]:
-    name = ast.unparse(node.value).rpartition(".")[2]
+    name = last_name(node)
     inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     if name == "Literal":
         return [str(value.value) for value in inner if isinstance(value, ast.Constant)]

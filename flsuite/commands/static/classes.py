@@ -12,6 +12,7 @@ from flsuite.commands.static.modules import (
     content_of,
     find_source,
     imported,
+    last_name,
     lookup,
     resolve,
 )
@@ -41,10 +42,13 @@ class Kinds(NamedTuple):
     takes_text: bool = False
 
 
+_ANY = Kinds(takes_text=True)
+
+
 def kinds_of(parameter: Parameter) -> Kinds:
     """Return the kinds of values that a key takes, from its annotation."""
     if parameter.annotation is None:
-        return Kinds(takes_text=True)
+        return _ANY
     return _kinds(parameter.module, parameter.annotation, 9)
 
 
@@ -84,7 +88,7 @@ def class_names() -> list[str]:
 
 def _is_public(name: str, module: str) -> bool:
     found = lookup(module, name)
-    if found is None or any("@abstractmethod" in line for line in _decorators(found)):
+    if found is None or _is_abstract(found):
         return False
     parts = module.split(".")
     packages = [".".join(parts[:count]) for count in range(1, len(parts))]
@@ -92,10 +96,10 @@ def _is_public(name: str, module: str) -> bool:
     return any(content and name in content.names for content in exported)
 
 
-def _decorators(found: Definition) -> list[str]:
+def _is_abstract(found: Definition) -> bool:
     body = found.node.body if isinstance(found.node, ast.ClassDef) else []
     functions = [node for node in body if isinstance(node, ast.FunctionDef)]
-    return [f"@{ast.unparse(d)}" for node in functions for d in node.decorator_list]
+    return any(ast.unparse(d) == "abstractmethod" for f in functions for d in f.decorator_list)
 
 
 def _kinds(module: str, node: ast.expr, depth: int) -> Kinds:
@@ -111,9 +115,9 @@ def _kinds(module: str, node: ast.expr, depth: int) -> Kinds:
         return Kinds()
     found = resolve(module, node) if depth else None
     if found is None or isinstance(found.node, ast.FunctionDef):
-        return Kinds(takes_text=True)
+        return _ANY
     if isinstance(found.node, ast.ClassDef):
-        return Kinds(takes_text=True) if _may_be_text(found) else Kinds((found,))
+        return _ANY if _may_be_text(found) else Kinds((found,))
     return _kinds(found.module, found.node, depth - 1) if isinstance(found.node, ast.expr) else _ANY
 
 
@@ -128,10 +132,9 @@ def _may_be_text(found: Definition, depth: int = 9) -> bool:
     if found.module.split(".")[0] in sys.stdlib_module_names or depth == 0:
         return True
     for base in found.node.bases if isinstance(found.node, ast.ClassDef) else ():
-        node = base.value if isinstance(base, ast.Subscript) else base
-        if ast.unparse(node).rpartition(".")[2] in _TEXT_BASES:
+        if last_name(base) in _TEXT_BASES:
             return True
-        above = resolve(found.module, node)
+        above = resolve(found.module, base)
         is_own = above and above.module.split(".")[0] not in sys.stdlib_module_names
         if above and is_own and _may_be_text(above, depth - 1):
             return True
@@ -139,7 +142,7 @@ def _may_be_text(found: Definition, depth: int = 9) -> bool:
 
 
 def _of_subscript(module: str, node: ast.Subscript, depth: int) -> Kinds:
-    name = ast.unparse(node.value).rpartition(".")[2]
+    name = last_name(node)
     inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     if name == "Callable":  # a class whose objects the function returns
         returned = _kinds(module, inner[-1], depth)

@@ -3,7 +3,6 @@
 import ast
 from functools import cache
 
-from flsuite.commands.options import OPTIONS
 from flsuite.commands.static.docs import argument_docs
 from flsuite.commands.static.modules import lookup
 from flsuite.commands.static.signatures import (
@@ -20,12 +19,30 @@ _CLASSES = {
     "data": ("LightningDataModule", "The data of all clients."),
     "trainer": (TRAINER[1], "The federation."),
 }
+_OF_A_RUN = {
+    "config": "A config file. Several are read in order, and later keys win.",
+    "seed_everything": "The run's seed, which determines all random numbers.",
+    "plugins": "Your modules to import first, so that their classes have short names.",
+    "run_dir": "The run's folder.",
+    "from_updates": "A run with keep_updates, whose trained client models are reused.",
+    "print_config": "Print the resolved config and exit.",
+}
+_OF_A_PICTURE = {
+    **_OF_A_RUN,
+    "output": "Where to write.",
+    "ckpt_path": "Ignored; accepted from a config for fit.",
+}
+# The options that each subcommand adds to the model, the data and the trainer.
+_OPTIONS = {
+    **dict.fromkeys(("fit", "validate", "test", "predict"), _OF_A_RUN),
+    **dict.fromkeys(("schedule", "partition"), _OF_A_PICTURE),
+}
 
 
 @cache
 def first_keys(command: str) -> Signature:
     """Return the keys of a subcommand."""
-    known = {name: Parameter(_HOME, doc=doc) for name, doc in OPTIONS[command].items()}
+    known = {name: Parameter(_HOME, doc=doc) for name, doc in _OPTIONS[command].items()}
     for name, (base, doc) in _CLASSES.items():
         known[name] = Parameter(_HOME, ast.Name(base), doc=doc)
     for defined in own_and_bases(lookup(*TRAINER)):

@@ -94,7 +94,8 @@ def lookup(module: str, name: str, depth: int = 9) -> Definition | None:
 
 
 def resolve(module: str, node: ast.AST, depth: int = 9) -> Definition | None:
-    """Return the definition behind an expression, such as ``Rule`` or ``torch.Tensor``."""
+    """Return the definition behind an expression, such as ``Rule[T]`` or ``torch.Tensor``."""
+    node = node.value if isinstance(node, ast.Subscript) else node
     if isinstance(node, ast.Name):
         return lookup(module, node.id, depth)
     if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
@@ -106,6 +107,12 @@ def resolve(module: str, node: ast.AST, depth: int = 9) -> Definition | None:
                 prefix = _origin(module, bound) + "." if isinstance(bound, ast.ImportFrom) else ""
                 return lookup(prefix + alias.name, node.attr, depth)
     return None
+
+
+def last_name(node: ast.expr) -> str:
+    """Return the last name of ``a.b`` or ``a.b[c]``."""
+    node = node.value if isinstance(node, ast.Subscript) else node
+    return ast.unparse(node).rpartition(".")[2]
 
 
 @lru_cache(maxsize=1000)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flsuite.commands.static.docs import argument_docs
-from flsuite.commands.static.modules import Definition, resolve
+from flsuite.commands.static.modules import Definition, last_name, resolve
 
 _PLAIN_BASES = {"ABC", "Generic", "NamedTuple", "Protocol", "object"}  # without arguments to add
 _HARMLESS = {"_defaults_from_env_vars", "override"}  # decorators that do not change the arguments
@@ -50,7 +50,7 @@ def signature_of(defined: Definition, depth: int = 9) -> Signature:
     cls = defined.node
     if not isinstance(cls, ast.ClassDef) or depth == 0:
         return OPEN
-    metaclasses = [k for k in cls.keywords if ast.unparse(k.value).rpartition(".")[2] != "ABCMeta"]
+    metaclasses = [k for k in cls.keywords if last_name(k.value) != "ABCMeta"]
     is_dataclass = [_callee(node) == "dataclass" for node in cls.decorator_list]
     if metaclasses or not all(is_dataclass):
         return OPEN
@@ -61,7 +61,7 @@ def signature_of(defined: Definition, depth: int = 9) -> Signature:
     if any(_is_function(node, "__new__") for node in cls.body):
         return OPEN
     inherited = _of_bases(defined, cls, depth)
-    is_tuple = "NamedTuple" in map(_last_name, cls.bases)
+    is_tuple = "NamedTuple" in map(last_name, cls.bases)
     has_fields = bool(is_dataclass) or is_tuple
     return _with(inherited, dict(_fields(defined, cls))) if has_fields else inherited
 
@@ -80,7 +80,7 @@ def _of_init(
         node
         for node in ast.walk(init)
         if isinstance(node, ast.Call)
-        and any(k.arg is None and _last_name(k.value) == extra for k in node.keywords)
+        and any(k.arg is None and last_name(k.value) == extra for k in node.keywords)
     ]
     calls_base = all(ast.unparse(call.func) == "super().__init__" for call in calls)
     uses = [node for node in ast.walk(init) if isinstance(node, ast.Name) and node.id == extra]
@@ -110,10 +110,9 @@ def _of_bases(defined: Definition, cls: ast.ClassDef, depth: int) -> Signature:
     """Return the arguments of all bases together, without regard to their order."""
     together = Signature({})
     for base in reversed(cls.bases):
-        if _last_name(base) in _PLAIN_BASES:
+        if last_name(base) in _PLAIN_BASES:
             continue
-        node = base.value if isinstance(base, ast.Subscript) else base
-        found = resolve(defined.module, node)
+        found = resolve(defined.module, base)
         inherited = signature_of(found, depth - 1) if found else OPEN
         together = _with(together, inherited.parameters, inherited.is_open)
     return together
@@ -144,7 +143,7 @@ def _fields(defined: Definition, cls: ast.ClassDef) -> Iterator[tuple[str, Param
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         is_fixed = isinstance(node.value, ast.Call) and "init=False" in ast.unparse(node.value)
-        if not is_fixed and _last_name(node.annotation) != "ClassVar":
+        if not is_fixed and last_name(node.annotation) != "ClassVar":
             name = node.target.id
             yield name, Parameter(defined.module, node.annotation, node.value, docs.get(name, ""))
 
@@ -154,10 +153,4 @@ def _is_function(node: ast.AST, name: str) -> bool:
 
 
 def _callee(node: ast.expr) -> str:
-    return _last_name(node.func if isinstance(node, ast.Call) else node)
-
-
-def _last_name(node: ast.expr) -> str:
-    """Return the last name of ``a.b`` or ``a.b[c]``."""
-    node = node.value if isinstance(node, ast.Subscript) else node
-    return ast.unparse(node).rpartition(".")[2]
+    return last_name(node.func if isinstance(node, ast.Call) else node)

@@ -10,23 +10,23 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None
     return next(iter(likeliest(name, known, 1, cutoff)), None)
 
 
-def nearest_key(key: str, beside: Iterable[str], elsewhere: Iterable[str]) -> str | None:
+def nearest_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> str | None:
     """Return the likeliest key for an unknown one.
 
     Args:
         key: The last name of the unknown key.
-        beside: The names that exist in its place.
+        siblings: The names that exist in its place.
         elsewhere: Dotted keys of other places. Earlier ones are preferred.
     """
-    beside, elsewhere = list(beside), list(elsewhere)
-    longer = [name for name in beside if name.startswith(key) and len(key) > 2]
+    siblings, elsewhere = list(siblings), list(elsewhere)
+    longer = [name for name in siblings if name.startswith(key) and len(key) > 2]
     if longer:  # an abbreviation
         return min(longer, key=len)
     ends = {other: other.rpartition(".")[2] for other in elsewhere}
     same = [other for other, end in ends.items() if end == key]
     if same:
         return same[0]
-    near = nearest(key, beside)
+    near = nearest(key, siblings)
     if near:
         return near
     last = [other for other, end in ends.items() if end.endswith(f"_{key}")]  # epochs: max_epochs

@@ -7,7 +7,7 @@ source does not show are left to the parser.
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from flsuite.commands.request import options, read_config, read_value
 from flsuite.commands.static.classes import Kinds, kinds_of, may_define, subclasses
@@ -25,7 +25,7 @@ _SWEEPS = ("config", "grid", "methods", "overrides", "seeds", "tune", "updates_f
 _PARTS = ("rule", "objective", "transforms", "server_optimizer")
 _LIBRARIES = ("flsuite", "lightning", "torch", "torchmetrics")
 
-KeyPath = tuple[str, ...]
+_KeyPath = tuple[str, ...]
 
 
 class TyposError(FlsuiteError):
@@ -38,20 +38,6 @@ class TyposError(FlsuiteError):
     def __init__(self, lines: list[str]) -> None:
         super().__init__("; ".join(lines))
         self.lines = lines
-
-
-class Place(NamedTuple):
-    """The file or the command line in which a key was given.
-
-    Attributes:
-        file: The config, or empty on the command line.
-    """
-
-    file: str = ""
-
-    def named(self, path: KeyPath | str) -> str:
-        key = path if isinstance(path, str) else ".".join(path)
-        return key if self.file else f"--{key}"
 
 
 def refuse_typos(command: str, args: list[str]) -> None:
@@ -83,23 +69,26 @@ class _Checked:
 
     def __init__(self, command: str) -> None:
         self.command = command
+        self.file = ""  # the config that is being read; empty for the command line
         # Error lines with the short name at fault, which a user's module may still define.
         self.lines: dict[str, str] = {}
         self.modules: set[str] = set()  # the user's modules that the request names
         # The current class of each key, None if unknown.
-        self.classes: dict[KeyPath, Definition | None] = {}
+        self.classes: dict[_KeyPath, Definition | None] = {}
         self.classes["trainer",] = lookup(*TRAINER)
         # The unknown short name, where the likeliest class was taken in its place.
-        self.guessed: dict[KeyPath, str] = {}
+        self.guessed: dict[_KeyPath, str] = {}
 
     def config(self, path: str) -> None:
         """Check a file."""
-        self._keys(Place(path), (), read_config(path))
+        self.file = path
+        self._keys((), read_config(path))
 
     def option(self, key: str, value: Any) -> None:
         """Check an option of the command line."""
-        place, parameter = Place(), Parameter("")
-        at: KeyPath = ()
+        self.file = ""
+        at: _KeyPath = ()
+        parameter = Parameter("")
         names = key.removesuffix("+").split(".")
         for name in names:
             if name in ("help", "dict_kwargs") or name.isdigit():
@@ -108,50 +97,50 @@ class _Checked:
                 value = {"class_path": value}
             if name in _OF_A_CLASS and at:
                 continue
-            found = self._parameter(place, at, name)
+            found = self._parameter(at, name)
             if found is None:
                 return
             at, parameter = found
-        self._value(place, at, parameter, value)
+        self._value(at, parameter, value)
 
-    def _keys(self, place: Place, at: KeyPath, content: Mapping[Any, Any]) -> None:
+    def _keys(self, at: _KeyPath, content: Mapping[Any, Any]) -> None:
         for name, value in content.items():
             if isinstance(name, str) and "." not in name:
-                found = self._parameter(place, at, name)
+                found = self._parameter(at, name)
                 if found is not None:
-                    self._value(place, *found, value)
+                    self._value(*found, value)
 
-    def _value(self, place: Place, at: KeyPath, parameter: Parameter, value: Any) -> None:
+    def _value(self, at: _KeyPath, parameter: Parameter, value: Any) -> None:
         kinds = kinds_of(parameter)
         if at == ("plugins",):
             named = value if isinstance(value, list) else [value]
             self.modules |= {plugin for plugin in named if isinstance(plugin, str)}
         elif at == ("trainer",):  # its class is fixed
             if isinstance(value, Mapping):
-                self._keys(place, at, value)
+                self._keys(at, value)
         elif isinstance(value, list):
             for item in value:
-                self._value(place, at, parameter, item)
+                self._value(at, parameter, item)
         elif isinstance(value, str) and kinds.bases:
-            self._choose(place, at, kinds, value)
+            self._choose(at, kinds, value)
         elif isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
-            self._choose(place, at, kinds._replace(takes_text=False), value["class_path"])
+            self._choose(at, kinds._replace(takes_text=False), value["class_path"])
             for name in value.keys() - set(_OF_A_CLASS):
-                self._refuse_beside_class(place, at, str(name))
+                self._refuse_next_to_class(at, str(name))
             if isinstance(value.get("init_args"), Mapping):
-                self._keys(place, at, value["init_args"])
+                self._keys(at, value["init_args"])
         elif isinstance(value, Mapping) and self.classes.get(at):
             inner = value.get("init_args", value) if set(value) <= set(_OF_A_CLASS) else value
             if isinstance(inner, Mapping):
-                self._keys(place, at, inner)
+                self._keys(at, inner)
         elif isinstance(value, Mapping) and kinds.bases:
             for name in value:
                 if nearest(str(name), _OF_A_CLASS, 0.8) not in (None, name):
-                    self._refuse_beside_class(place, at, str(name))
+                    self._refuse_next_to_class(at, str(name))
         elif not isinstance(value, Mapping):
             self._forget(at)
 
-    def _parameter(self, place: Place, at: KeyPath, name: str) -> tuple[KeyPath, Parameter] | None:
+    def _parameter(self, at: _KeyPath, name: str) -> tuple[_KeyPath, Parameter] | None:
         """Return a key of a place, or ``None`` if it is unknown.
 
         An unknown key is refused, and the likeliest key is returned in its place.
@@ -162,8 +151,8 @@ class _Checked:
             return (*at, name), known[name]
         if signature.is_open:
             return None
-        if name in _SWEEPS and not at and place.file:  # once for all of them
-            self._refuse(place, f"this is a sweep: flsuite sweep --config {place.file}")
+        if name in _SWEEPS and not at and self.file:  # once for all of them
+            self._refuse(f"this is a sweep: flsuite sweep --config {self.file}")
             return None
         meant = nearest_key(name, known, self._all_keys())
         if name in _PARTS and at == ("trainer", "aggregator"):
@@ -171,24 +160,29 @@ class _Checked:
         elif name in _SPLITS and at == ("data",) and "clients" not in known:
             hint = f"; FromDataModule takes it, with {self._class_name(at)} as its data"
         elif meant is not None:
-            hint = f" (did you mean {place.named((*at, meant) if meant in known else meant)}?)"
+            hint = f" (did you mean {self._named((*at, meant) if meant in known else meant)}?)"
         elif at and at != ("trainer",):
             names = [name for name in known if name != "params"]  # an optimizer gets them later
             hint = f"; {self._class_name(at)} takes {', '.join(names) or 'no arguments'}"
         else:
             hint = f"; see flsuite {self.command} --help"
-        self._refuse(place, f"unknown key {place.named((*at, name))}{hint}", self._guess(at))
+        self._refuse(f"unknown key {self._named((*at, name))}{hint}", self._guess(at))
         return ((*at, meant), known[meant]) if meant in known else None
 
-    def _refuse(self, place: Place, text: str, name: str = "") -> None:
-        self.lines[f"{place.file}: {text}" if place.file else text] = name
+    def _named(self, path: _KeyPath | str) -> str:
+        """Return a key as it is written in the config or on the command line."""
+        key = path if isinstance(path, str) else ".".join(path)
+        return key if self.file else f"--{key}"
 
-    def _guess(self, at: KeyPath) -> str:
+    def _refuse(self, text: str, name: str = "") -> None:
+        self.lines[f"{self.file}: {text}" if self.file else text] = name
+
+    def _guess(self, at: _KeyPath) -> str:
         """Return the short name that the class of a place was guessed for, if it was."""
         places = (at[:length] for length in range(len(at) + 1))
         return next((self.guessed[place] for place in places if place in self.guessed), "")
 
-    def _signature(self, at: KeyPath) -> Signature:
+    def _signature(self, at: _KeyPath) -> Signature:
         if not at:
             return first_keys(self.command)
         chosen = self.classes.get(at)
@@ -203,17 +197,17 @@ class _Checked:
         for at in self.classes:
             yield from (".".join((*at, name)) for name in self._signature(at).parameters)
 
-    def _class_name(self, at: KeyPath) -> str:
+    def _class_name(self, at: _KeyPath) -> str:
         chosen = self.classes[at]
         return chosen.name if chosen else "it"
 
-    def _refuse_beside_class(self, place: Place, at: KeyPath, name: str) -> None:
+    def _refuse_next_to_class(self, at: _KeyPath, name: str) -> None:
         inside = name in self._signature(at).parameters
         meant = f"init_args: {name}" if inside else nearest(name, _OF_A_CLASS)
         hint = f" (did you mean {meant}?)" if meant else "; a class has class_path and init_args"
-        self._refuse(place, f"unknown key {place.named((*at, name))}{hint}", self._guess(at))
+        self._refuse(f"unknown key {self._named((*at, name))}{hint}", self._guess(at))
 
-    def _choose(self, place: Place, at: KeyPath, kinds: Kinds, name: str) -> None:
+    def _choose(self, at: _KeyPath, kinds: Kinds, name: str) -> None:
         """Record the class of a place, if the text is a class name."""
         self._forget(at)
         if not _NAME.fullmatch(name) or name.endswith(_CONFIGS):
@@ -224,7 +218,7 @@ class _Checked:
             if name.split(".")[0] not in _LIBRARIES:
                 self.modules.add(module)
             if not kinds.takes_text:  # else it may be a file
-                self._refuse_path(place, at, module, last)
+                self._refuse_path(at, module, last)
             return
         known = {k: v for base in kinds.bases for k, v in subclasses(base).items()}
         if name not in known and known and not kinds.takes_text:
@@ -233,27 +227,27 @@ class _Checked:
                 f" (did you mean {near}?)" if near else "; give its module too, as my_module.Name"
             )
             bases = " or ".join(dict.fromkeys(base.name for base in kinds.bases))
-            text = f"{place.named(at)}: there is no {bases} called {name}{hint}"
-            self._refuse(place, text, name)
+            text = f"{self._named(at)}: there is no {bases} called {name}{hint}"
+            self._refuse(text, name)
             self.guessed[at] = name
             name = near or name
         self.classes[at] = lookup(known[name], name) if name in known else None
 
-    def _forget(self, at: KeyPath) -> None:
+    def _forget(self, at: _KeyPath) -> None:
         for known in (self.classes, self.guessed):
             for other in [other for other in known if other[: len(at)] == at]:
                 del known[other]
 
-    def _refuse_path(self, place: Place, at: KeyPath, module: str, name: str) -> None:
+    def _refuse_path(self, at: _KeyPath, module: str, name: str) -> None:
         """Refuse a class if its module does not exist or does not define it."""
-        top, content, key = module.split(".")[0], content_of(module), place.named(at)
+        top, content, key = module.split(".")[0], content_of(module), self._named(at)
         if not exists(top):
             near = nearest(top, [*(path.stem for path in Path().glob("*.py")), *_LIBRARIES])
             hint = f" (did you mean {near}?)" if near else ", nor is it installed"
-            self._refuse(place, f"{key}: there is no module {top} in this folder{hint}")
+            self._refuse(f"{key}: there is no module {top} in this folder{hint}")
         elif content and content.is_complete and name not in content.names:
             if find_source(f"{module}.{name}"):
                 return
             near = nearest(name, (other for other in content.names if other[0].isupper()))
             hint = f" (did you mean {near}?)" if near else ""
-            self._refuse(place, f"{key}: {module} has no class {name}{hint}")
+            self._refuse(f"{key}: {module} has no class {name}{hint}")
