@@ -65,14 +65,6 @@ def _complete_loggers(config: Any, run_dir: Path) -> None:
             arguments.save_dir = str(run_dir.resolve())
 
 
-_SKIP = {"model", "datamodule"}
-_STATUS = (
-    "The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 130 after Ctrl-C, "
-    "or 143 after SIGTERM. After 1, 130 or 143, fit continues from the last finished round with "
-    "--ckpt_path last."
-)
-
-
 def run(command: str, args: list[str]) -> None:
     """Parse the arguments, build trainer, model and data, and call the trainer's method."""
     _speak()
@@ -115,7 +107,7 @@ class _FederatedCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return only the subcommand in use, because each costs a parser of its own."""
-        return {_FederatedCLI._command: _SKIP}
+        return {_FederatedCLI._command: {"model", "datamodule"}}
 
     # Lightning's version warns if the arguments differ from sys.argv.
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -123,7 +115,6 @@ class _FederatedCLI(LightningCLI):
         self.config = parser.parse_command(args)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.epilog = _STATUS
         parser.add_argument(
             "--run_dir",
             type=str | None,
@@ -214,19 +205,13 @@ class _FederatedCLI(LightningCLI):
             return Path(ckpt_path).resolve().parent.parent
 
         paths = [Path(str(path)) for path in config.get("config") or []]
-        going_on = self.subcommand != "fit" or config.get("ckpt_path") in ("last", "best")
-        inside = [
-            path.resolve().parent
-            for path in paths
-            if (path.resolve().parent / "metrics.csv").exists()
-        ]
-        if going_on and inside:
-            return inside[-1]
-
         name = config_name(paths, "flsuite")
-        earlier = sorted(path.parent for path in Path("runs", name).glob("*/config.yaml"))
-        if going_on and earlier:
-            return earlier[-1]
+        if self.subcommand != "fit" or ckpt_path is not None:
+            folders = [path.resolve().parent for path in paths]
+            inside = [folder for folder in folders if (folder / "metrics.csv").exists()]
+            earlier = sorted(path.parent for path in Path("runs", name).glob("*/config.yaml"))
+            if existing := inside or earlier:
+                return existing[-1]
         return new_run_dir(name, int(config.seed_everything))
 
 

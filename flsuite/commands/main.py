@@ -11,13 +11,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flsuite import __version__
 from flsuite.commands.end import end_process
 from flsuite.commands.helps import HELP, HELPS, SUMMARIES
 from flsuite.commands.plugins import import_plugins
-from flsuite.commands.request import help_topic, option_values, read_config, require_config
+from flsuite.commands.request import help_topic, option_values, read_configs, require_config
 from flsuite.commands.run_folder import with_run_folder
 from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.commands.termination import TERMINATED, ending_on_sigterm
@@ -25,7 +25,7 @@ from flsuite.commands.waiting import waiting
 from flsuite.errors import FederationError, FlsuiteError, likeliest, one_line, with_place
 
 
-class Command(NamedTuple):
+class _Command(NamedTuple):
     """A subcommand: a function in the module of the same name, which takes the arguments.
 
     Attributes:
@@ -39,27 +39,27 @@ class Command(NamedTuple):
     after_interrupt: str = ""
 
 
-COMMANDS = {
-    "new": Command(),
-    "fit": Command(
+_COMMANDS = {
+    "new": _Command(),
+    "fit": _Command(
         by_lightning=True,
         reads_config=True,
         after_interrupt="; fit continues from the last finished round with --ckpt_path last",
     ),
-    "resume": Command(after_interrupt="; the same command continues the run"),
-    "fork": Command(after_interrupt="; continue it with flsuite resume and the fork's folder"),
-    "contribution": Command(after_interrupt="; the same command continues"),
-    "verify": Command(),
-    "pack": Command(),
-    "validate": Command(by_lightning=True, reads_config=True),
-    "test": Command(by_lightning=True, reads_config=True),
-    "predict": Command(by_lightning=True, reads_config=True),
-    "partition": Command(reads_config=True),
-    "schedule": Command(reads_config=True),
-    "sweep": Command(after_interrupt="; the same command continues the sweep"),
-    "ls": Command(),
-    "report": Command(),
-    "workspace": Command(),
+    "resume": _Command(after_interrupt="; the same command continues the run"),
+    "fork": _Command(after_interrupt="; continue it with flsuite resume and the fork's folder"),
+    "contribution": _Command(after_interrupt="; the same command continues"),
+    "verify": _Command(),
+    "pack": _Command(),
+    "validate": _Command(by_lightning=True, reads_config=True),
+    "test": _Command(by_lightning=True, reads_config=True),
+    "predict": _Command(by_lightning=True, reads_config=True),
+    "partition": _Command(reads_config=True),
+    "schedule": _Command(reads_config=True),
+    "sweep": _Command(after_interrupt="; the same command continues the sweep"),
+    "ls": _Command(),
+    "report": _Command(),
+    "workspace": _Command(),
 }
 
 
@@ -87,13 +87,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(_versions())
     elif command in HELPS and {"-h", "--help"} & set(args):
         print(HELPS[command], end="")
-    elif command in COMMANDS and (topic := help_topic(args)) is not None:
+    elif command in _COMMANDS and (topic := help_topic(args)) is not None:
         sys.exit(_help(command, topic))
-    elif command in COMMANDS:
+    elif command in _COMMANDS:
         sys.exit(run_command(command, args[1:]))
     else:
-        near = likeliest(command, COMMANDS)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
+        near = likeliest(command, _COMMANDS)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(_COMMANDS)}"
         sys.exit(_complain(f"unknown command {command!r}; {hint}", 2))
 
 
@@ -111,7 +111,7 @@ def run_command(command: str, args: list[str]) -> int:
         except OSError as error:  # a full or read-only disk, a missing folder
             return _complain(with_place(error), 1)
         except KeyboardInterrupt:
-            how = COMMANDS[command].after_interrupt
+            how = _COMMANDS[command].after_interrupt
             if termination.has_come:
                 return _complain(f"terminated{how}", TERMINATED)
             return _complain(f"interrupted{how}", 130)
@@ -139,9 +139,9 @@ def _help(command: str, topic: str) -> int:
 
 def _run(command: str, args: list[str]) -> None:
     work_here()
-    if command == "resume" or COMMANDS[command].by_lightning:
+    if command == "resume" or _COMMANDS[command].by_lightning:
         command, args = with_run_folder(command, args)
-    chosen = COMMANDS[command]
+    chosen = _COMMANDS[command]
     home = f"flsuite.commands.{'fit' if chosen.by_lightning else command}"
     if chosen.reads_config:
         require_config(command, args)
@@ -163,11 +163,10 @@ def _prepare_engine(args: list[str]) -> None:
 
     It imports torch in parallel to this process. A fork happens when the engine is constructed.
     """
-    configs = [read_config(path) for path in option_values(args, "--config", "-c")]
-    chosen = option_values(args, "--trainer.engine") or [
-        _engine(config) for config in configs
-    ]  # overrides the config
-    if "Processes" in str(chosen) and "--print_config" not in args:
+    trainers = [config.get("trainer") for config in read_configs(args)]
+    configured = [trainer.get("engine") for trainer in trainers if isinstance(trainer, dict)]
+    engines = option_values(args, "trainer.engine") or configured
+    if "Processes" in str(engines) and "--print_config" not in args:
         from flsuite.engines.forkserver import can_fork_later, prepare_workers
 
         if not can_fork_later():
@@ -182,11 +181,6 @@ def work_here() -> None:
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
-
-
-def _engine(config: dict[str, Any]) -> Any:
-    trainer = config.get("trainer")
-    return trainer.get("engine") if isinstance(trainer, dict) else None
 
 
 @contextmanager

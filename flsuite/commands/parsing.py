@@ -240,8 +240,8 @@ def _takes_null(cls: Any, name: str) -> bool:
 def config_name(paths: Any, default: str) -> str:
     """Return the name of the last config file given.
 
-    For the ``config.yaml`` of the run ``runs/NAME/TIME-SEED``, return ``NAME``. For that of
-    ``runs/NAME``, return ``NAME-again``, because the run itself is there.
+    For the ``config.yaml`` of the run ``runs/NAME/TIME-SEED``, return ``NAME``. For the one of the
+    run ``runs/NAME``, return ``NAME-again``, because ``runs/NAME`` is taken.
     """
     last = [Path(str(path)) for path in paths or []][-1:]
     if not last:

@@ -2,7 +2,7 @@
 
 import importlib
 
-from flsuite.commands.request import option_values, read_config
+from flsuite.commands.request import option_values, read_configs
 from flsuite.errors import FlsuiteError, one_line
 
 
@@ -16,12 +16,11 @@ def import_plugins(args: list[str]) -> None:
     """
     import yaml
 
-    configs = [read_config(path) for path in option_values(args, "--config", "-c")]
     try:
-        typed = [yaml.safe_load(value) for value in option_values(args, "--plugins")]
+        typed = [yaml.safe_load(value) for value in option_values(args, "plugins")]
     except yaml.YAMLError as error:
         raise FlsuiteError(f"plugins: not a list of modules ({one_line(error)})") from error
-    for plugins in [*typed, *(config.get("plugins") for config in configs)]:
+    for plugins in [*typed, *(config.get("plugins") for config in read_configs(args))]:
         if not isinstance(plugins, str | list | None):
             raise FlsuiteError(f"plugins: expected a list of modules, got {plugins!r}")
         for plugin in [plugins] if isinstance(plugins, str) else plugins or []:

@@ -1,19 +1,10 @@
 """The raw command line, before any parser has read it."""
 
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from flsuite.errors import FlsuiteError
-
-
-def option_values(args: list[str], *options: str) -> list[str]:
-    """Return the values of these options, given as ``--option value`` or ``--option=value``."""
-    separate = [after for option, after in pairwise(args) if option in options]
-    return separate + [
-        arg.split("=", 1)[1] for arg in args if arg.split("=", 1)[0] in options and "=" in arg
-    ]
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -54,6 +45,16 @@ def options(args: list[str]) -> Iterator[tuple[str, str | None]]:
             index += 1
         else:
             yield name[2:], None
+
+
+def option_values(args: list[str], option: str) -> list[str]:
+    """Return the values of an option, without its dashes, in their order."""
+    return [value for name, value in options(args) if name == option and value is not None]
+
+
+def read_configs(args: list[str]) -> list[dict[str, Any]]:
+    """Return the contents of the configs that a command line names."""
+    return [read_config(path) for path in option_values(args, "config")]
 
 
 def read_value(text: str) -> Any:

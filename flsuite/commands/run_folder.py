@@ -1,11 +1,9 @@
 """Run folders as arguments: ``flsuite test RUN`` and ``flsuite resume RUN``."""
 
-import difflib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, likeliest
 
 _MOST = 3  # suggestions
 
@@ -47,7 +45,8 @@ def require_run(command: str, folder: Path) -> Path:
         if folder.is_file() and folder.suffix in (".yaml", ".yml"):
             hint = f"; did you mean --config {folder}?"
         raise FlsuiteError(f"{command}: {folder} is not a run, it {fault}{hint}")
-    if not _is_request(_read(folder / "config.yaml")):
+    config = _read(folder / "config.yaml")
+    if not isinstance(config, dict) or not {"model", "data", "trainer"} <= config.keys():
         raise FlsuiteError(
             f"{command}: {folder} was run from Python, so its config.yaml cannot build the "
             "model; use trainer.fit or trainer.test with run_dir and ckpt_path there"
@@ -57,11 +56,6 @@ def require_run(command: str, folder: Path) -> Path:
 
 def _is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and (folder / "metrics.csv").is_file()
-
-
-def _is_request(config: Any) -> bool:
-    """Return whether a config is complete enough for ``flsuite fit``."""
-    return isinstance(config, dict) and {"model", "data", "trainer"} <= set(config)
 
 
 def _read(path: Path) -> Any:
@@ -81,10 +75,8 @@ def _nearest(folder: Path) -> list[str]:
     # Searching the whole working folder would take long, and runs are in runs/ by default.
     above = next(parent for parent in folder.parents if parent.is_dir())
     root = Path("runs") if above.resolve() == Path.cwd() else above
-    return difflib.get_close_matches(
-        str(folder), [str(run) for run in _runs_below(root)], n=_MOST, cutoff=0.5
-    )
+    return likeliest(str(folder), map(str, _runs_below(root)), _MOST, cutoff=0.5)
 
 
-def _runs_below(root: Path) -> Iterable[Path]:
+def _runs_below(root: Path) -> list[Path]:
     return [table.parent for table in root.rglob("metrics.csv") if _is_run(table.parent)]

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from flsuite.commands.arguments import CommandParser
+from flsuite.commands.request import read_value
 from flsuite.engines.forkserver import interrupts_ignored
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.files import make_folder
@@ -85,10 +84,7 @@ def _overrides(args: list[str]) -> Overrides:
             if not rest:
                 raise FlsuiteError(f"sweep: {option} needs a value")
             value, *rest = rest
-        try:
-            overrides[key] = yaml.safe_load(value)
-        except yaml.YAMLError:  # the command that runs the cell reports the error
-            overrides[key] = value
+        overrides[key] = read_value(value)
     return overrides
 
 
