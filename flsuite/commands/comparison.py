@@ -19,10 +19,9 @@ from flsuite.runs.settings import differences
 _TIMES = {"virtual_s", "started_s", "ended_s", "merged_s"}
 _OPEN = ("fork", "forked_from", "stopping", "rounds", "max_virtual_seconds", "max_client_updates")
 
-
-WEIGHTS, NUMBERS = 1e-3, 1e-2
-"""Tolerances where versions, threads or CPU are others: of a tensor's distance, relative to its
-norm, and of a score, absolute or relative."""
+# Tolerances in another environment (versions, threads or CPU).
+WEIGHTS = 1e-3  # of the distance between two tensors, relative to their norm
+NUMBERS = 1e-2  # of the difference between two scores, absolute or relative
 
 
 class Fault(NamedTuple):
@@ -39,7 +38,7 @@ class Fault(NamedTuple):
 
 @dataclass
 class Comparison:
-    """What a replay has found.
+    """The result of a comparison.
 
     Attributes:
         faults: What differs.
@@ -59,8 +58,8 @@ def compare(run: Path, again: Path, start: int, stop: int) -> Comparison:
 
     Args:
         run: The record.
-        again: The folder of the replay, see :func:`~flsuite.commands.replay.arguments`.
-        start: The round that the replay began at.
+        again: The folder of the replay, see :func:`~flsuite.commands.replay.replay`.
+        start: The round after which the replay began.
         stop: Its last round.
     """
     found, rounds = Comparison(), range(start + 1, stop + 1)
@@ -71,7 +70,7 @@ def compare(run: Path, again: Path, start: int, stop: int) -> Comparison:
     for name in ("partition.csv", "tasks.csv", "attackers.json"):
         if _content(run / name) != _content(again / name):
             found.faults.append(Fault(f"{name} is not what the settings give"))
-    if is_finished(run) and (line := _of_the_model(run)) is not None:
+    if is_finished(run) and (line := _fault_of_model(run)) is not None:
         found.faults.append(Fault(line))
     ours = kept_rounds(again)
     for path in checkpoints_of(run):
@@ -98,7 +97,7 @@ def _other_settings(run: Path, again: Path) -> Iterator[str]:
 def _compare_rows(
     run: Path, again: Path, name: str, rounds: range, measured: set[str], found: Comparison
 ) -> None:
-    """Compare the rows of some rounds, but for measured columns and numbers."""
+    """Compare the rows of some rounds, without measured columns and numbers."""
     key = ("scope", "split", "metric") if name == "metrics.csv" else ("fit",)
     theirs, ours = (_by_key(path / name, key, rounds, found) for path in (run, again))
     for place, row in theirs.items():
@@ -107,7 +106,7 @@ def _compare_rows(
             found.faults.append(Fault(f"{where}: the replay has no such row"))
         elif (fault := _difference(row, ours[place], measured)) is not None:
             found.faults.append(fault._replace(line=f"{where}: {fault.line}"))
-    # A replay ends with its last round, whose scores are then those of an end.
+    # The last round of a replay is an end, and has scores that the run may lack in that round.
     may_be_more = name == "metrics.csv" and rounds[-1] not in ends(run)
     closed = rounds[:-1] if may_be_more else rounds
     found.faults += [
@@ -125,12 +124,8 @@ def _difference(row: Row, other: Row, measured: set[str]) -> Fault | None:
     if not different:
         return None
     column = different[0]
-    line = f"{column} is {row[column]}, in the replay {other[column]}"
-    return (
-        Fault(line, _excess(row["value"], other["value"]))
-        if different == ["value"]
-        else Fault(line)
-    )
+    excess = _excess(row["value"], other["value"]) if different == ["value"] else math.inf
+    return Fault(f"{column} is {row[column]}, in the replay {other[column]}", excess)
 
 
 def _excess(ours: str, theirs: str) -> float:
@@ -149,9 +144,8 @@ def _by_key(
     """Return the rows of some rounds by their key. A key that occurs twice is a fault."""
     named: dict[tuple[str, ...], Row] = {}
     for row in rows_of(path):
-        if row["round"] and round_of_row(path, row) not in rounds:
-            continue
-        if not row["round"] or "seconds" in row.get("metric", ""):
+        is_in_rounds = row["round"] and round_of_row(path, row) in rounds
+        if not is_in_rounds or "seconds" in row.get("metric", ""):
             continue
         place = (row["round"], *(row.get(name) or "" for name in key))
         if place in named:
@@ -164,7 +158,7 @@ def _content(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
-def _of_the_model(run: Path) -> str | None:
+def _fault_of_model(run: Path) -> str | None:
     """Return what is wrong with ``model.ckpt``, the global model after the last round."""
     path, last = run / "checkpoints" / "model.ckpt", run / "checkpoints" / "last.ckpt"
     if not path.is_file() or not last.is_file():
@@ -178,7 +172,7 @@ def _of_the_model(run: Path) -> str | None:
 
 
 def _compare_states(theirs: Path, ours: Path, round: int, found: Comparison) -> None:
-    """Compare all tensors and numbers of two checkpoints, and their clients' memories."""
+    """Compare all tensors and numbers of two checkpoints, including their clients' memories."""
     a, b = (_state_of(path) for path in (theirs, ours))
     where = f"{theirs.name}, round {round}"
     found.weights += 1

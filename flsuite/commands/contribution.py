@@ -163,12 +163,12 @@ def _print(table: pd.DataFrame, title: str, names: Sequence[str], costs: pd.Data
         print(f"{name}: {split} data, {cost}")
 
 
-def _print_ranks(found: pd.Series) -> None:
+def _print_ranks(correlations: pd.Series) -> None:
     """Print the rank correlations of the runs, if there is one."""
-    if found.isna().all():
+    if correlations.isna().all():
         return
-    each = ", ".join(f"{value:.2f}" for value in found) if len(found) > 1 else ""
-    print(f"rank correlation of the two: {found.mean():.2f}{each and f' (runs: {each})'}")
+    each = ", ".join(f"{value:.2f}" for value in correlations) if len(correlations) > 1 else ""
+    print(f"rank correlation of the two: {correlations.mean():.2f}{each and f' (runs: {each})'}")
 
 
 def _cells(value: float, std: float) -> tuple[str, str]:

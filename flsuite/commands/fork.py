@@ -1,21 +1,22 @@
 """``flsuite fork``: a run that begins at a moment of another run, under changed settings."""
 
-import logging
 import shutil
 import sys
 from pathlib import Path
 
 from flsuite.commands.arguments import CommandParser
+from flsuite.commands.fit import build
+from flsuite.commands.main import run_command
+from flsuite.commands.record import last_round, start_round
+from flsuite.commands.replay import adopt, engine_of, replay
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FlsuiteError
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import parent_settings
-
-log = logging.getLogger("flsuite")
+from flsuite.runs.fork import kept_rounds, parent_settings
 
 
 def fork(args: list[str]) -> None:
-    """Run the fork, after a replay if its round was not kept."""
+    """Run the fork. If its round was not kept, replay the parent up to it first."""
     parser = CommandParser("fork")
     parser.add_argument("run")
     parser.add_argument("--at", type=int, required=True)
@@ -25,20 +26,18 @@ def fork(args: list[str]) -> None:
     if own.at < 0:
         raise FlsuiteError(f"fork: --at must be a round, 0 or above, got {own.at}")
 
-    from flsuite.commands.fit import build
-    from flsuite.commands.replay import engine_of
-
     gone = sorted({*own.without, *(parent_settings(parent).get("without") or ())})
     without = ["--trainer.without", str(gone)] if gone else []
+    config = ["--config", str(parent / "config.yaml")]
     moment = ["--trainer.fork.run", str(parent), "--trainer.fork.round", str(own.at)]
-    config = ["--config", str(parent / "config.yaml"), *moment]
-    request = [*config, *engine_of(parent), *without, *rest]
+    changes = [*engine_of(parent), *without, *rest]
     if _must_replay(parent, own.at):
-        trainer, model, data = build([*config[:2], *engine_of(parent), *without, *rest])
+        trainer, model, data = build([*config, *changes])
         trainer.prepare(model, data)  # a wrong key or client is refused before the replay
         with RunFolder(parent).locked():  # a running parent would remove the replay's files
             _keep(parent, own.at)
-    _fit(request)
+    if status := run_command("fit", [*config, *moment, *changes]):
+        sys.exit(status)
 
 
 def _must_replay(parent: Path, at: int) -> bool:
@@ -47,10 +46,7 @@ def _must_replay(parent: Path, at: int) -> bool:
     Raises:
         FlsuiteError: If no replay can make one.
     """
-    from flsuite.commands.record import first_round, last_round
-    from flsuite.runs.fork import kept_rounds
-
-    first = first_round(parent)
+    first = start_round(parent)
     if at in kept_rounds(parent) or at == 0:
         return False
     if at <= first:
@@ -65,25 +61,14 @@ def _must_replay(parent: Path, at: int) -> bool:
 
 def _keep(parent: Path, at: int) -> None:
     """Make a checkpoint of a round by a replay."""
-    from flsuite.commands.record import first_round
-    from flsuite.commands.replay import adopt, replay
-    from flsuite.runs.fork import kept_rounds
-
-    kept, first = kept_rounds(parent), first_round(parent)
-    start = max((round for round in kept if first <= round < at), default=first)
+    first = start_round(parent)
+    start = max((round for round in kept_rounds(parent) if first <= round < at), default=first)
     print(f"round {at} was not kept: replaying it from round {start}", file=sys.stderr)
     again = parent / ".replay"
     shutil.rmtree(again, ignore_errors=True)
     try:
-        if status := replay(parent, start if start in kept else None, at, again):
+        if status := replay(parent, start, at, again):
             sys.exit(status)
         adopt(again, parent)
     finally:
         shutil.rmtree(again, ignore_errors=True)
-
-
-def _fit(args: list[str]) -> None:
-    from flsuite.commands.main import run_command
-
-    if status := run_command("fit", args):
-        sys.exit(status)

@@ -3,7 +3,10 @@
 import sys
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from flsuite.commands.arguments import CommandParser
+from flsuite.commands.record import is_finished, last_round
 from flsuite.commands.run_folder import require_run
 
 
@@ -16,10 +19,7 @@ def pack(args: list[str]) -> None:
     run = require_run("pack", Path(request.run))
     file = Path(request.output or f"{run.resolve().name}.zip")
 
-    from rich.filesize import decimal
-
-    from flsuite.commands.record import is_finished, last_round
-    from flsuite.runs import packing
+    from flsuite.runs import packing  # imported late: it needs torch
 
     size = packing.pack(run, file)
     if not is_finished(run):

@@ -1,27 +1,25 @@
-"""What the folder of a run says about it."""
+"""Facts about a run, read from its folder."""
 
 import csv
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from flsuite.errors import FlsuiteError
-from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.folder import versions
-from flsuite.runs.fork import parent_settings
+from flsuite.runs.fork import first_round, parent_settings
 
 Row = Mapping[str, str]
 
 
-def first_round(run: Path) -> int:
-    """Return the round that a run began at: 0, or that of its fork."""
-    return int((parent_settings(run).get("fork") or {"round": 0})["round"])
+def start_round(run: Path) -> int:
+    """Return the round after which a run begins: 0, or the round of its fork."""
+    return first_round(parent_settings(run)) - 1
 
 
 def last_round(run: Path) -> int:
     """Return the last round in a run's table.
 
     Raises:
-        FlsuiteError: If it has none.
+        FlsuiteError: If the table has no rows.
     """
     path = run / "metrics.csv"
     rounds = [round_of_row(path, row) for row in rows_of(path)]
@@ -32,18 +30,20 @@ def last_round(run: Path) -> int:
 
 def ends(run: Path) -> list[int]:
     """Return the rounds that a run has ended with. One that was extended has several."""
+    from flsuite.runs.checkpoint import load_checkpoint  # imported late: it needs torch
+
     last = run / "checkpoints" / "last.ckpt"
     return list(load_checkpoint(last)["summary"].get("ends", ())) if last.is_file() else []
 
 
 def is_finished(run: Path) -> bool:
-    """Return whether a run has come to its end, rather than being killed on the way there."""
+    """Return whether a run has reached its end, instead of being killed before it."""
     last, rounds = last_round(run), parent_settings(run).get("rounds")
     return (rounds is not None and last >= rounds) or last in ends(run)
 
 
 def is_virtual(run: Path) -> bool:
-    """Return whether the times of a run are those of its virtual clock."""
+    """Return whether the times of a run come from a virtual clock instead of measurements."""
     schedule = parent_settings(run)["schedule"]
     while "schedule" in schedule.get("init_args", {}):  # Faults wraps another one
         schedule = schedule["init_args"]["schedule"]
@@ -58,8 +58,10 @@ def is_asynchronous(run: Path) -> bool:
     return "Asynchronous" in str(parent_settings(run)["schedule"])
 
 
-def environment_differs(run: Path) -> list[str]:
-    """Return the versions, threads and kind of CPU that differ from those of the record."""
+def environment_differences(run: Path) -> list[str]:
+    """Return the versions, threads and kind of CPU that differ from the record."""
+    from flsuite.runs.folder import versions  # imported late: it needs torch
+
     path = run / "versions.txt"
     then = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     now = versions().splitlines()
@@ -72,13 +74,14 @@ def environment_differs(run: Path) -> list[str]:
 
 
 def rows_of(path: Path) -> Iterator[Row]:
+    """Yield the rows of a table, if it exists."""
     if path.is_file():
         with path.open(encoding="utf-8", newline="") as file:
             yield from csv.DictReader(file)
 
 
 def cut_off(path: Path) -> int | None:
-    """Return the number of the first line of a table that lacks cells or its end, if one does."""
+    """Return the number of the first incomplete line of a table, or ``None`` without one."""
     text = path.read_text(encoding="utf-8")
     rows = csv.DictReader(text.splitlines())
     for row in rows:

@@ -1,4 +1,4 @@
-"""Rounds of a run done again."""
+"""Repeating rounds of a finished run."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +11,11 @@ import yaml
 
 from flsuite.arguments import PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.commands.main import run_command
 from flsuite.commands.record import Row, ends, round_of_row, rows_of
 from flsuite.files import replace_file, save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.fork import copy_files, parent_settings
+from flsuite.runs.fork import copy_files, kept_rounds, parent_settings
 from flsuite.runs.run import Run
 
 log = logging.getLogger("flsuite")
@@ -22,7 +23,7 @@ log = logging.getLogger("flsuite")
 
 @dataclass(eq=False)
 class StopAfter(FederationCallback, Settings):
-    """Ends a run after a round, whatever its limits are.
+    """Ends a run after a round, regardless of its limits.
 
     Args:
         round: The last round.
@@ -37,7 +38,7 @@ class StopAfter(FederationCallback, Settings):
             run.stop()
 
 
-def replay(run: Path, start: int | None, stop: int, folder: Path) -> int:
+def replay(run: Path, start: int, stop: int, folder: Path) -> int:
     """Do some rounds of a run again, and return the exit status of ``flsuite fit``.
 
     A run that ended with one of these rounds, and was extended later, is ended and extended here as
@@ -45,24 +46,29 @@ def replay(run: Path, start: int | None, stop: int, folder: Path) -> int:
 
     Args:
         run: The run.
-        start: The kept round to begin at. ``None`` is its own start.
+        start: The round to begin after: a kept one, or the start of the run.
         stop: The last round.
         folder: The folder of the replay.
     """
-    from flsuite.commands.main import run_command
-
-    between = [round for round in ends(run) if (start or 0) < round < stop]
+    moment = start if start in kept_rounds(run) else 0
+    lasts = [*(round for round in ends(run) if start < round < stop), stop]
     with _without_its_origin():
-        for number, last in enumerate([*between, stop]):
-            go_on = ["--ckpt_path", "last"] if number else []
-            if status := run_command("fit", [*arguments(run, start, last, folder), *go_on]):
+        for number, last in enumerate(lasts):
+            request = [
+                *arguments(run, moment, folder),
+                *("--trainer.keep_rounds", "1"),
+                *("--trainer.callbacks+", "flsuite.commands.replay.StopAfter"),
+                *("--trainer.callbacks.round", str(last)),
+                *(("--ckpt_path", "last") if number else ()),
+            ]
+            if status := run_command("fit", request):
                 return status
     return 0
 
 
 @contextmanager
 def _without_its_origin() -> Iterator[None]:
-    """Leave out the line which says that a replay is a fork, as its run may be none."""
+    """Hide the message that a replay is forked, because the run itself may not be a fork."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("forked from")
@@ -74,23 +80,19 @@ def _without_its_origin() -> Iterator[None]:
         log.removeFilter(is_other)
 
 
-def arguments(run: Path, start: int | None, stop: int, folder: Path) -> list[str]:
-    """Return the arguments of ``flsuite fit`` that do some rounds of a run again.
+def arguments(run: Path, at: int, folder: Path) -> list[str]:
+    """Return the arguments of ``flsuite fit`` that repeat a run, without its logger and its bar.
 
     Args:
         run: The run.
-        start: The kept round to begin at. ``None`` is its own start.
-        stop: The last round.
-        folder: The folder of the replay.
+        at: The kept round to begin after. 0 is the run's own start.
+        folder: The folder of the repetition.
     """
-    begin = ["--trainer.fork.run", str(run), "--trainer.fork.round", str(start)] if start else []
+    moment = ["--trainer.fork.run", str(run), "--trainer.fork.round", str(at)] if at else []
     return [
-        *("--config", str(run / "config.yaml"), "--run_dir", str(folder), *begin),
-        *("--trainer.keep_rounds", "1", "--trainer.logger", "false"),
-        *("--trainer.enable_progress_bar", "false"),
-        *("--trainer.callbacks+", "flsuite.commands.replay.StopAfter"),
-        *("--trainer.callbacks.round", str(stop)),
-        *engine_of(run),
+        *("--config", str(run / "config.yaml"), "--run_dir", str(folder), *moment),
+        *("--trainer.logger", "false", "--trainer.enable_progress_bar", "false"),
+        *engine_of(run),  # an engine chosen by timing may round otherwise
     ]
 
 
@@ -109,7 +111,7 @@ def engine_of(run: Path) -> list[str]:
 
 
 def adopt(again: Path, run: Path) -> None:
-    """Add the last checkpoint of a replay to the kept ones of its run.
+    """Add the last checkpoint of a replay to the kept checkpoints of its run.
 
     Args:
         again: The folder of the replay.
@@ -117,7 +119,7 @@ def adopt(again: Path, run: Path) -> None:
     """
     content = load_checkpoint(again / "checkpoints" / "last.ckpt")
     round = int(content["federation"]["clock"]["round"])
-    # Sizes of the run's own tables: the replay's last round may be scored in more detail.
+    # The tables are the run's own: the replay's last round may be scored in more detail.
     table = run / "metrics.csv"
     content["table"] = _size(table, lambda row: round_of_row(table, row) <= round)
     fits = {row["fit"] for row in rows_of(again / "timeline.csv")}
@@ -132,7 +134,7 @@ def adopt(again: Path, run: Path) -> None:
 
 
 def _size(path: Path, belongs: Callable[[Row], bool]) -> int:
-    """Return the size of a table's header and of its leading rows that belong to it."""
+    """Return the size in bytes of a table's header and of its leading rows that belong."""
     lines = path.read_bytes().splitlines(keepends=True)
     size = len(lines[0])
     for line, row in zip(lines[1:], rows_of(path), strict=True):

@@ -13,7 +13,7 @@ from flsuite.runs.fork import parent_settings
 
 
 def leave_one_out(worlds: Worlds, clients: Sequence[int]) -> Iterator[tuple[int, float]]:
-    """Yield each client, and the score of the run minus that of the run without it."""
+    """Yield each client, and how much higher the score of the run is than without it."""
     whole = worlds.score(frozenset())
     for place, client in enumerate(clients, start=1):
         value = whole - worlds.score(frozenset({client}))
@@ -26,14 +26,14 @@ def shapley(
 ) -> Iterator[tuple[int, float]]:
     """Yield the marginal contributions of clients that join in random orders.
 
-    All other clients are always there. Orders share the scores of equal sets.
+    All other clients are always present. Orders share the scores of equal sets.
 
     Args:
         worlds: The scores.
-        clients: Who joins.
+        clients: The clients that join.
         permutations: Number of orders.
-        tolerance: Distance to the score of the whole run, from which on those who join later are
-            taken to add nothing.
+        tolerance: Once the score is this close to the score of the whole run, clients that join
+            later count as adding nothing.
     """
     seed = int(parent_settings(worlds.run)["seed"])
     whole, nobody = worlds.score(frozenset()), frozenset(clients)

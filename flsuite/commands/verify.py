@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flsuite.commands.arguments import CommandParser
+from flsuite.commands.record import (
+    cut_off,
+    environment_differences,
+    is_asynchronous,
+    is_virtual,
+    last_round,
+    start_round,
+)
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FederationError, FlsuiteError
+from flsuite.runs.fork import kept_rounds
 
 if TYPE_CHECKING:
     from flsuite.commands.comparison import Comparison, Fault
@@ -19,10 +28,10 @@ _MOST = 5  # differences of a file that are shown
 
 
 def verify(args: list[str]) -> None:
-    """Replay some rounds of a run, or of a packed one, and say what differs.
+    """Replay some rounds of a run or of a packed run, and print the differences.
 
     Raises:
-        FederationError: If the record is not what the replay gives.
+        FederationError: If the record differs from the replay.
     """
     parser = CommandParser("verify")
     parser.add_argument("run")
@@ -42,9 +51,7 @@ def verify(args: list[str]) -> None:
 
 def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
     from flsuite.commands.comparison import compare
-    from flsuite.commands.record import environment_differs, last_round
     from flsuite.commands.replay import replay
-    from flsuite.runs.fork import kept_rounds
 
     _require_replayable(run)
     last, starts = last_round(run), _starts(run)
@@ -53,10 +60,10 @@ def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
     start = random.choice(starts) if at is None else at
     stop = min(start + rounds, last)
     print(f"replaying rounds {start + 1} to {stop} of {last}", file=sys.stderr)
-    if replay(run, start if start in kept_rounds(run) else None, stop, again):
+    if replay(run, start, stop, again):
         raise FederationError(f"{run} does not verify: it cannot be done again, as said above")
 
-    found, other = compare(run, again, start, stop), environment_differs(run)
+    found, other = compare(run, again, start, stop), environment_differences(run)
     states = f" and {found.weights} states" if found.weights else ""
     what = f"{found.rows} rows{states} of rounds {start + 1} to {stop}"
     later = [round for round in sorted(kept_rounds(run)) if round > start]
@@ -82,8 +89,6 @@ def _require_replayable(run: Path) -> None:
         FlsuiteError: If measured times have decided its order.
         FederationError: If a table is missing or cut off.
     """
-    from flsuite.commands.record import cut_off, is_asynchronous, is_virtual
-
     if not is_virtual(run) and is_asynchronous(run):
         raise FlsuiteError(
             f"verify: measured times have decided the order of {run}, and no replay has them "
@@ -102,10 +107,7 @@ def _starts(run: Path) -> list[int]:
     Raises:
         FlsuiteError: If there is none.
     """
-    from flsuite.commands.record import first_round, last_round
-    from flsuite.runs.fork import kept_rounds
-
-    first, last = first_round(run), last_round(run)
+    first, last = start_round(run), last_round(run)
     starts = sorted(round for round in {first, *kept_rounds(run)} if first <= round < last)
     if not starts:
         raise FlsuiteError(f"verify: {run} has no round of its own to do again")

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from flsuite.analysis.runs import curve, read_metrics
 from flsuite.commands.fit import build
-from flsuite.commands.record import first_round, last_round
-from flsuite.commands.replay import engine_of
+from flsuite.commands.record import last_round, start_round
+from flsuite.commands.replay import arguments
 from flsuite.errors import FlsuiteError
 from flsuite.messages import Split
 from flsuite.runs.fork import parent_settings
-from flsuite.runs.rounds import read_rounds, refuse_unkept
+from flsuite.runs.rounds import KeptRound, read_rounds, refuse_unkept
 
 _TRAINING = "use --by training"
 
@@ -41,7 +41,7 @@ class Worlds(ABC):
     split: ClassVar[Split]
 
     def __init__(self, run: Path, metric: str, at: int) -> None:
-        self.run, self.metric, self.at = run, metric, at
+        self.run, self._metric, self._at = run, metric, at
         self.made, self.seconds = 0, 0.0
         self.absent = frozenset(parent_settings(run).get("without") or ())
         self._scores: dict[frozenset[int], float] = {}
@@ -64,33 +64,19 @@ class Worlds(ABC):
 
     @abstractmethod
     def _score(self, absent: frozenset[int]) -> float:
-        """Compute the score of a set that was not asked for before."""
+        """Compute the score of the run without these clients."""
 
     def _built(self, absent: frozenset[int], folder: Path) -> Any:
-        begin = [
-            *("--trainer.fork.run", str(self.run)),
-            *("--trainer.fork.round", str(self.at)),
-        ]
         built = build(
             [
-                *("--config", str(self.run / "config.yaml"), "--run_dir", str(folder)),
-                *engine_of(self.run),  # an engine chosen by timing may round otherwise
-                *("--trainer.without", str(sorted(absent)), *(begin if self.at else [])),
-                *("--trainer.logger", "false", "--trainer.enable_progress_bar", "false"),
-                # A world is scored, and nobody begins in the middle of it.
+                *arguments(self.run, self._at, folder),
+                *("--trainer.without", str(sorted(absent))),
+                # Only the score of a world is read. No run is forked from it.
                 *("--trainer.keep_updates", "false", "--trainer.keep_rounds", "null"),
             ]
         )
         logging.getLogger("flsuite").setLevel(logging.WARNING)
         return built
-
-    def _require(self, scores: dict[str, float]) -> float:
-        if self.metric not in scores:
-            raise FlsuiteError(
-                f"contribution: {self.run} has no score {self.metric}; there are "
-                f"{', '.join(sorted(scores))}"
-            )
-        return float(scores[self.metric])
 
 
 class Retrained(Worlds):
@@ -99,7 +85,7 @@ class Retrained(Worlds):
     Args:
         run: The run with all clients.
         metric: The score.
-        at: The round that the forks begin after.
+        at: The round after which the forks begin.
         folder: The folder of the forks. A finished fork is read, and an interrupted one goes on.
     """
 
@@ -107,18 +93,22 @@ class Retrained(Worlds):
 
     def __init__(self, run: Path, metric: str, at: int, folder: Path) -> None:
         super().__init__(run, metric, at)
-        self.folder = folder
+        self._folder = folder
         prepared = self._prepared
         scores = prepared.evaluator.scores(prepared.federation, "test", range(0))["global"]
-        self._untrained = self._require(scores)
+        if metric not in scores:
+            raise FlsuiteError(
+                f"contribution: {run} has no score {metric}; there are {', '.join(sorted(scores))}"
+            )
+        self._untrained = float(scores[metric])
 
     def _score(self, absent: frozenset[int]) -> float:
         if not absent:
             return self._last(self.run)
         if len(absent | self.absent) == self.clients:  # nobody trains after the fork
-            begins = max(self.at, first_round(self.run))
+            begins = max(self._at, start_round(self.run))
             return self._at_the_fork(begins) if begins else self._untrained
-        folder = self.folder / f"without-{'-'.join(map(str, sorted(absent)))}"
+        folder = self._folder / f"without-{'-'.join(map(str, sorted(absent)))}"
         if not self._is_done(folder):
             trainer, model, data = self._built(absent | self.absent, folder)
             trainer.fit(model, data, ckpt_path="last")
@@ -133,19 +123,16 @@ class Retrained(Worlds):
         return last == whole
 
     def _last(self, folder: Path) -> float:
-        return float(curve(read_metrics(folder), self.metric, "test").iloc[-1])
+        return float(curve(read_metrics(folder), self._metric, "test").iloc[-1])
 
     def _own_seconds(self, folder: Path) -> float:
-        """Return what a fork's own rounds took, also those before a kill."""
+        """Return the seconds of a fork's own rounds, including rounds before a kill."""
         times = read_metrics(folder).groupby("round")["wall_s"].max()
-        return (
-            float(times.max() - times[times.index <= self.at].max())
-            if self.at
-            else float(times.max())
-        )
+        before = times[times.index <= self._at].max() if self._at else 0.0
+        return float(times.max() - before)
 
     def _at_the_fork(self, round: int) -> float:
-        scores = curve(read_metrics(self.run), self.metric, "test")
+        scores = curve(read_metrics(self.run), self._metric, "test")
         if round not in scores.index:
             raise FlsuiteError(
                 f"contribution: {self.run} was not scored in round {round}; choose another --at"
@@ -156,25 +143,25 @@ class Retrained(Worlds):
 class Rebuilt(Worlds):
     """The scores on validation data, summed over the kept rounds, of each round aggregated again.
 
-    A round's models are those that were trained with all clients, so a client's effect on the
-    others' training is left out. Shapley values of the sum are the sums of the rounds' values.
+    The models were trained with all clients, so a client's effect on the training of the others is
+    left out. The Shapley value of the sum is the sum of the Shapley values of the rounds.
     """
 
     unit, split = "aggregations", "val"
 
     def __init__(self, run: Path, metric: str, at: int) -> None:
         super().__init__(run, metric, at)
+        self._values: dict[tuple[int, frozenset[int]], float] = {}
         refuse_unkept(self._trainer, self._prepared, run, _TRAINING)
 
     def _score(self, absent: frozenset[int]) -> float:
         return sum(self._in_round(place, absent) for place in range(len(self.rounds)))
 
     @cached_property
-    def rounds(self) -> Any:
+    def rounds(self) -> list[KeptRound]:
         """Return the kept rounds."""
         started = time.perf_counter()
-        rounds = read_rounds(self._trainer, self._prepared, self.run, self.at, _TRAINING)
-        self._values: dict[tuple[int, frozenset[int]], float] = {}
+        rounds = read_rounds(self._trainer, self._prepared, self.run, self._at, _TRAINING)
         self.seconds += time.perf_counter() - started
         return rounds
 
@@ -183,7 +170,7 @@ class Rebuilt(Worlds):
         key = place, absent & kept.clients
         if key not in self._values:
             started = time.perf_counter()
-            self._values[key] = kept.score(absent, self.metric)
+            self._values[key] = kept.score(absent, self._metric)
             self.made += 1
             self.seconds += time.perf_counter() - started
         return self._values[key]
