@@ -79,16 +79,13 @@ def measure(run_dir: Path, seconds: float) -> Outcome:
 def seconds_so_far(run_dir: Path) -> float:
     """Return the seconds that a run has trained, from its table."""
     table = run_dir / "metrics.csv"
-    # Damaged bytes are ignored here, because the fit reports them.
-    lines = (
-        table.read_text(encoding="utf-8", errors="replace").splitlines() if table.is_file() else []
-    )
-    if len(lines) < 2:
+    if not table.is_file():
         return 0.0
-    row = dict(zip(lines[0].split(","), lines[-1].split(","), strict=False))
+    # Damaged bytes are ignored here, because the fit reports them.
+    lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
     try:
-        return float(row["wall_s"])
-    except (KeyError, ValueError):  # a kill may leave half a row
+        return float(dict(zip(lines[0].split(","), lines[-1].split(","), strict=False))["wall_s"])
+    except (IndexError, KeyError, ValueError):  # a kill may leave half a row, or only the header
         return 0.0
 
 

@@ -98,8 +98,8 @@ def fit_arguments(sweep: Sweep, cell: Cell, folder: Path) -> list[str]:
     changes = [f"--{key}={_text(cell.overrides[key])}" for key in keys]
     place = ["--run_dir", str(folder / cell.folder), "--ckpt_path", "last"]
     if cell.source:
-        place.append(f"--trainer.from_updates={folder / cell.source.folder}")
-        place.append("--trainer.keep_updates=false")
+        updates = folder / cell.source.folder
+        place += [f"--trainer.from_updates={updates}", "--trainer.keep_updates=false"]
     return ["--config", str(sweep.config), "--seed_everything", str(cell.seed), *changes, *place]
 
 
@@ -165,14 +165,14 @@ def _digest(sweep: Sweep, changes: Overrides) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _decisive(node: Any, path: str = "") -> Any:
+def _decisive(node: Any, prefix: str = "") -> Any:
+    """Return a part of a config without the keys that do not affect the result."""
     if not isinstance(node, Mapping):
         return node
-    places = {str(key): f"{path}.{key}" if path else str(key) for key in node}
     return {
-        str(key): _decisive(value, places[str(key)])
+        str(key): _decisive(value, f"{prefix}{key}.")
         for key, value in node.items()
-        if not _is_open(places[str(key)])
+        if not _is_open(f"{prefix}{key}")
     }
 
 
@@ -187,7 +187,7 @@ def _readable(value: Any) -> str:
         return f"{name}({', '.join(arguments)})" if arguments else name
     if isinstance(value, list):
         return "+".join(map(_readable, value))
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return _text(value)
 
 
 def _file_name(label: str) -> str:

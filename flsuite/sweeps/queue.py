@@ -61,7 +61,7 @@ class Queue:
         """Return a contest's results, one per seed, or ``None`` before its values are known."""
         if contest in self._results:
             return self._results[contest]
-        if not self.is_over(contest):
+        if not self._is_over(contest):
             return None
         best = contest.best(self.outcome)
         if contest.trials and best is None:
@@ -76,13 +76,9 @@ class Queue:
             self._results[contest] = results
         return results
 
-    def is_over(self, contest: Contest) -> bool:
-        """Return whether each trial of a contest is done or has failed since this start."""
-        return all(self.has_ended(c) for c in contest.cells)
-
     def without_winner(self) -> list[Contest]:
         """Return the finished contests without results, because no trial has a score."""
-        return [c for c in self.contests if self.is_over(c) and self.results(c) is None]
+        return [c for c in self.contests if self._is_over(c) and self.results(c) is None]
 
     @property
     def size(self) -> int:
@@ -152,9 +148,7 @@ class Queue:
 
     def is_over_for_now(self) -> bool:
         """Return whether this start has no cells left to run."""
-        return all(self.is_over(contest) for contest in self.contests) and all(
-            self.has_ended(cell) for cell in self.known()
-        )
+        return all(map(self._is_over, self.contests)) and all(map(self.has_ended, self.known()))
 
     def begin(self, cell: Cell) -> Path:
         """Create the folder of a claimed cell, and clear an earlier failure."""
@@ -188,7 +182,11 @@ class Queue:
         if self.sweep.tuning is not None:
             with locked(self.folder / ".tuning.lock", wait=True):
                 path = self.folder / "tuning.csv"
-                write_tuning(path, self.contests, self.outcome, self.is_over)
+                write_tuning(path, self.contests, self.outcome, self._is_over)
+
+    def _is_over(self, contest: Contest) -> bool:
+        """Return whether each trial of a contest is done or has failed since this start."""
+        return all(self.has_ended(c) for c in contest.cells)
 
     def _lock(self, cell: Cell) -> Path:
         # Next to the run's folder, so that a user can delete the folder to run the cell again.

@@ -1,6 +1,5 @@
 """Reading and checking a sweep's file."""
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.errors import FlsuiteError, likeliest, one_line
 
 Overrides = dict[str, Any]
 """A mapping from dotted keys of a config, without ``init_args``, to values."""
@@ -134,8 +133,8 @@ class _Reader:
     def require_known(self, content: Mapping[str, Any], known: Sequence[str], place: str) -> None:
         for key in content:
             if key not in known:
-                close = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
+                near = likeliest(str(key), known, cutoff=0.6)
+                hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
                 if key in ("model", "data", "trainer", "seed_everything"):
                     hint = f"a run's config is for flsuite fit --config {self.path}"
                 raise self.error(place, f"has an unknown key {key!r}; {hint}")
@@ -270,7 +269,7 @@ class _Reader:
 
 
 class _UniqueLoader(yaml.SafeLoader):
-    """A loader that refuses duplicate keys, of which plain YAML keeps the last."""
+    """A loader that refuses duplicate keys. Plain YAML keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

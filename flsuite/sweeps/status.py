@@ -32,8 +32,7 @@ def print_status(queue: Queue) -> None:
             table.add_row(name, *(_cell_text(queue, cell) for cell in results))
 
     table.caption = _caption(queue)
-    console = Console()
-    console.print(table)
+    Console().print(table)
     print(_counts(queue))
     print(estimate(queue))
     for line in (*failures(queue), *strangers(queue)):
@@ -194,11 +193,7 @@ def _seconds_left(queue: Queue) -> float | None:
     left = 0.0
     for contest in queue.contests:
         cells = contest.cells + (queue.results(contest) or [])
-        number = (
-            len(contest.cells)
-            + len(queue.sweep.seeds)
-            - sum(queue.has_ended(cell) for cell in cells)
-        )
+        number = len(contest.cells) + len(queue.sweep.seeds) - sum(map(queue.has_ended, cells))
         times = seconds.get(contest.method)
         left += number * (fmean(times) if times else overall)
     return left / queue.sweep.workers

@@ -7,6 +7,7 @@ The best trial's values are used in the result cells, whose seeds no trial has u
 
 import csv
 import io
+import itertools
 import json
 import math
 import random
@@ -105,9 +106,10 @@ def draw(choices: dict[str, list[object]], trials: int, seed: int, method: str) 
             f"tune.{method}: {number} combinations are more than {_MOST_COMBINATIONS}; list fewer "
             "values"
         )
-    order = list(range(number))
-    random.Random(f"{seed} {method}").shuffle(order)
-    return [_combination(choices, position) for position in order[:trials]]
+    # The first key varies fastest. The order decides which trials a seed draws.
+    combinations = list(itertools.product(*reversed(choices.values())))
+    random.Random(f"{seed} {method}").shuffle(combinations)
+    return [dict(zip(choices, reversed(values), strict=True)) for values in combinations[:trials]]
 
 
 def write_tuning(
@@ -150,11 +152,3 @@ def _trials(sweep: Sweep, method: str, point: Overrides) -> list[Trial]:
         )
         for number, values in enumerate(drawn, start=1)
     ]
-
-
-def _combination(choices: dict[str, list[object]], position: int) -> Overrides:
-    values: Overrides = {}
-    for key, options in choices.items():
-        position, option = divmod(position, len(options))
-        values[key] = options[option]
-    return values

@@ -183,11 +183,8 @@ def _reason(status: int, log: Path) -> str:
     if status < 0:
         name = signal.Signals(-status).name
         return f"it was killed by {name}" + (", perhaps out of memory" * (name == "SIGKILL"))
-    lines = [
-        line
-        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
-        if line.strip()
-    ]
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith(_ERROR)]
     last = errors[-1].removeprefix(_ERROR) if errors else lines[-1] if lines else ""
     return f"{last[:400]} ({log})"
