@@ -45,7 +45,7 @@ def main() -> int:
 def check(sweep: Sweep, folder: Path) -> dict[str, Any]:
     """Prepare the fits of the cells without running them.
 
-    Experiments with a finished cell are skipped. What stops a source is said once, and not for each
+    Experiments with a finished cell are skipped. An error of a source is listed once, not for each
     cell that merges its models.
 
     Args:
@@ -121,15 +121,15 @@ def _typos_of(sweep: Sweep) -> dict[str, Any]:
             refuse_typos("fit", fit_arguments(sweep, cell, Path()))
         except TyposError as error:
             lines = dict.fromkeys(error.lines, _place(sweep, cell)) | lines
-    return (
-        {"error": "; ".join(f"{place}: {line}" for line, place in lines.items())} if lines else {}
-    )
+    if not lines:
+        return {}
+    return {"error": "; ".join(f"{place}: {line}" for line, place in lines.items())}
 
 
 def _place(sweep: Sweep, cell: Cell) -> str:
     """Return the name of the method and its settings from the grid and the tuning."""
     usual = {**sweep.shared, **sweep.methods[cell.method], "trainer.keep_updates": True}
-    changes = [f"{k} {v}" for k, v in cell.overrides.items() if usual.get(k, usual) != v]
+    changes = [f"{k} {v}" for k, v in cell.overrides.items() if k not in usual or usual[k] != v]
     return f"method {cell.method}" + (f", {', '.join(changes)}" if changes else "")
 
 

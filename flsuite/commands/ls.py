@@ -47,9 +47,8 @@ def ls(args: list[str]) -> None:
     states = [f"{counts[state]} {state}" for state in get_args(State) if state in counts]
     total = f"{len(chosen)} run{'s' * (len(chosen) != 1)}"
     print(", ".join([total, *states, *([f"{hidden} hidden"] if hidden else [])]))
-    for folder, error in chosen.loc[chosen["error"] != "", ["run", "error"]].itertuples(
-        index=False
-    ):
+    broken = chosen[chosen["error"] != ""]
+    for folder, error in zip(broken["run"], broken["error"], strict=True):
         print(f"broken: {_shown_path(folder)}: {error}")
 
 

@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
 from lightning.pytorch import LightningDataModule
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -39,20 +41,21 @@ def partition(args: list[str]) -> None:
     data.setup()
 
     table = partition_table(data.federated)
-    folder = make_folder(Path(config.output))
-    table.to_csv(folder / f"{name}-partition.csv", index=False)
-    partition_figure(table).savefig(folder / f"{name}-partition.png")
+    stem = make_folder(Path(config.output)) / name
     _print(table)
-    print(f"{folder / name}-partition.png\n{folder / name}-partition.csv")
-
+    _write(table, partition_figure(table), f"{stem}-partition")
     if isinstance(data.federated, TaskData):
         plan = task_table(data.federated)
-        plan.to_csv(folder / f"{name}-tasks.csv", index=False)
-        task_plan_figure(plan).savefig(folder / f"{name}-tasks.png")
-        print(f"{folder / name}-tasks.png\n{folder / name}-tasks.csv")
+        _write(plan, task_plan_figure(plan), f"{stem}-tasks")
 
 
-def _print(table: Any) -> None:
+def _write(table: pd.DataFrame, figure: Figure, stem: str) -> None:
+    table.to_csv(f"{stem}.csv", index=False)
+    figure.savefig(f"{stem}.png")
+    print(f"{stem}.png\n{stem}.csv")
+
+
+def _print(table: pd.DataFrame) -> None:
     train = table[table["split"] == "train"]
     counts = train.pivot(index="client", columns="class", values="samples")[train["class"].unique()]
 

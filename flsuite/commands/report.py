@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -164,10 +164,8 @@ def _print_target(
     goal = f"{request.split} {metric} {request.target:g}"
     table = target_table(results, request.target, metric, request.split)
     axes = [x for x in AXES if x in table]
-    for partition, own in table.groupby("partition", sort=False):
-        title = _title(f"to {goal}: means of runs that reach it", partition, table)
-        shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        shown.add_column("method", overflow="fold", min_width=14)
+    title = f"to {goal}: means of runs that reach it"
+    for shown, own in _tables(table, title, "method"):
         for x in axes:
             shown.add_column(AXES[x].unit, justify="right")
         shown.add_column("reached", justify="right", no_wrap=True)
@@ -186,10 +184,7 @@ def _print_comparison(console: Console, table: pd.DataFrame, results: Results, m
     """Print the paired differences, if any two methods share two seeds."""
     if not (table["seeds"] > 1).any():
         return
-    for partition, own in table.groupby("partition", sort=False):
-        title = _title(f"test {metric}, paired by seed", partition, table)
-        shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        shown.add_column(PAIR_HEADINGS[0], overflow="fold", min_width=14)
+    for shown, own in _tables(table, f"test {metric}, paired by seed", PAIR_HEADINGS[0]):
         for heading in PAIR_HEADINGS[1:]:
             shown.add_column(heading, justify="right", no_wrap=True)
         for cells in pair_cells(own):
@@ -215,9 +210,13 @@ def _shown_tuning(tuning: pd.DataFrame) -> Table:
     return shown
 
 
-def _title(title: str, partition: object, table: pd.DataFrame) -> str:
-    """Return the title of a partition's table, with the partition's name if there are several."""
-    return f"{title}, {partition}" if table["partition"].nunique() > 1 else title
+def _tables(content: pd.DataFrame, title: str, first: str) -> Iterator[tuple[Table, pd.DataFrame]]:
+    """Yield a table with its first column, and the rows that belong in it, per partition."""
+    for partition, rows in content.groupby("partition", sort=False):
+        named = f"{title}, {partition}" if content["partition"].nunique() > 1 else title
+        table = Table(title=named, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        table.add_column(first, overflow="fold", min_width=14)
+        yield table, rows
 
 
 def _write(
