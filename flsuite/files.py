@@ -55,6 +55,11 @@ def save_tensors(content: Any, path: Path) -> None:
         raise OSError(number, reason, str(path)) from error
 
 
+def replace_tensors(content: Any, path: Path, flush: bool = False) -> None:
+    """Write plain data with tensors by :func:`replace_file`."""
+    replace_file(lambda temporary: save_tensors(content, temporary), path, flush)
+
+
 def load_tensors(path: Path, remedy: str) -> Any:
     """Read a file of :func:`save_tensors` as plain data on the CPU.
 
@@ -134,6 +139,15 @@ def flush_to_disk(paths: Iterable[Path]) -> None:
                 raise
         finally:
             os.close(descriptor)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make ``target`` the same file as ``source``, or a copy where links are not possible."""
+    try:
+        # A hard link takes no time and no space, whatever the size of the file.
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(source, target)
 
 
 def is_locked(folder: Path) -> bool:

@@ -13,7 +13,7 @@ from flsuite.arguments import PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.main import run_command
 from flsuite.commands.record import Row, ends, round_of_row, rows_of
-from flsuite.files import replace_file, save_tensors
+from flsuite.files import replace_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.fork import copy_files, kept_rounds, parent_settings
 from flsuite.runs.run import Run
@@ -126,11 +126,7 @@ def adopt(again: Path, run: Path) -> None:
     content["timeline"] = _size(run / "timeline.csv", lambda row: row["fit"] in fits)
     for folder in ("clients", "in_flight"):
         copy_files(again, run, folder, (path.name for path in (again / folder).glob("*.pt")))
-    replace_file(
-        lambda path: save_tensors(content, path),
-        run / "checkpoints" / f"round-{round:06d}.ckpt",
-        flush=True,
-    )
+    replace_tensors(content, run / "checkpoints" / f"round-{round:06d}.ckpt", flush=True)
 
 
 def _size(path: Path, belongs: Callable[[Row], bool]) -> int:

@@ -1,7 +1,6 @@
 """The file of a checkpoint: how it is written, moved into place and read."""
 
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import flush_to_disk, replace_file, require_whole, save_tensors
+from flsuite.files import flush_to_disk, link_or_copy, replace_file, require_whole, save_tensors
 from flsuite.runs.kept import with_shared
 from flsuite.state import plain
 
@@ -57,7 +56,7 @@ def publish_checkpoint(path: Path, others: Mapping[str, Path], needed: Iterable[
     flush_to_disk([*needed, *{path, *others.values()}])
     for name, written in others.items():
         if written == path:
-            replace_file(lambda twin: _link(path, twin), folder / name)
+            replace_file(lambda twin: link_or_copy(path, twin), folder / name)
         else:
             os.replace(written, folder / name)
     os.replace(path, folder / "last.ckpt")
@@ -101,11 +100,3 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         )
     content["federation"] = with_shared(content["federation"], path)
     return content
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        # A hard link takes no time and no space, whatever the size of the model.
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)

@@ -72,12 +72,14 @@ class RunFolder:
     Attributes:
         table: The metrics.
         timeline: The fits and their times.
+        tables: Both, by their names in checkpoints.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.table = MetricsTable(path / "metrics.csv" if path else None)
         self.timeline = TimelineTable(path / "timeline.csv" if path else None)
+        self.tables = {"table": self.table, "timeline": self.timeline}
         self._made: list[Path] = []
         self._written: list[Path] = []
 
@@ -85,11 +87,6 @@ class RunFolder:
     def checkpoints(self) -> Path | None:
         """Return the folder of the checkpoints, or ``None`` if nothing is written."""
         return self.path / "checkpoints" if self.path else None
-
-    @property
-    def tables(self) -> list[Path]:
-        """Return the files that grow from round to round."""
-        return [path for path in (self.table.path, self.timeline.path) if path]
 
     def find_checkpoint(self, ckpt_path: str | None) -> Path | None:
         """Return the file of a requested checkpoint, or ``None`` if there is none to resume."""
@@ -102,9 +99,7 @@ class RunFolder:
             )
 
         path = self.checkpoints / f"{ckpt_path}.ckpt"
-        if path.exists() or ckpt_path == "best":
-            return path
-        return None
+        return path if path.exists() or ckpt_path == "best" else None
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -192,9 +187,9 @@ class RunFolder:
         if isinstance(data, TaskData):
             task_table(data).to_csv(self.path / "tasks.csv", index=False)
         if attack is not None:
-            who = {"attack": type(attack).__name__, "attackers": attack.attackers}
-            text = json.dumps({**who, "clients": data.clients})
-            _write_text(self.path / "attackers.json", text + "\n")
+            kind = type(attack).__name__
+            who = {"attack": kind, "attackers": attack.attackers, "clients": data.clients}
+            _write_text(self.path / "attackers.json", json.dumps(who) + "\n")
 
     def write_request(self, config: dict[str, Any] | str, settings: dict[str, Any]) -> None:
         """Write ``config.yaml`` and ``settings.yaml``.
@@ -230,7 +225,7 @@ class RunFolder:
         The rows of a run's second round are written after the checkpoint of its first.
 
         Args:
-            first: The first round that is the run's own. Earlier ones are those of its parent.
+            first: The first round of the run itself. Earlier ones are its parent's.
         """
         path = self.table.path
         if path is None or not path.is_file():

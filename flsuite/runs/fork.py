@@ -3,8 +3,6 @@
 import hashlib
 import json
 import logging
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,21 +11,27 @@ from typing import Any
 
 from flsuite.arguments import NonNegativeInt, Settings, renamed
 from flsuite.errors import FlsuiteError
-from flsuite.files import load_tensors
+from flsuite.files import link_or_copy, load_tensors
 
 log = logging.getLogger("flsuite")
 
 _PRIVATE = {"DPFedAvg", "GaussianMechanism", "DPSGD", "SampleNoise"}
 _OF_A_SAMPLE = ("batch_size", "augment", "val_fraction", "seed")
 """Arguments of the data that do not move samples between clients."""
+_NOT_OF_THE_PARENT = (
+    *("rounds", "max_virtual_seconds", "max_client_updates", "stopping", "forked_from"),
+    *("seed", "given_weights", "attackers"),
+)
+"""Settings that the hash of a parent leaves out. Parents that differ only in their seed have the
+same hash."""
 
 
 @dataclass(eq=False)
 class Fork(Settings):
     """The moment of another run that a run begins at.
 
-    What the settings leave as it was keeps its random draws: cohorts, batches, noise and speeds are
-    functions of the seed, the round and the client. A fork without changes therefore ends like its
+    Cohorts, batches, noise and speeds are functions of the seed, the round and the client, so
+    settings that do not change keep their random draws. A fork without changes ends like its
     parent, bit for bit. The state of an algorithm or a schedule is kept if its classes are the
     parent's. Otherwise it starts anew.
 
@@ -74,16 +78,8 @@ class Fork(Settings):
 
 
 def first_round(settings: Mapping[str, Any]) -> int:
-    """Return the first round that is a run's own, from its settings. Others are its parent's."""
+    """Return the first round of a run, from its settings. Earlier ones are its parent's."""
     return int((settings.get("fork") or {"round": 0})["round"]) + 1
-
-
-_NOT_OF_THE_PARENT = (
-    *("rounds", "max_virtual_seconds", "max_client_updates", "stopping", "forked_from"),
-    *("seed", "given_weights", "attackers"),
-)
-"""Settings of a parent that its hash leaves out: forks of runs that differ only in the seed have
-the same hash."""
 
 
 def kept_rounds(run: Path) -> dict[int, Path]:
@@ -138,11 +134,7 @@ def parent_settings(run: Path) -> dict[str, Any]:
 
 
 def refuse_other_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Refuse a fork whose clients hold other samples than the parent's.
-
-    Raises:
-        FlsuiteError: If the settings of the data differ in more than batches.
-    """
+    """Refuse a fork whose clients hold other samples than the parent's."""
 
     def of_clients(settings: Mapping[str, Any]) -> Any:
         data = settings["data"]
@@ -161,39 +153,39 @@ def refuse_other_privacy(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
     """Refuse a fork that begins, ends or changes a guarantee of differential privacy.
 
     Epsilon is counted over all rounds with the same noise, from the same draws.
-
-    Raises:
-        FlsuiteError: If it does.
     """
     names = ("aggregator", "schedule", "callbacks", "data")
     now, then = ({name: s.get(name) for name in names} for s in (ours, theirs))
     kinds = {name.rpartition(".")[2] for name in (*_classes(now), *_classes(then))}
     if kinds & _PRIVATE and (changed := [name for name in names if now[name] != then[name]]):
         raise FlsuiteError(
-            f"trainer.fork: epsilon counts all rounds with one noise and one way of drawing, but "
+            "trainer.fork: epsilon counts all rounds with one noise and one way of drawing, but "
             f"{', '.join(changed)} changed; leave it as it was, or begin at round 0"
         )
 
 
-def adapted(content: dict[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parent's state of the federation for a run with these settings.
+def adapted(
+    before: Mapping[str, Any], ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a parent's state of the federation for a fork.
 
-    What belongs to a part of another class is left out, so that the part starts anew.
+    The state of an algorithm or a schedule of another class is left out, so that it starts anew.
 
     Args:
-        content: The parent's checkpoint.
+        before: The parent's state.
         ours: The settings of the fork.
+        theirs: The settings of the parent.
     """
-    theirs, state = renamed(content["settings"]), dict(content["federation"])
-    for name, key, empty in (("aggregator", "aggregator", {}), ("schedule", "schedule", None)):
+    state = dict(before)
+    for name, empty in (("aggregator", {}), ("schedule", None)):
         if is_other(ours, theirs, name):
             log.info("fork: %s starts anew, because it was another one", name)
-            state[key] = empty
+            state[name] = empty
     return state
 
 
 def is_other(ours: Mapping[str, Any], theirs: Mapping[str, Any], part: str) -> bool:
-    """Return whether a part of two runs, such as the aggregator, is of other classes."""
+    """Return whether a part of two runs, such as the aggregator, differs in its classes."""
     return [*_classes(ours[part])] != [*_classes(theirs[part])]
 
 
@@ -210,19 +202,14 @@ def _classes(described: Any) -> Iterator[str]:
 
 
 def copy_files(parent: Path, own: Path, folder: str, names: Iterator[str]) -> None:
-    """Link files of the parent into the fork's folder, or copy them where links are not possible.
-
-    They are never changed in place.
-    """
+    """Link or copy files of the parent into the fork's folder. They never change in place."""
     for name in names:
         source, target = parent / folder / name, own / folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
         try:
-            os.link(source, target)
+            link_or_copy(source, target)
         except FileNotFoundError as error:
             raise FlsuiteError(
                 f"{source} is missing; restore the parent's folder, or begin at another round"
             ) from error
-        except OSError:  # another file system, or one without hard links
-            shutil.copyfile(source, target)

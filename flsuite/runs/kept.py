@@ -24,22 +24,17 @@ Keys = tuple[Any, ...]
 
 
 class KeptTensors:
-    """Knows which kept checkpoint holds a tensor."""
+    """The places of the tensors in the kept checkpoints of a run."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[str, Keys]] = {}
 
     def add(self, content: Any, name: str) -> None:
-        """Take note of the tensors that a checkpoint holds itself.
-
-        Args:
-            content: Its content, as :func:`flsuite.files.load_tensors` returns it.
-            name: The name of its file.
-        """
+        """Record the tensors that a checkpoint holds itself. ``name`` is the name of its file."""
         self.shared(content, name)
 
     def shared(self, content: Any, name: str) -> Any:
-        """Return a checkpoint's content with references, and take note of the tensors that are new.
+        """Return a checkpoint's content with references, and record the tensors that are new.
 
         Args:
             content: The content. It is not changed.
@@ -48,21 +43,21 @@ class KeptTensors:
         Returns:
             The content itself if no earlier checkpoint holds any of its tensors.
         """
-        found = 0
+        is_shared = False
 
         def replace(leaf: Any, keys: Keys) -> Any:
-            nonlocal found
+            nonlocal is_shared
             if not _is_large(leaf):
                 return leaf
             bits = _digest(leaf)
             file, place = self._places.setdefault(bits, (name, keys))
             if file == name:
                 return leaf
-            found += 1
+            is_shared = True
             return {_FILE: file, _KEYS: list(place), _BITS: bits}
 
         replaced = _replaced(content, replace)
-        return replaced if found else content
+        return replaced if is_shared else content
 
 
 def with_shared(content: Any, path: Path) -> Any:

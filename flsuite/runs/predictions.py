@@ -12,7 +12,7 @@ from torch import Tensor
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import SplitLoader
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import make_folder, replace_file, save_tensors
+from flsuite.files import make_folder, replace_tensors
 from flsuite.models.declarations import has_step, pictures
 from flsuite.models.modes import evaluating
 from flsuite.random import seed_process
@@ -93,14 +93,14 @@ def _kept(predictions: Any, folder: Path | None) -> list[Path]:
     except FlsuiteError as error:
         log.warning("%s was not written: %s", path, one_line(error))
         return []
-    replace_file(lambda temporary: save_tensors(readable, temporary), path)
+    replace_tensors(readable, path)
     return [path]
 
 
 def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, dict[str, Tensor]]:
     """Return the model's pictures of the first test samples, on the CPU.
 
-    If each client has its own model, that of the first client is used.
+    If each client has its own model, the first client's model is used.
     """
     # The same random draws in every run, for comparison.
     seed_process(0, "pictures", federation.clock.round)

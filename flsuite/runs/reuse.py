@@ -8,18 +8,21 @@ from typing import Any
 import yaml
 
 from flsuite.aggregators.rules.after_fit import AfterFit
-from flsuite.arguments import renamed
 from flsuite.attacks import Attack
 from flsuite.errors import FlsuiteError
-from flsuite.files import load_tensors, make_folder, replace_file, save_tensors
+from flsuite.files import load_tensors, make_folder, replace_tensors
 from flsuite.messages import ClientContext, ClientResult, FitRequest, TrainedFit
 from flsuite.runs.folder import RunFolder
+from flsuite.runs.fork import parent_settings
 from flsuite.runs.settings import WEIGHTS, refuse_mismatch
 from flsuite.server.federation import Federation
 from flsuite.state import plain
 
 UPDATES = "updates"
 """Subfolder of a run with its clients' trained models."""
+
+FROM_TRAINING = ("model", "optimizers")
+"""Parts of a client's memory that come from training, whatever the algorithm."""
 
 # They determine the result of local training in the first round.
 _DECIDE_TRAINING = (
@@ -34,9 +37,6 @@ _DECIDE_TRAINING = (
     "keep_optimizers",
     "channels_last",
 )
-
-
-_FROM_TRAINING = ("model", "optimizers")  # parts of a client's memory that its algorithm leaves
 
 
 class UpdateStore:
@@ -57,14 +57,13 @@ class UpdateStore:
             return
         content = {
             "state": update.state,
-            "memory": {k: v for k, v in memory.items() if k in _FROM_TRAINING},
+            "memory": {k: v for k, v in memory.items() if k in FROM_TRAINING},
             "steps": update.steps,
             "metrics": result.training,
             "seconds": update.seconds - update.metrics.get("after_fit_seconds", 0.0),
         }
         make_folder(path.parent)
-        named = plain(content, f"the update of client {update.client}")
-        replace_file(lambda temporary: save_tensors(named, temporary), path)
+        replace_tensors(plain(content, f"the update of client {update.client}"), path)
 
     def clients(self, round: int) -> list[int]:
         """Return the clients whose results of a round are stored, in order."""
@@ -123,7 +122,7 @@ class Reuse:
     ) -> None:
         self.source = None if source is None else Path(source)
         self.trained: UpdateStore | None = None
-        self.kept: UpdateStore | None = None
+        self.kept = UpdateStore(folder.path / UPDATES) if keep and folder.path else None
         _require_plain_training(federation)
         if attack is not None:
             raise FlsuiteError(
@@ -136,13 +135,11 @@ class Reuse:
                 "keep_updates stores the clients' models unchanged, but a transform or secure_sum "
                 "changes what the server receives; set trainer.keep_updates to false"
             )
-        if keep and folder.path is None:
+        if keep and self.kept is None:
             raise FlsuiteError(
                 "keep_updates needs the run's folder, but this run writes none; set "
                 "trainer.enable_checkpointing to true, or trainer.keep_updates to false"
             )
-        if keep and folder.path:
-            self.kept = UpdateStore(folder.path / UPDATES)
 
     def read(self, settings: Mapping[str, Any]) -> None:
         """Find the trained models of the other run, if there is one.
@@ -187,7 +184,7 @@ def trained_updates(run_dir: Path, settings: Mapping[str, Any]) -> UpdateStore:
             "--trainer.keep_updates true, or delete the folder if a sweep made it, which then fits "
             "it again"
         )
-    theirs = renamed(yaml.safe_load((run_dir / "settings.yaml").read_text(encoding="utf-8")))
+    theirs = parent_settings(run_dir)
     ours = yaml.safe_load(yaml.safe_dump(dict(settings)))  # tuples become lists, as in a file
     refuse_other_training(ours, theirs, run_dir)
     return UpdateStore(run_dir / UPDATES)
@@ -196,21 +193,13 @@ def trained_updates(run_dir: Path, settings: Mapping[str, Any]) -> UpdateStore:
 def refuse_other_training(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], run_dir: Path
 ) -> None:
-    """Refuse settings under which clients would train other models than in another run.
-
-    Raises:
-        FlsuiteError: If they differ. The message names what.
-    """
+    """Refuse settings under which clients would train other models than in another run."""
     now, then = ({name: s.get(name) for name in _DECIDE_TRAINING} for s in (ours, theirs))
     refuse_mismatch(now, then, run_dir)
 
 
 def _require_plain_training(federation: Federation) -> None:
-    """Refuse an algorithm that changes local training.
-
-    Raises:
-        FlsuiteError: If it does. The message names it.
-    """
+    """Refuse an algorithm that changes local training."""
     aggregator, data = federation.aggregator, federation.data.at(1)
     name = aggregator.name
     if aggregator.pools or aggregator.private:

@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from flsuite.errors import FederationError
-from flsuite.files import replace_file, save_tensors
+from flsuite.files import replace_tensors
 from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome, Scores, Split
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.hooks import Hooks
@@ -165,16 +165,15 @@ class Run:
             self._score("test", details=has_classes)
         self.callbacks.notify("on_round_end", self, self.round)
 
-        if self.finished and not is_due:  # a callback has stopped the run just now
-            self._score("val")
-            self._score("test", details=True)
-        elif self.finished and not has_classes:
-            scores = self._scores("test", details=True).get(GLOBAL, {})
-            by_class = {name: v for name, v in scores.items() if name.startswith("accuracy/")}
-            self.folder.table.note(GLOBAL, "test", by_class)
-        if self.finished and self.federation.data.clients > self.options.score_clients:
-            self._score_all_clients()
         if self.finished:
+            if not is_due:  # a callback has stopped the run just now
+                self._score("val")
+                self._score("test", details=True)
+            elif not has_classes:
+                scores = self._scores("test", details=True).get(GLOBAL, {})
+                by_class = {name: v for name, v in scores.items() if name.startswith("accuracy/")}
+                self.folder.table.note(GLOBAL, "test", by_class)
+            self._score_all_clients()
             self._score_adapted()
         for name, network in self.federation.server.artifacts.items():
             self._record_artifact(name, network)
@@ -232,8 +231,10 @@ class Run:
         self.callbacks.notify("on_evaluation_end", self, self.round, split, scores)
 
     def _score_all_clients(self) -> None:
-        """Add the scores of all clients under separate names."""
+        """Add the scores of all clients under separate names, if some are not compared."""
         compared, clients = self.options.score_clients, self.federation.data.clients
+        if clients <= compared:
+            return
         if clients > _MOST_SCORED:
             log.info(
                 "the last round scores the first %d clients one by one; flsuite test scores all %d",
@@ -243,7 +244,7 @@ class Run:
             return
 
         for split in get_args(Split):
-            scores = self.evaluator.scores(self.federation, split, self.federation.present(clients))
+            scores = self.evaluator.scores(self.federation, split, self.federation.present())
             for scope, numbers in scores.items():
                 if scope == GLOBAL:
                     numbers = {f"all_clients/{name}": value for name, value in numbers.items()}
@@ -254,7 +255,7 @@ class Run:
         """Score the clients' models after an adaptation, and clients outside the federation."""
         federation, epochs = self.federation, self.options.adapt_epochs
         seen, unseen = federation.data.clients, federation.data.unseen
-        few = self.federation.present(seen)[: self.options.score_clients]
+        few = federation.present()[: self.options.score_clients]
         outside = range(seen, seen + min(self.options.score_clients, unseen))
         groups = {"unseen": self.evaluator.scores(federation, "test", outside)} if unseen else {}
         if epochs:
@@ -286,6 +287,4 @@ class Run:
         for metric, value in self.evaluator.of_module(network, self.evaluator.data.test).items():
             self.log_metric(f"{name}/{metric}", value, split="test")
         if self.folder.checkpoints is not None:
-            state = clone(network.state_dict())
-            path = self.folder.checkpoints / f"{name}.pt"
-            replace_file(lambda temporary: save_tensors(state, temporary), path)
+            replace_tensors(clone(network.state_dict()), self.folder.checkpoints / f"{name}.pt")

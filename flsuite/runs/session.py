@@ -14,7 +14,7 @@ from flsuite.client.setup import WorkerSetup
 from flsuite.engines.auto import Auto
 from flsuite.engines.base import Engine
 from flsuite.errors import FederationError, FlsuiteError, one_line
-from flsuite.files import replace_file, save_tensors
+from flsuite.files import replace_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import first_round, parent_settings
@@ -26,7 +26,6 @@ from flsuite.state import plain
 log = logging.getLogger("flsuite")
 
 _IN_FLIGHT, _ROUNDS = 8, 100  # assumed where a schedule has no rounds, or a run no end
-
 _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
 
 
@@ -56,11 +55,11 @@ def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
             _begin_at_the_parent(run)
         else:
             run.store.resume(checkpoint)
-            # The other run may have been deleted. Clients of the first version that are still in
-            # flight then train, with the same result.
-            source = run.reuse and run.reuse.source
-            if run.reuse and source and source.exists() and 0 in run.store.versions_in_flight:
-                run.reuse.read(run.settings)
+            # If the other run was deleted, clients of the first version that are still in flight
+            # train, with the same result.
+            reuse, is_first = run.reuse, 0 in run.store.versions_in_flight
+            if reuse and reuse.source and reuse.source.exists() and is_first:
+                reuse.read(run.settings)
         yield from _running(run, is_resumed=checkpoint is not None)
 
 
@@ -117,9 +116,7 @@ def choose_engine(run: Run, engine: Engine, setup: WorkerSetup, ckpt_path: str |
 def require_engine(run: Run, engine: Engine) -> None:
     """Refuse an engine that cannot serve the schedule.
 
-    Raises:
-        FlsuiteError: If injected faults would end it and with it the run, or clients come back in
-            an order that a resumed run cannot group again.
+    Injected faults must not end the engine, and a resumed run must be able to group fits again.
     """
     declared, own = run.federation.schedule.declarations, engine.declarations
     if own.decides and declared.is_asynchronous and not (own.joins and declared.is_virtual):
@@ -132,8 +129,7 @@ def require_engine(run: Run, engine: Engine) -> None:
             f"trainer.engine: with {declared.name}, {type(engine).__name__} groups fits {what}, or "
             "set trainer.engine to Processes"
         )
-    faults = declared.faults
-    if fatal := [fault for fault in faults if fault not in own.survives]:
+    if fatal := [fault for fault in declared.faults if fault not in own.survives]:
         raise FlsuiteError(
             f"Faults: {type(engine).__name__} does not survive {' and '.join(fatal)} with these "
             "arguments; set trainer.engine to Processes(timeout=...), which replaces the worker of "
@@ -207,8 +203,7 @@ def _running(run: Run, is_resumed: bool) -> Iterator[Run]:
     except BaseException as error:
         run.status = "failed"
         run.store.roll_back()
-        # Only a wrong setting, and only before the first round: a later error leaves a run to
-        # resume.
+        # Any other error, or a later one, leaves a run to resume.
         is_useless = isinstance(error, FlsuiteError) and not run.round
         raise
     finally:
@@ -275,6 +270,5 @@ def export_model(model: LightningModule, path: Path) -> None:
     }
 
     model.on_save_checkpoint(content)
-    readable = plain(content, "model")
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(lambda temporary: save_tensors(readable, temporary), path, flush=True)
+    replace_tensors(plain(content, "model"), path, flush=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from flsuite.arguments import renamed
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import BackgroundTask, load_tensors, replace_file, save_tensors
+from flsuite.files import BackgroundTask, load_tensors, replace_tensors
 from flsuite.runs.checkpoint import load_checkpoint, publish_checkpoint, write_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import (
@@ -24,6 +24,7 @@ from flsuite.runs.fork import (
 )
 from flsuite.runs.hooks import Hooks
 from flsuite.runs.kept import KeptTensors
+from flsuite.runs.reuse import FROM_TRAINING
 from flsuite.runs.settings import WEIGHTS, refuse_mismatch, with_contents
 from flsuite.runs.summary import RunSummary
 from flsuite.server.federation import Federation
@@ -103,12 +104,10 @@ class RunStore:
     def create(self) -> None:
         """Write the entries that are never trained. They stay the same for the whole run."""
         federation, checkpoints = self.federation, self.folder.checkpoints
-        if checkpoints is not None:
-            frozen = {name: federation.initial[name] for name in federation.entries.frozen}
-            if frozen:
-                checkpoints.mkdir(parents=True, exist_ok=True)
-                path = checkpoints / _FROZEN
-                replace_file(lambda temporary: save_tensors(frozen, temporary), path, flush=True)
+        frozen = {name: federation.initial[name] for name in federation.entries.frozen}
+        if checkpoints is not None and frozen:
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            replace_tensors(frozen, checkpoints / _FROZEN, flush=True)
 
     def save(self, is_best: bool) -> None:
         """Write the checkpoint of the round just done, and the memories of its clients.
@@ -120,11 +119,11 @@ class RunStore:
             FlsuiteError: If the checkpoint would not be readable.
         """
         federation, folder = self.federation, self.folder
-        clients, versions = federation.clients, federation.versions
+        clients, versions, round = federation.clients, federation.versions, federation.clock.round
         in_flight = self.versions_in_flight
         self._publishing.wait()  # the previous round's files are replaced next
-        written = [*clients.commit(federation.clock.round), *versions.commit(in_flight)]
-        sizes = {"table": folder.table.append(), "timeline": folder.timeline.append()}
+        written = [*clients.commit(round), *versions.commit(in_flight)]
+        sizes = {name: table.append() for name, table in folder.tables.items()}
         self.settle()
         if folder.checkpoints is None:
             return
@@ -141,25 +140,22 @@ class RunStore:
             **sizes,
         }
         path = write_checkpoint(content, folder.checkpoints)
-        # A kill before the rename leaves the old checkpoint, whose files must still be there.
-        needed = [*written, *folder.tables]
-        round, keeps = federation.clock.round, self.keep_rounds
-        stays = keeps is not None and round % keeps == 0
-        if stays:
+        needed = [*written, *(table.path for table in folder.tables.values() if table.path)]
+        others = {"best.ckpt": path} if is_best else {}
+        if self.keep_rounds is not None and round % self.keep_rounds == 0:
             self._kept[round] = dict(clients.versions), set(in_flight)
+            name, whole = f"round-{round:06d}.ckpt", content["federation"]
+            shared = self._tensors.shared(whole, name)
+            smaller = {**content, "federation": shared}
+            is_smaller = shared is not whole
+            others[name] = (
+                write_checkpoint(smaller, folder.checkpoints, name) if is_smaller else path
+            )
+
+        # A kill before the rename leaves the old checkpoint, whose files must still be there.
         kept = list(self._kept.values())
         used = [dict(clients.versions), dict(self._best_clients), *(own for own, _ in kept)]
         started = in_flight.union(self._best_flights, *(flights for _, flights in kept))
-        others = {"best.ckpt": path} if is_best else {}
-        if stays:
-            name = f"round-{round:06d}.ckpt"
-            shared = self._tensors.shared(content["federation"], name)
-            is_smaller = shared is not content["federation"]
-            others[name] = (
-                write_checkpoint({**content, "federation": shared}, folder.checkpoints, name)
-                if is_smaller
-                else path
-            )
 
         def publish() -> None:
             publish_checkpoint(path, others, needed)
@@ -203,7 +199,7 @@ class RunStore:
         ]
         ours, theirs = ({k: s.get(k) for k in names} for s in (self.settings, saved))
         refuse_mismatch(ours, theirs, checkpoint)
-        # A class may not say all that its network is made of.
+        # Settings may not describe the whole network.
         if fault := mismatch(content["federation"]["state"], self.federation.state):
             raise FlsuiteError(
                 f"the model is not that of {checkpoint}: {fault}; use the run's model, or start a "
@@ -215,12 +211,10 @@ class RunStore:
         self.summary.load_state_dict(content["summary"])
         self.settle()
         self._best_clients = content["best_clients"]
-        for callback in self.callbacks.federation:
-            if callback.state_key in content["callbacks"]:
-                callback.load_state_dict(content["callbacks"][callback.state_key])
+        self._load_callbacks(content)
         return content
 
-    def resume(self, checkpoint: Path) -> dict[str, Any]:
+    def resume(self, checkpoint: Path) -> None:
         """Restore a checkpoint from this run's folder, to continue there.
 
         Raises:
@@ -233,8 +227,8 @@ class RunStore:
             )
         content = self.restore(checkpoint, to_train=True)
         self.federation.versions.restore(self.versions_in_flight)
-        self.folder.table.resume(content["table"])
-        self.folder.timeline.resume(content["timeline"])
+        for name, table in self.folder.tables.items():
+            table.resume(content[name])
         for kept in checkpoints_of(self.folder.path) if self.folder.path else ():
             # Later ones belong to rounds that are repeated.
             if kept.stem == "last" or (number := round_of(kept)) > self.federation.clock.round:
@@ -246,7 +240,6 @@ class RunStore:
                 self._kept[number] = before["clients"], _flights(before)
                 self._tensors.add(before, kept.name)
         log.info("resumed after round %d from %s", self.federation.clock.round, checkpoint)
-        return content
 
     def fork(self) -> None:
         """Begin at the moment of the parent, in the folder of a new run.
@@ -263,7 +256,7 @@ class RunStore:
         refuse_other_data(self.settings, theirs)
         refuse_other_privacy(self.settings, theirs)
         federation, home = self.federation, Path(self.parent.run)
-        state = adapted(content, self.settings)
+        state = adapted(content["federation"], self.settings, theirs)
         if fault := mismatch(state["state"], federation.state):
             raise FlsuiteError(f"trainer.fork: the model is not the parent's: {fault}")
         if own is not None:
@@ -280,23 +273,28 @@ class RunStore:
             self.summary.load_state_dict(content["summary"])
             self._take_best(home)
         self.settle()
-        for callback in self.callbacks.federation:
-            if callback.state_key in content["callbacks"]:
-                callback.load_state_dict(content["callbacks"][callback.state_key])
+        self._load_callbacks(content)
         federation.versions.restore(self.versions_in_flight)
-        for table in (self.folder.table, self.folder.timeline):
+        for name, table in self.folder.tables.items():
             if table.path is not None:
-                size = content["table" if table is self.folder.table else "timeline"]
-                table.path.write_bytes((home / table.path.name).read_bytes()[:size])
-                table.resume(size)
+                parents = (home / table.path.name).read_bytes()
+                table.path.write_bytes(parents[: content[name]])
+                table.resume(content[name])
         log.info("forked from %s after round %d", home, federation.clock.round)
 
+    def _load_callbacks(self, content: dict[str, Any]) -> None:
+        """Restore the callbacks that have a state in a checkpoint."""
+        states = content["callbacks"]
+        for callback in self.callbacks.federation:
+            if callback.state_key in states:
+                callback.load_state_dict(states[callback.state_key])
+
     def _forget_the_algorithm(self) -> None:
-        """Leave clients only what does not belong to the parent's algorithm."""
+        """Remove what the parent's algorithm keeps with the clients."""
         clients = self.federation.clients
         for client in list(clients.versions):
             memory = clients[client]
-            clients[client] = {k: v for k, v in memory.items() if k in ("model", "optimizers")}
+            clients[client] = {k: v for k, v in memory.items() if k in FROM_TRAINING}
 
     def _take_best(self, parent: Path) -> None:
         """Keep the parent's picked round, until a round of this run is better."""
@@ -309,7 +307,7 @@ class RunStore:
         rounds = sorted({*self._best_clients.values()})
         copy_files(parent, own.parent, "clients", (f"round-{n:06d}.pt" for n in rounds))
         own.mkdir(parents=True, exist_ok=True)
-        replace_file(lambda best: save_tensors(content, best), own / "best.ckpt")
+        replace_tensors(content, own / "best.ckpt")
 
     def _frozen(self, path: Path) -> State:
         """Read the untrained entries that :meth:`create` wrote."""

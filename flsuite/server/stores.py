@@ -3,9 +3,8 @@
 Both are kept in memory and in the files of a folder. A file is deleted once no checkpoint needs it.
 """
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from lightning.pytorch import Callback
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import load_tensors, replace_file, save_tensors
+from flsuite.files import load_tensors, replace_tensors
 from flsuite.messages import Broadcast
 from flsuite.state import State, nbytes, plain
 
@@ -92,8 +91,7 @@ class ClientStore:
         # One file per round, not per client, so a round costs one write.
         if self._fresh and self.folder is not None:
             self.folder.mkdir(exist_ok=True)
-            fresh = self._fresh
-            replace_file(lambda path: save_tensors(fresh, path), self._path(round))
+            replace_tensors(self._fresh, self._path(round))
             written = [self._path(round), self.folder]
         for client, memory in self._fresh.items():
             self.versions[client] = round
@@ -108,10 +106,9 @@ class ClientStore:
 
     def restore(self, versions: dict[int, int]) -> None:
         """Go back to these versions. They are read from the files on demand."""
-        rounds = set(versions.values())
-        needed = {self._path(round) for round in rounds} if self.folder else set()
-        for path in sorted(needed):
-            load_tensors(path, _REMEDY)  # verifies checksums, which mmap does not
+        if self.folder is not None:
+            for round in sorted(set(versions.values())):
+                load_tensors(self._path(round), _REMEDY)  # verifies checksums, unlike mmap
         self.versions = dict(versions)
         self._resident.clear()
         self._fresh = {}
@@ -119,9 +116,9 @@ class ClientStore:
 
     def remove_unused(self, *needed: dict[int, int]) -> None:
         """Delete the files that none of these versions refers to."""
-        rounds = {round for versions in needed for round in versions.values()}
-        used = {self._path(round) for round in rounds} if self.folder else set()
-        _remove_unused(self.folder, "round-*.pt", used)
+        if self.folder is not None:
+            used = {self._path(round) for versions in needed for round in versions.values()}
+            _remove_unused(self.folder.glob("round-*.pt"), used)
 
     def _make_resident(self, client: int, memory: Memory) -> None:
         if client in self._resident:
@@ -209,8 +206,9 @@ class VersionStore:
     def remove_unused(self, needed: Collection[int]) -> None:
         """Delete the files of versions that are not needed."""
         self._written &= set(needed)
-        used = {self._path(version) for version in needed} if self.folder else set()
-        _remove_unused(self.folder, "version-*.pt", used)
+        if self.folder is not None:
+            used = {self._path(version) for version in needed}
+            _remove_unused(self.folder.glob("version-*.pt"), used)
 
     def _write(self, broadcast: Broadcast) -> None:
         content = {
@@ -220,7 +218,7 @@ class VersionStore:
         }
         version = broadcast.round - 1
         readable = plain(content, f"version {version} of the global model")
-        replace_file(lambda path: save_tensors(readable, path), self._path(version))
+        replace_tensors(readable, self._path(version))
         self._written.add(version)
 
     def _read(self, version: int, callbacks: tuple[Callback, ...]) -> Broadcast:
@@ -235,9 +233,7 @@ class VersionStore:
         return self.folder / f"version-{version:06d}.pt"
 
 
-def _remove_unused(folder: Path | None, pattern: str, used: Collection[Path]) -> None:
-    """Delete the files of a folder that are not in use."""
-    for path in [] if folder is None else folder.glob(pattern):
+def _remove_unused(files: Iterable[Path], used: Collection[Path]) -> None:
+    for path in files:
         if path not in used:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+            path.unlink(missing_ok=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from flsuite import files
 from flsuite.callbacks import FederationCallback
 from flsuite.errors import FederationError
 from flsuite.runs import checkpoint
 from flsuite.runs.table import AppendedTable
-from flsuite.server import stores
 from tests.commands.command import QUICKSTART, cli
 from tests.conftest import classifier, digits, equal_states, trainer
 
@@ -128,8 +128,8 @@ def _fails_in_round_3(target: Any, name: str, number: int, monkeypatch: pytest.M
         (AppendedTable, "append", errno.EROFS),
         (checkpoint, "save_tensors", errno.ENOSPC),
         (checkpoint, "flush_to_disk", errno.EIO),
-        (stores, "save_tensors", errno.ENOSPC),
-        (stores, "replace_file", errno.EROFS),
+        (files, "save_tensors", errno.ENOSPC),
+        (files, "replace_file", errno.EROFS),
     ],
     ids=["table", "checkpoint", "publishing", "clients", "clients_renamed"],
 )
