@@ -109,14 +109,12 @@ class Asynchronous(Schedule, Settings):
 
         busy = {fit.client for fit in self._flights.all}
         free = self.concurrency - len(busy)
-        if not self.declarations.is_virtual:  # nobody knows how long the absent would take
+        if not self.declarations.is_virtual:  # the time of an absent client is unknown
             busy |= {*self.absent}
         clients = self._launcher.draw(free, clock, self._draws, busy)
         self._draws += 1
         fits = [self._launcher.launch(client, clock) for client in clients]
-        self._mark_absent(fits)
-        for fit in fits:
-            self._flights.add(fit)
+        self._add(fits)
         return [*resumed, *(fit for fit in fits if fit.outcome == "arrived")]
 
     def arrivals(self, engine: Engine, clock: Clock, requests: MakeRequests) -> Iterator[Outcome]:
@@ -139,11 +137,11 @@ class Asynchronous(Schedule, Settings):
             yield self._flights.outcome(fit, engine)
 
     def _awaited(self, engine: Engine, clock: Clock) -> set[int]:
-        """Return the fits that arrive for the next aggregation, also those that have not started.
+        """Return the fits that arrive for the next aggregation, including ones yet to start.
 
-        They can train together, because none of them depends on another, and a run that is resumed
-        after the last aggregation groups them again. If clients fail, other fits may arrive, which
-        are not among them.
+        They can train together, because none of them depends on another. A run that is resumed
+        after the last aggregation groups them in the same way. If clients fail, other fits may
+        arrive.
         """
         twin = copy.copy(self)
         twin._ended, twin._buffer = [], set()
@@ -210,17 +208,16 @@ class Asynchronous(Schedule, Settings):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._launcher.load_state_dict(state)
         self._flights = _Flights()
-        fits = [Fit(**values) for values in state["in_flight"]]
-        self._mark_absent(fits)
-        for fit in fits:
-            self._flights.add(fit)
+        self._add(Fit(**values) for values in state["in_flight"])
         self._resumed = [fit for fit in self._flights.all if fit.outcome == "arrived"]
         self._ended, self._round = [], -1
 
-    def _mark_absent(self, fits: Iterable[Fit]) -> None:
+    def _add(self, fits: Iterable[Fit]) -> None:
+        """Add fits to those in flight, and mark the fits of absent clients."""
         for fit in fits:
             if fit.client in self.absent:
                 fit.outcome = "absent"
+            self._flights.add(fit)
 
     def _next_start(self, clock: Clock) -> float:
         """Return when a client becomes available for a free place."""

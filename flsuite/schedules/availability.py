@@ -13,7 +13,7 @@ from flsuite.random import numpy_generator
 from flsuite.schedules.base import Availability
 from flsuite.schedules.traces import check_clients, client_bounds, read_trace, trace_digest
 
-_TICK = 1e-9  # seconds; the clock has no shorter times, so that an interval's last one has passed
+_TICK = 1e-9  # seconds, the clock's resolution; the last tick of an interval counts as passed
 
 
 @dataclass
@@ -84,7 +84,7 @@ class OnOff(Availability, Settings):
             _joined(starts[first:last], ends[first:last]) for first, last in pairwise(bounds)
         ]
 
-        # All intervals sorted by start, to find those that are open at a given time.
+        # All intervals sorted by start, to find the open ones at a given time.
         counts = [len(client_starts) for client_starts, _ in self._intervals]
         owners = np.repeat(np.arange(clients), counts)
         starts = np.concatenate([client_starts for client_starts, _ in self._intervals])

@@ -17,7 +17,7 @@ class Launcher:
     """Draws clients and starts their fits on the virtual clock.
 
     Both are functions of the run's seed, the version of the global model and the starts from that
-    version so far. A resumed run thus continues as it would have.
+    version so far, so a resumed run draws the same clients.
 
     Args:
         speeds: How long fits take.
@@ -137,8 +137,7 @@ class Launcher:
     def _draw_from_all(self, number: int, rng: np.random.Generator, busy: list[int]) -> list[int]:
         """Draw without an array of all clients, at a cost that depends on the number drawn."""
         idle = self._clients - len(busy)
-        is_choice = idle > number
-        ranks = rng.choice(idle, number, replace=False).tolist() if is_choice else range(idle)
+        ranks = rng.choice(idle, number, replace=False).tolist() if idle > number else range(idle)
 
         # Convert ranks among idle clients to clients by skipping the busy ones.
         chosen, passed = [], 0

@@ -14,7 +14,7 @@ from flsuite.messages import ClientUpdate
 from flsuite.schedules.base import Clock
 from flsuite.schedules.launcher import Launcher
 
-_Candidates = Annotated[
+ShareOrNumber = Annotated[
     int | float,
     Range(
         "a share above 0 and at most 1.0, or a whole number of clients",
@@ -96,7 +96,7 @@ class PowerOfChoice(Selection, Settings):
             probabilities in proportion to their training samples.
     """
 
-    candidates: _Candidates = 0.5
+    candidates: ShareOrNumber = 0.5
 
     def configure(self, sizes: Sequence[int], cohort: int) -> None:
         super().configure(sizes, cohort)
@@ -147,7 +147,7 @@ class Oort(Selection, Settings):
         explored = launcher.draw(wanted, clock, attempt, busy=tried) if wanted else []
 
         utilities = self._utilities(known, clock.round + 1)
-        # Of those that failed, the one that was chosen longest ago comes first.
+        # Failed clients come last, the one that was chosen longest ago first.
         best = sorted(known, key=lambda c: (-utilities[c], self.silent.get(c, -1), c))
         return sorted([*explored, *best[: number - len(explored)]])
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from flsuite.arguments import PositiveFloat, Range, Settings, at_least
+from flsuite.arguments import PositiveFloat, Settings, at_least
 from flsuite.engines.base import Engine
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientResult, ClientUpdate, Outcome
@@ -25,15 +25,7 @@ from flsuite.schedules.base import (
     Speeds,
 )
 from flsuite.schedules.launcher import Launcher
-from flsuite.schedules.selection import Selection
-
-_Participation = Annotated[
-    int | float,
-    Range(
-        "a share above 0 and at most 1.0, or a whole number of clients",
-        lambda x: 0 < x <= 1 if isinstance(x, float) else x >= 1,
-    ),
-]
+from flsuite.schedules.selection import Selection, ShareOrNumber
 
 _MOST_EMPTY_COHORTS = 1000  # in a row, before giving up
 
@@ -63,7 +55,7 @@ class Synchronous(Schedule, Settings):
         availability: Which clients can train, and which drop out. Default: all clients, always.
     """
 
-    participation: _Participation = 1.0
+    participation: ShareOrNumber = 1.0
     sampling: Literal["uniform", "size", "poisson"] | Selection = "uniform"
     over_selection: Annotated[float, at_least(1)] = 1.0
     deadline: PositiveFloat | None = None
@@ -99,7 +91,7 @@ class Synchronous(Schedule, Settings):
         is_share = isinstance(self.participation, float)
         self._number = share_as_number if is_share else int(self.participation)
         self._clients, self._seed = clients, seed
-        may_be_empty = self.declarations.may_be_empty
+        declared, may_be_empty = self.declarations, self.declarations.may_be_empty
         # Under Poisson sampling, the expected cohort size need not be an integer.
         is_mean = is_share and may_be_empty
         self._expected = float(self.participation * clients if is_mean else self._number)
@@ -118,11 +110,10 @@ class Synchronous(Schedule, Settings):
                 f"there are {clients}; lower it, or lower participation"
             )
 
-        declared = self.declarations
         is_random = self.sampling != "size" and not (declared.may_lose or declared.sees_updates)
         draw = RandomDraw(clients, self._expected, may_be_empty) if is_random else None
         self.declarations = replace(
-            self.declarations, cohort=started, expected_updates=self._number, client_sampling=draw
+            declared, cohort=started, expected_updates=self._number, client_sampling=draw
         )
 
         self._weights = np.asarray(sizes, dtype=np.float64) if self.sampling == "size" else None
