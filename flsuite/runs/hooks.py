@@ -52,17 +52,16 @@ class Hooks:
 
         With copies, no client of a round sees changes that the run makes during the round.
         """
-        return tuple(_copied(callback) for callback in self._all if _has_lightning_hooks(callback))
+        return tuple(
+            _copied(callback)
+            for callback in self._all
+            if any(implements(callback, Callback, hook) for hook in _OF_LIGHTNING)
+        )
 
     @property
     def read_updates(self) -> bool:
-        """Return whether a callback may read the models of clients."""
+        """Return whether any callback may read the models of clients."""
         return any(map(_reads_updates, self.federation))
-
-
-def _has_lightning_hooks(callback: Callback) -> bool:
-    """Return whether a callback implements any hook of a client's Trainer."""
-    return any(implements(callback, Callback, hook) for hook in _OF_LIGHTNING)
 
 
 def _reads_updates(callback: Callback) -> bool:

@@ -1,5 +1,6 @@
 """The limits and options of a run."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flsuite.arguments import NonNegativeInt, PositiveFloat, PositiveInt, Settings
@@ -38,23 +39,22 @@ class Budget(Settings):
 
     def is_spent(self, clock: Clock) -> bool:
         """Return whether a limit is reached."""
-        return any(limit is not None and spent >= limit for spent, limit in self._pairs(clock))
+        return any(spent >= limit for spent, limit in self._pairs(clock))
 
     def share(self, clock: Clock) -> float:
         """Return the spent share of the limit closest to its end, in [0, 1]."""
-        shares = [spent / limit for spent, limit in self._pairs(clock) if limit is not None]
+        shares = (spent / limit for spent, limit in self._pairs(clock))
         return min(max(shares, default=0.0), 1.0)
 
     def __str__(self) -> str:
         limits = {name: limit for name, limit in vars(self).items() if limit is not None}
         return ", ".join(f"trainer.{name} (now {limit})" for name, limit in limits.items())
 
-    def _pairs(self, clock: Clock) -> list[tuple[float, float | None]]:
-        return [
-            (clock.round, self.rounds),
-            (clock.seconds, self.max_virtual_seconds),
-            (clock.client_updates, self.max_client_updates),
-        ]
+    def _pairs(self, clock: Clock) -> Iterator[tuple[float, float]]:
+        """Yield what is spent of each limit, and the limit."""
+        spent = clock.round, clock.seconds, clock.client_updates
+        limits = self.rounds, self.max_virtual_seconds, self.max_client_updates
+        return ((used, limit) for used, limit in zip(spent, limits, strict=True) if limit)
 
 
 @dataclass(frozen=True)

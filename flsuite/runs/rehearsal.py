@@ -41,7 +41,6 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
             f"the times of {type(schedule).__name__} are measured while clients train; set "
             f"trainer.schedule.{inner}speeds, for example to Stragglers"
         )
-
     if schedule.declarations.sees_updates:
         raise FlsuiteError(
             "the clients of a round depend on what others have sent before, so that there is no "
@@ -52,7 +51,10 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
 
     def requests(fits: Sequence[Fit]) -> list[FitRequest]:
         awaited.update(fit.number for fit in fits)
-        return _requests(fits)
+        return [
+            FitRequest(f.number, f.client, Broadcast(f.version + 1, {}, {}), {}, fault=f.fault)
+            for f in fits
+        ]
 
     while not run.finished:
         federation.requests([])  # begins the record of the round
@@ -72,19 +74,6 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
             schedule.accepted(number)
         clock.round += 1
         yield from timeline_rows(federation)
-
-
-def _requests(fits: Sequence[Fit]) -> list[FitRequest]:
-    return [
-        FitRequest(
-            fit.number,
-            fit.client,
-            Broadcast(fit.version + 1, {}, {}),
-            {},
-            fault=fit.fault,
-        )
-        for fit in fits
-    ]
 
 
 class _NoTraining(Engine):

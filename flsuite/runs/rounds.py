@@ -2,8 +2,8 @@
 
 One-round reconstruction: Song, Tong and Wei 2019, Profit Allocation for Federated Learning, IEEE
 Big Data; Liu, Chen, Yu, Liu and Cui 2022, GTG-Shapley, ACM TIST 13(4), arXiv:2109.02053. The models
-of a round are those that were trained with all clients. Only their aggregation is done again, so it
-costs no training.
+of a round were trained with all clients. Only their aggregation is done again, which needs no
+training.
 """
 
 import copy
@@ -25,7 +25,7 @@ from flsuite.schedules import Fit
 from flsuite.server.evaluation import GLOBAL
 from flsuite.state import State
 
-TRAIN = "train without the client instead"
+_TRAIN = "train without the client instead"
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class KeptRound:
 
     @property
     def clients(self) -> set[int]:
-        """Return who has trained in the round."""
+        """Return the clients that have trained in the round."""
         return {update.client for update in self.updates}
 
     def without(self, absent: Collection[int]) -> State:
         """Return the global state after the round, aggregated without these clients.
 
-        It is the state before the round if nobody is left.
+        It is the state before the round if no client is left.
         """
         federation = self._restored()
         present = [replace(update) for update in self.updates if update.client not in absent]
@@ -60,8 +60,8 @@ class KeptRound:
 
     def score(self, absent: Collection[int], metric: str, split: Split = "val") -> float:
         """Return a score of the state :meth:`without` these clients."""
-        federation, state = self._restored(), self.without(absent)
-        federation.state = state
+        federation = self.run.federation
+        federation.state = self.without(absent)
         federation.clock.round = self.number
         with threads_set(1):  # the threads of small models wait for each other on a busy machine
             scores = self.run.evaluator.scores(federation, split, range(0)).get(GLOBAL, {})
@@ -80,16 +80,16 @@ class KeptRound:
 
 
 def read_rounds(
-    trainer: Any, run: Run, folder: Path, after: int = 0, remedy: str = TRAIN
+    trainer: Any, run: Run, folder: Path, after: int = 0, remedy: str = _TRAIN
 ) -> list[KeptRound]:
-    """Return the rounds of a run whose models and whose state before are kept.
+    """Return the rounds of a run whose models and starting state are kept.
 
     They are held in memory, with a model per client and round.
 
     Args:
         trainer: The trainer that has prepared the run.
-        run: A run with the settings of the finished one, prepared and not started.
-        folder: The folder of the finished one.
+        run: A run with the settings of the finished run, prepared and not started.
+        folder: The folder of the finished run.
         after: Earlier rounds are left out.
         remedy: What an error recommends.
 
@@ -132,17 +132,10 @@ def _updates(
     return tuple(o.update for o in outcomes if isinstance(o, ClientResult))
 
 
-def refuse_unkept(trainer: Any, run: Run, folder: Path, remedy: str = TRAIN) -> None:
+def refuse_unkept(trainer: Any, run: Run, folder: Path, remedy: str) -> None:
     """Refuse a run whose rounds cannot be aggregated again.
 
-    Args:
-        trainer: As for :func:`read_rounds`.
-        run: As for :func:`read_rounds`.
-        folder: As for :func:`read_rounds`.
-        remedy: What the error recommends.
-
-    Raises:
-        FlsuiteError: If it is so.
+    The arguments are the same as for :func:`read_rounds`.
     """
     if not (folder / UPDATES).is_dir():
         raise FlsuiteError(

@@ -3,8 +3,8 @@
 A resume refuses a run whose settings differ, and ``flsuite report`` groups runs by them. Describing
 an object is the inverse of instantiating a config. It relies on one convention: a class that a
 config can name stores each parameter of its ``__init__`` under the same name, or under that name
-with a leading underscore. What a class of the user stores otherwise is kept as it was given, if a
-config has created the object.
+with a leading underscore. An argument that a class of the user stores otherwise is described as the
+config gave it.
 """
 
 import enum
@@ -60,12 +60,13 @@ def run_settings(
         checkpoint: The checkpoint that will be resumed, if any.
     """
     plain = {k: v for k, v in vars(options).items() if k not in ("show", "budget")}
+    client = {k: v for k, v in trainer.client_kwargs.items() if k != "default_root_dir"}
     fork = trainer.fork
     return {
         **describe({**vars(options.budget), **plain}),
         "model": describe(model),
         "data": _describe_data(data),
-        "client": _describe_chosen(trainer.client_kwargs, Trainer),
+        "client": _describe_chosen(client, Trainer),
         **{name: describe(getattr(trainer, name)) for name in _OF_TRAINER},
         **described_engine(trainer.engine),
         # Only where they are set, so that runs of earlier versions have the same settings.
@@ -98,15 +99,6 @@ def class_name(cls: type) -> str:
     return ".".join([*parts, cls.__qualname__])
 
 
-def defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the default of each parameter that has one.
-
-    A resolved config lists all defaults, so an argument equal to its default is not a choice.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
 def init_args(obj: Any) -> dict[str, Any]:
     """Return the described arguments that an object was created with.
 
@@ -118,16 +110,13 @@ def init_args(obj: Any) -> dict[str, Any]:
             continue
         parameters = inspect.signature(vars(cls)["__init__"]).parameters.values()
         for parameter in parameters:
-            is_named = parameter.kind in (
-                parameter.POSITIONAL_OR_KEYWORD,
-                parameter.KEYWORD_ONLY,
-            )
+            is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             value = stored_argument(obj, parameter.name) if is_named else MISSING
             if value is not MISSING:
                 arguments.setdefault(parameter.name, describe(value))
         if not any(p.kind == p.VAR_KEYWORD for p in parameters):
             break
-    for name, value in given_arguments(obj).items():  # those that **kwargs takes
+    for name, value in given_arguments(obj).items():  # taken by **kwargs
         arguments.setdefault(name, describe(value))
     return arguments
 
@@ -197,12 +186,13 @@ def _describe_data(datamodule: Any) -> Any:
 
 def _describe_chosen(arguments: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
     """Describe the arguments that are set and differ from the function's defaults."""
-    # An explicit default is the same setting as an omitted one.
-    usual = defaults(function)
+    # A resolved config lists all defaults, so an argument equal to its default is not a choice.
+    parameters = inspect.signature(function).parameters.values()
+    usual = {p.name: p.default for p in parameters if p.default is not p.empty}
     return {
         name: describe(value)
         for name, value in arguments.items()
-        if name != "default_root_dir" and value is not None and value != usual.get(name)
+        if value is not None and (name not in usual or value != usual[name])
     }
 
 
@@ -212,10 +202,9 @@ def _describe_callbacks(callbacks: Sequence[Any]) -> dict[str, Any]:
     A class declares its effect as ``affects``, which is ``weights`` (the default), ``rounds`` or
     ``nothing``.
     """
-    names = {"callbacks": "weights", "stopping": "rounds"}
     return {
-        name: [describe(c) for c in callbacks if getattr(c, "affects", "weights") == kind]
-        for name, kind in names.items()
+        name: [describe(c) for c in callbacks if getattr(c, "affects", "weights") == effect]
+        for name, effect in (("callbacks", "weights"), ("stopping", "rounds"))
     }
 
 
@@ -240,16 +229,9 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, A
 
 
 def refuse_mismatch(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Path) -> None:
-    """Refuse to continue a checkpoint with other settings.
-
-    Raises:
-        FlsuiteError: If settings differ. The message names them.
-    """
-    named = [
-        f"{name} is {now!r} here and {then!r} there"
-        for name, now, then in differences(ours, theirs)
-    ]
-    if named:
+    """Refuse to continue a checkpoint with other settings. The message names them."""
+    differing = differences(ours, theirs)
+    if named := [f"{name} is {now!r} here and {then!r} there" for name, now, then in differing]:
         more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
         raise FlsuiteError(
             f"these settings do not fit {path}: {'; '.join(named[:3])}{more}; use the run's "
@@ -260,12 +242,7 @@ def refuse_mismatch(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Pa
 def _describe_partial(obj: functools.partial[Any]) -> dict[str, Any]:
     # jsonargparse wraps the class in its own helpers, as leading arguments.
     target = next((argument for argument in obj.args if isinstance(argument, type)), obj.func)
-    usual = defaults(target)
-    arguments = {
-        name: describe(value)
-        for name, value in obj.keywords.items()
-        if value is not None and (name not in usual or value != usual[name])
-    }
+    arguments = _describe_chosen(obj.keywords, target)
     return {"class_path": f"{target.__module__}.{target.__qualname__}", "init_args": arguments}
 
 

@@ -155,23 +155,21 @@ def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:
     monitor = score_of(monitor)  # its statistics over clients have rows of their own
     known = [name for name in names if name != "round"]
     main = main_scores(known, monitor)
-    # Of models of their own, this is the mean over the clients' models.
+    # If clients have models of their own, the score is the mean over them.
     plain = "models' {}, mean" if f"{monitor}_worst" in known else "global {}"
     rows: dict[str, tuple[str, ...]] = {_LABELS.get(n, plain.format(n)): (n,) for n in main}
     for name in [name for name in main if name in (monitor, "accuracy", "loss")]:
-        statistics = f"{name}_client_mean", f"{name}_client_worst"
-        rows[f"clients' {name}, mean/worst"] = statistics
+        rows[f"clients' {name}, mean/worst"] = f"{name}_client_mean", f"{name}_client_worst"
         rows[f"models' {name}, worst"] = (f"{name}_worst",)
         rows[f"models' {name}, first five"] = (f"{name}_first_five",)
     for group, label in _ADAPTED.items():
         stem = f"{group}/{monitor}_client"
         rows[f"{label} {monitor}, mean/worst"] = f"{stem}_mean", f"{stem}_worst"
+    stem = f"all_clients/{monitor}"
     return rows | {
-        f"all clients: global {monitor}": (f"all_clients/{monitor}",),
-        f"all clients: models' {monitor}, worst": (f"all_clients/{monitor}_worst",),
-        f"all clients: {monitor}, mean/worst": tuple(
-            f"all_clients/{monitor}_client_{statistic}" for statistic in ("mean", "worst")
-        ),
+        f"all clients: global {monitor}": (stem,),
+        f"all clients: models' {monitor}, worst": (f"{stem}_worst",),
+        f"all clients: {monitor}, mean/worst": (f"{stem}_client_mean", f"{stem}_client_worst"),
     }
 
 
