@@ -7,13 +7,7 @@ from dataclasses import dataclass, field, replace
 from flsuite.aggregators.uplink import Uplink
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.exchange import SumReport
-from flsuite.messages import (
-    ClientFailure,
-    ClientResult,
-    ClientUpdate,
-    FitRequest,
-    Outcome,
-)
+from flsuite.messages import ClientFailure, ClientResult, ClientUpdate, FitRequest, Outcome
 from flsuite.schedules import Schedule
 from flsuite.server.devices import Devices
 from flsuite.state import nbytes
@@ -95,7 +89,6 @@ class RoundLog:
 
         In asynchronous rounds, a client may come back twice.
         """
-        first = updates[0]
         names = dict.fromkeys(name for update in updates for name in update.metrics)
         have = {name: [u.metrics[name] for u in updates if name in u.metrics] for name in names}
         means = {name: sum(values) / len(values) for name, values in have.items()}
@@ -105,7 +98,7 @@ class RoundLog:
         }
         ages = [update.staleness for update in updates]
         staleness = {"staleness": sum(ages) / len(ages)} if self.is_asynchronous else {}
-        return {**means, "samples": first.samples, **totals, **staleness}
+        return {**means, "samples": updates[0].samples, **totals, **staleness}
 
     def _staleness(self) -> dict[str, float]:
         """Return the mean and largest staleness if the schedule is asynchronous."""

@@ -47,7 +47,7 @@ class Evaluator(Scorer):
         """Return the score that picks the best round. The model must have it.
 
         Args:
-            monitor: Its name, or that of its mean or worst value over clients, such as
+            monitor: Its name, or the name of its mean or worst value over clients, such as
                 ``accuracy_client_mean``. Default: accuracy, else the loss, else the first metric
                 that the model logs.
             has_own_models: Whether clients have models of their own. The default is then the mean
@@ -56,9 +56,10 @@ class Evaluator(Scorer):
         Raises:
             FlsuiteError: If there is no such score. The message lists the available ones.
         """
-        names = self._rehearsed()
-        held_out = dict.fromkeys(self.names) if self._clients_hold_out else {}
-        of_clients = [name for name in held_out if name in names]
+        names, val = self._rehearsed(), self.data.val
+        # Without parts of their own, clients have no validation scores.
+        has_parts = val is not None and len(val.rows) > 0
+        of_clients = [n for n in dict.fromkeys(self.names) if n in names] if has_parts else []
         if monitor is not None:
             statistics = [f"{n}_client_{what}" for n in of_clients for what in ("mean", "worst")]
             require_one_of("trainer", names + statistics, monitor=score_name(monitor))
@@ -74,11 +75,6 @@ class Evaluator(Scorer):
                 chosen,
             )
         return chosen
-
-    @property
-    def _clients_hold_out(self) -> bool:
-        """Return whether each client has its own part of the validation samples."""
-        return self.data.val is not None and len(self.data.val.rows) > 0
 
     @property
     def names(self) -> Sequence[str]:
@@ -176,10 +172,7 @@ class Evaluator(Scorer):
             logits = torch.cat([module(x.to(device)).cpu() for x, _ in batches])
 
         y = samples.y
-        outputs = {
-            "scores": class_probabilities(logits, y),
-            "loss": classification_loss(logits, y),
-        }
+        outputs = {"scores": class_probabilities(logits, y), "loss": classification_loss(logits, y)}
         return scores(outputs, y, self.data.spec)
 
     def latents(self, x: Tensor) -> Tensor:

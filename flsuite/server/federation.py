@@ -92,17 +92,16 @@ class Federation:
         aggregator.prepare(self.server)
         self._stateless = Stateless(aggregator)
         rule, expected = aggregator.rule, schedule.declarations.expected_updates
-        fault = rule.too_few(expected) if expected and isinstance(rule, CohortRule) else None
-        if fault is not None:
+        if expected and isinstance(rule, CohortRule) and (fault := rule.too_few(expected)):
             raise FlsuiteError(fault)
 
         masks = secure_sum is not None
         self.uplink = Uplink(aggregator, layout, self.state, data.spec.num_classes, masks)
         self._bytes_up = self.uplink.chain.bytes_up
-        self._devices = None if secure_sum is None else Devices(secure_sum)
+        self._devices: Devices | None = None
         if secure_sum is not None:
-            held = self.uplink.held
-            secure_sum.configure(held, schedule.declarations.cohort)
+            self._devices = Devices(secure_sum)
+            secure_sum.configure(self.uplink.held, schedule.declarations.cohort)
             self._bytes_up = self.uplink.bytes_clear + secure_sum.size()
         self._arrivals = Arrivals(self.uplink, schedule, self._devices)
 
@@ -270,7 +269,7 @@ class Federation:
         """Return the clients that are part of the run.
 
         Args:
-            below: Only those with a lower number.
+            below: Only clients with a lower number. Default: all.
         """
         everyone = self._present
         return everyone if below is None else everyone[: bisect_left(everyone, below)]
@@ -343,11 +342,7 @@ class Federation:
 
 
 def _refuse_absent(absent: Collection[int], clients: int, aggregator: Aggregator) -> None:
-    """Refuse absent clients that do not exist, that are all, or whose samples are used anyway.
-
-    Raises:
-        FlsuiteError: If it is so.
-    """
+    """Refuse absent clients that do not exist, that are all, or whose samples are used anyway."""
     if absent and aggregator.pools:
         raise FlsuiteError(
             f"trainer.without: {aggregator.name} trains on the samples of all clients; leave it out"

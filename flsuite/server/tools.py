@@ -36,7 +36,7 @@ class ServerFit:
     It uses a copy of the model and its own randomness, so it does not affect any client's fit.
 
     Args:
-        evaluator: It provides the model, the data and the Trainer arguments.
+        evaluator: Provides the model, the data and the Trainer arguments.
         batchnorm: The treatment of buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
         lr_decay: How learning rates change from round to round.
 
@@ -46,10 +46,7 @@ class ServerFit:
     """
 
     def __init__(
-        self,
-        evaluator: Evaluator,
-        batchnorm: BatchNorm,
-        lr_decay: LRDecay | None,
+        self, evaluator: Evaluator, batchnorm: BatchNorm, lr_decay: LRDecay | None
     ) -> None:
         self.evaluator = evaluator
         self.batchnorm = batchnorm
@@ -113,7 +110,7 @@ def make_tools(
     """Return the tools that the server can offer to an aggregator.
 
     Args:
-        evaluator: It provides the resident model and the data.
+        evaluator: Provides the resident model and the data.
         private: Patterns of the clients' private entries.
         rounds: Rounds of the run, or ``None`` if another limit ends it.
         fit: Trains on the server's samples.
