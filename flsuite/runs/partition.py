@@ -15,7 +15,7 @@ from flsuite.data.tasks import TaskData
 if TYPE_CHECKING:
     import pandas as pd
 
-PARTITION_COLUMNS = ("client", "split", "class", "samples")
+_COLUMNS = ("client", "split", "class", "samples")
 _SPLITS = ("train", "val", "test")
 _CLIENTS_AT_A_TIME = 10_000  # bounds memory
 
@@ -29,7 +29,7 @@ def write_partition(file: TextIO, data: FederatedData) -> None:
     # One template per client instead of one call per row: a million clients have millions of rows.
     of_client = "".join("%d" + cell.replace("%", "%%") + "%d\n" for cell in cells)
 
-    file.write(",".join(PARTITION_COLUMNS) + "\n")
+    file.write(",".join(_COLUMNS) + "\n")
     for first, counts in _counts(data):
         clients = torch.arange(first, first + len(counts))[:, None].expand_as(counts)
         numbers = torch.stack([clients, counts], dim=2).flatten().tolist()

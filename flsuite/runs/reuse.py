@@ -160,11 +160,6 @@ class Reuse:
             return request
         return replace(request, trained=self.trained.read(1, request.client))
 
-    def keep(self, result: ClientResult) -> None:
-        """Store the result of a client's training, if the run keeps updates."""
-        if self.kept is not None:
-            self.kept.write(result)
-
 
 def trained_updates(run_dir: Path, settings: Mapping[str, Any]) -> UpdateStore:
     """Return the trained models of a run.

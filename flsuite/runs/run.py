@@ -206,8 +206,8 @@ class Run:
         for outcome in self.federation.accept(outcomes):
             self.callbacks.notify("on_client_end", self, outcome)
             if isinstance(outcome, ClientResult):
-                if self.reuse:
-                    self.reuse.keep(outcome)
+                if self.reuse and self.reuse.kept:
+                    self.reuse.kept.write(outcome)
                 yield outcome.update
 
     def _scores(self, split: Split, details: bool = False) -> Scores:

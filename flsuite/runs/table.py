@@ -93,20 +93,20 @@ class MetricsRow(NamedTuple):
     value: float
 
 
-Time = tuple[int, float, float, int, int]
-Name = tuple[str, str, str]
+_Time = tuple[int, float, float, int, int]
+_Name = tuple[str, str, str]
 
 
 class _Rows:
     """The rows of closed rounds, stored in 16 bytes each. A long run has millions of rows."""
 
     def __init__(self) -> None:
-        self._times: list[Time] = []
-        self._names: dict[Name, int] = {}
+        self._times: list[_Time] = []
+        self._names: dict[_Name, int] = {}
         self._time_of, self._name_of = array("I"), array("I")
         self._values = array("d")
 
-    def add(self, time: Time, name: Name, value: float) -> None:
+    def add(self, time: _Time, name: _Name, value: float) -> None:
         if not self._times or self._times[-1] != time:
             self._times.append(time)
         self._time_of.append(len(self._times) - 1)
