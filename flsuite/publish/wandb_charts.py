@@ -42,12 +42,12 @@ def sections(metric: str) -> dict[str, list[Any]]:
     """
     wr = panels()
 
-    def lines(title: str, *names: str, x: str = "round", x_title: str | None = None) -> Any:
+    def lines(title: str, *names: str, x: str = "round") -> Any:
         return wr.LinePlot(
             title=title,
             x=x,
             y=list(names),
-            title_x=x_title or _AXES[x],
+            title_x=_AXES[x],
             groupby_aggfunc="mean",
             groupby_rangefunc="stddev",
         )
@@ -58,14 +58,12 @@ def sections(metric: str) -> dict[str, list[Any]]:
             lines(f"test {score} by {title}", f"test/{metric}", x=x) for x, title in _AXES.items()
         ],
         "Last and picked round": [
-            wr.BarPlot(title=f"{title}: test {score}", metrics=[wr.SummaryMetric(name)])
+            wr.BarPlot(title=title, metrics=[wr.SummaryMetric(name)])
             for title, name in (
-                ("last round", f"last/test/{metric}"),
-                ("picked on validation data", f"picked/test/{metric}"),
+                (f"last round: test {score}", f"last/test/{metric}"),
+                (f"picked on validation data: test {score}", f"picked/test/{metric}"),
+                ("rounds to the target", "rounds_to_target"),
             )
-        ]
-        + [
-            wr.BarPlot(title="rounds to the target", metrics=[wr.SummaryMetric("rounds_to_target")])
         ],
         "Dissimilarity of gradients": [lines(name, f"train/{name}") for name in _GAMMA],
         "Clients": [

@@ -1,10 +1,10 @@
 """The charts of the page, as Vega-Lite.
 
-Each chart holds its own data, aggregated before, and all choices that its menus offer. The menu of
-the partition is the page's: it sets the parameter ``partition`` of every chart.
+Each chart holds its own aggregated data, for all choices of its menus. The page has one menu for
+the partition, which sets the parameter ``partition`` of every chart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import altair as alt
@@ -25,53 +25,53 @@ from flsuite.publish.page.parts import (
     method_color,
     of_choice,
     of_partition,
-    partition_menu,
     row_axis,
     rows_height,
     unique,
     with_titles,
 )
 
+_Draw = Callable[[PageData, pd.DataFrame], alt.Chart | alt.LayerChart]
+
 
 def charts(data: PageData) -> dict[str, dict[str, Any]]:
     """Return the specification of each chart for which there is data."""
+    drawings: dict[str, tuple[_Draw, pd.DataFrame]] = {
+        "curves": (_curves, data.curves),
+        "targets": (_targets, data.targets),
+        "differences": (_differences, data.pairs.dropna(subset=["low", "high"])),
+        "map": (_client_map, data.client_rounds),
+        "spread": (_client_spread, data.clients),
+        "gains": (_gains, data.gains),
+        "mix": (_class_mix, data.mix),
+        "gamma": (_gamma, data.gamma),
+    }
+    partition = alt.param(name="partition", value=data.partitions[0])
+    specs = {}
     with alt.data_transformers.enable("default", max_rows=None):
-        made = {
-            "curves": _curves(data),
-            "targets": _targets(data),
-            "differences": _differences(data),
-            "map": _client_map(data),
-            "spread": _client_spread(data),
-            "gains": _gains(data),
-            "mix": _class_mix(data),
-            "gamma": _gamma(data),
-        }
-        specs = {
-            name: with_titles(chart.to_dict()) for name, chart in made.items() if chart is not None
-        }
-    for spec in specs.values():
-        spec.pop("$schema")  # a URL that the page does not need
-        spec.pop("config", None)  # the page has its own light and dark configs
+        for name, (draw, frame) in drawings.items():
+            if len(frame):
+                chart = draw(data, frame).add_params(partition).properties(width="container")
+                spec = with_titles(chart.to_dict())
+                spec.pop("$schema")  # a URL that the page does not need
+                spec.pop("config", None)  # the page has its own light and dark configs
+                specs[name] = spec
     return specs
 
 
-def _curves(data: PageData) -> alt.LayerChart | None:
+def _curves(data: PageData, frame: pd.DataFrame) -> alt.LayerChart:
     """Draw mean and range over seeds, with menus for the metric and the axis."""
-    if data.curves.empty:
-        return None
-    names = unique(data.curves["metric"])
+    names = unique(frame["metric"])
     labels = [name.replace("_", " ") for name in names]
-    return _lines(data, data.curves, "Score", names, labels, is_log=False)
+    return _lines(data, frame, "Score", names, labels, is_log=False)
 
 
-def _gamma(data: PageData) -> alt.LayerChart | None:
+def _gamma(data: PageData, frame: pd.DataFrame) -> alt.LayerChart:
     """Draw gamma and its parts, as far as they were logged."""
-    if data.gamma.empty:
-        return None
-    names = unique(data.gamma["metric"])
+    names = unique(frame["metric"])
     labels = [GAMMA[name] for name in names]
-    is_log = bool((data.gamma["low"] > 0).all())
-    return _lines(data, data.gamma, "Number", names, labels, is_log)
+    is_log = bool((frame["low"] > 0).all())
+    return _lines(data, frame, "Number", names, labels, is_log)
 
 
 def _lines(
@@ -84,8 +84,7 @@ def _lines(
 ) -> alt.LayerChart:
     menu = menu_of("metric", title, names, labels)
     axes = unique(frame["axis"])
-    chosen = data.axis if data.axis in axes else axes[0]
-    axis = menu_of("axis", "over", axes, [AXES[name].label for name in axes], chosen)
+    axis = _axis_menu(data, "over", axes)
     base = of_partition(frame, "datum.metric === metric && datum.axis === axis")
     picked = alt.selection_point(fields=["method"], bind="legend")
     scale = alt.Scale(type="log", nice=False) if is_log else alt.Scale(zero=False)
@@ -122,19 +121,19 @@ def _lines(
         ],
     )
     chart = alt.layer(band, line, dots.add_params(picked))
-    return chart.add_params(menu, axis, partition_menu(data)).properties(
-        width="container", height=340
-    )
+    return chart.add_params(menu, axis).properties(height=340)
 
 
-def _targets(data: PageData) -> alt.LayerChart | None:
-    """Draw where each run reaches the target, and the mean of those that do."""
-    if data.targets.empty:
-        return None
-    axes = unique(data.targets["axis"])
+def _axis_menu(data: PageData, title: str, axes: Sequence[str]) -> alt.Parameter:
     chosen = data.axis if data.axis in axes else axes[0]
-    axis = menu_of("axis", "Axis", axes, [AXES[name].label for name in axes], chosen)
-    base = of_partition(data.targets, "datum.axis === axis")
+    return menu_of("axis", title, axes, [AXES[name].label for name in axes], chosen)
+
+
+def _targets(data: PageData, frame: pd.DataFrame) -> alt.LayerChart:
+    """Draw where each run reaches the target, and the mean of those that do."""
+    axes = unique(frame["axis"])
+    axis = _axis_menu(data, "Axis", axes)
+    base = of_partition(frame, "datum.axis === axis")
     y = alt.Y("method:N", title=None, sort=data.methods, axis=row_axis())
     x = alt.X("x:Q", scale=alt.Scale(zero=True), axis=chosen_axis(axes))
     dots = base.mark_circle(size=75, opacity=0.6).encode(
@@ -154,15 +153,12 @@ def _targets(data: PageData) -> alt.LayerChart | None:
         text="datum.reached + ' of ' + datum.runs + ' reach it'"
     ).mark_text(align="left", dx=8, color=GREY)
     notes = notes.encode(x=alt.value(alt.ExprRef("width")), y=y, text="text:N")
-    chart = alt.layer(dots, mean, notes).add_params(axis, partition_menu(data))
-    return chart.properties(width="container", height=rows_height(data.methods))
+    chart = alt.layer(dots, mean, notes).add_params(axis)
+    return chart.properties(height=rows_height(data.methods))
 
 
-def _differences(data: PageData) -> alt.LayerChart | None:
+def _differences(data: PageData, frame: pd.DataFrame) -> alt.LayerChart:
     """Draw the mean difference of each pair with its interval."""
-    frame = data.pairs.dropna(subset=["low", "high"])
-    if frame.empty:
-        return None
     verdicts = ["p < 0.05 after Holm", "not significant"]
     frame = frame.assign(
         pair=frame["method"] + " - " + frame["other"],
@@ -170,7 +166,9 @@ def _differences(data: PageData) -> alt.LayerChart | None:
     )
     base = of_partition(frame[["partition", "pair", "verdict", *_INTERVAL]])
     y = alt.Y("pair:N", title=None, sort=unique(frame["pair"]), axis=row_axis())
-    seen = {name: unique(own["verdict"]) for name, own in frame.groupby("partition", sort=False)}
+    seen = {
+        str(name): unique(own["verdict"]) for name, own in frame.groupby("partition", sort=False)
+    }
     color = alt.Color(
         "verdict:N",
         title=None,
@@ -188,19 +186,17 @@ def _differences(data: PageData) -> alt.LayerChart | None:
         color=color,
         tooltip=["pair:N", *(alt.Tooltip(f"{name}:Q", format=".4~f") for name in _INTERVAL)],
     )
-    chart = alt.layer(zero.encode(x="x:Q"), lines, dots).add_params(partition_menu(data))
-    return chart.properties(width="container", height=rows_height(unique(frame["pair"])))
+    chart = alt.layer(zero.encode(x="x:Q"), lines, dots)
+    return chart.properties(height=rows_height(unique(frame["pair"])))
 
 
 _INTERVAL = ["difference", "low", "high", "p", "p_holm"]
 
 
-def _client_map(data: PageData) -> alt.Chart | None:
+def _client_map(data: PageData, frame: pd.DataFrame) -> alt.Chart:
     """Draw the clients' scores over the rounds of one run."""
-    if data.client_rounds.empty:
-        return None
-    methods = in_order(data.methods, data.client_rounds["method"])
-    chart = of_partition(data.client_rounds, "datum.method === method").mark_rect()
+    methods = in_order(data.methods, frame["method"])
+    chart = of_partition(frame, "datum.method === method").mark_rect()
     encoded = chart.encode(
         x=alt.X("round:O", axis=alt.Axis(labelOverlap=True, labelAngle=0), title="round"),
         y=alt.Y("client:O", title="client", axis=alt.Axis(labelOverlap=True)),
@@ -212,18 +208,14 @@ def _client_map(data: PageData) -> alt.Chart | None:
         ),
         tooltip=["client:O", "round:O", alt.Tooltip("value:Q", format=".3f")],
     )
-    clients = data.client_rounds["client"].nunique()
+    clients = frame["client"].nunique()
     menu = menu_of("method", "Method", methods)
-    return encoded.add_params(menu, partition_menu(data)).properties(
-        width="container", height=min(max(300, 14 * clients), 480)
-    )
+    return encoded.add_params(menu).properties(height=min(max(300, 14 * clients), 480))
 
 
-def _client_spread(data: PageData) -> alt.LayerChart | None:
+def _client_spread(data: PageData, frame: pd.DataFrame) -> alt.LayerChart:
     """Draw the last score of each client, and the mean of each method."""
-    if data.clients.empty:
-        return None
-    base = of_partition(data.clients)
+    base = of_partition(frame)
     y = alt.Y("method:N", title=None, sort=data.methods, axis=row_axis())
     x = alt.X("value:Q", title=data.score, scale=alt.Scale(zero=False), axis=few_ticks())
     ticks = base.mark_tick(thickness=1.5, size=20, opacity=0.55).encode(
@@ -235,38 +227,32 @@ def _client_spread(data: PageData) -> alt.LayerChart | None:
     mean = base.mark_point(filled=True, shape="diamond", size=130, opacity=1).encode(
         x=alt.X("mean(value):Q", title=data.score), y=y, color=method_color(data)
     )
-    chart = alt.layer(ticks, mean).add_params(partition_menu(data))
-    return chart.properties(width="container", height=rows_height(data.methods))
+    return alt.layer(ticks, mean).properties(height=rows_height(data.methods))
 
 
-def _gains(data: PageData) -> alt.LayerChart | None:
+def _gains(data: PageData, frame: pd.DataFrame) -> alt.LayerChart:
     """Draw each client's score against its score when training alone."""
-    if data.gains.empty:
-        return None
-    values = data.gains[["alone", "score"]]
+    values = frame[["alone", "score"]]
     low, high = float(values.min().min()), float(values.max().max())
     ends = pd.DataFrame({"alone": [low, high], "score": [low, high]})
     diagonal = alt.Chart(inline(ends)).mark_line(color=GREY, strokeWidth=1)
     scale = alt.Scale(domain=[low, high], nice=True)
     x = alt.X("alone:Q", title=f"{data.score} alone", scale=scale, axis=few_ticks())
     y = alt.Y("score:Q", title=f"{data.score} in the federation", scale=scale)
-    dots = of_partition(data.gains).mark_circle(size=55, opacity=0.65)
+    dots = of_partition(frame).mark_circle(size=55, opacity=0.65)
     encoded = dots.encode(
         x=x,
         y=y,
-        color=method_color(data, data.gains),
-        tooltip=["method:N", "client:N", "seed:N", *(f"{n}:Q" for n in ("alone", "score"))],
+        color=method_color(data, frame),
+        tooltip=["method:N", "client:N", "seed:N", "alone:Q", "score:Q"],
     )
-    chart = alt.layer(diagonal.encode(x=x, y=y), encoded).add_params(partition_menu(data))
-    return chart.properties(width="container", height=360)
+    return alt.layer(diagonal.encode(x=x, y=y), encoded).properties(height=360)
 
 
-def _class_mix(data: PageData) -> alt.Chart | None:
+def _class_mix(data: PageData, frame: pd.DataFrame) -> alt.Chart:
     """Draw the classes of each client as stacked bars."""
-    if data.mix.empty:
-        return None
-    classes = unique(data.mix["class"])
-    chart = of_partition(data.mix).mark_bar()
+    classes = unique(frame["class"])
+    chart = of_partition(frame).mark_bar()
     encoded = chart.encode(
         x=alt.X("client:O", title="client", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
         y=alt.Y("samples:Q", title="training samples"),
@@ -281,4 +267,4 @@ def _class_mix(data: PageData) -> alt.Chart | None:
         order=alt.Order("index:Q"),
         tooltip=["client:O", "class:N", "samples:Q"],
     )
-    return encoded.add_params(partition_menu(data)).properties(width="container", height=260)
+    return encoded.properties(height=260)

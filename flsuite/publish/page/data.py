@@ -39,7 +39,8 @@ class PageData:
             empty if it does not.
         pairs: The table from :func:`~flsuite.analysis.compare`.
         client_rounds: ``method, partition, client, round, value`` of one run each.
-        clients: ``method, partition, seed, client, value``: the last score.
+        clients: ``method, partition, seed, client, value``: the last score, for as many seeds as
+            fit.
         gains: The table from :func:`~flsuite.analysis.client_gains`.
         mix: ``partition, client, class, index, samples``.
     """
@@ -64,7 +65,7 @@ def gather(
     split: str,
     axis: str,
     targets: Mapping[str, float],
-    against: str | None = None,
+    against: str | None,
 ) -> PageData:
     """Return the tables of the page.
 
@@ -89,7 +90,7 @@ def gather(
         targets=_targets(results, targets, metric, split) if targets else no_rows,
         pairs=compare(results, metric, against=against),
         client_rounds=_client_rounds(results, metric) if has_clients else no_rows,
-        clients=_clients(results, metric) if has_clients else no_rows,
+        clients=_of_first_seeds(final_scores(results, metric)) if has_clients else no_rows,
         gains=_gains(results, metric) if has_clients else no_rows,
         mix=_mix(results),
     )
@@ -124,7 +125,7 @@ def _curves(results: pd.DataFrame, shown: dict[str, tuple[str, str]]) -> pd.Data
                 parts.append(pd.DataFrame(numbers).dropna().assign(**names))
 
     most = max(12, _CURVE_ROWS // max(1, len(parts)))
-    parts = [_thinned(part, most) for part in parts if len(part)]
+    parts = [part.iloc[_spread(len(part), most)] for part in parts if len(part)]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
@@ -158,11 +159,6 @@ def _client_rounds(results: pd.DataFrame, metric: str) -> pd.DataFrame:
     rounds = np.sort(table["round"].unique())
     kept = rounds[_spread(len(rounds), max(4, _MAP_ROWS // per_round))]
     return table[table["round"].isin(kept)]
-
-
-def _clients(results: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return the last score of each client, for as many seeds as fit."""
-    return _of_first_seeds(final_scores(results, metric))
 
 
 def _gains(results: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -203,10 +199,6 @@ def _mix(results: pd.DataFrame) -> pd.DataFrame:
         long["index"] = long["class"].map(index)
         parts.append(long[long["samples"] > 0].assign(partition=str(partition)))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
-
-
-def _thinned(table: pd.DataFrame, most: int) -> pd.DataFrame:
-    return table.iloc[_spread(len(table), most)]
 
 
 def _spread(number: int, most: int) -> np.ndarray:

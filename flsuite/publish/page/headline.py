@@ -10,11 +10,15 @@ from flsuite.analysis.groups import Group
 from flsuite.analysis.report import group_row, score_cell
 from flsuite.score_names import lower_is_better
 
+_MOST_NAMES = 3
+_SIGNIFICANT = 0.05
+
 
 def headline(groups: Sequence[Group], pairs: pd.DataFrame, metric: str, score: Score) -> list[str]:
     """Return a sentence per partition on the method with the best mean.
 
-    It is ahead of another if their p-value, with Holm's correction over all pairs, is below 0.05.
+    It is ahead of another method if the p-value of their difference is below 0.05, with Holm's
+    correction over all pairs.
 
     Args:
         groups: The experiments.
@@ -67,17 +71,13 @@ def _sentence(
 def _p_value(best: str, other: str, pairs: pd.DataFrame) -> float | None:
     """Return the corrected p-value of a difference, or ``None`` without two common seeds.
 
-    It is 1 if all scores are equal, and NaN if all differences are, but not the scores.
+    It is 1 if the methods have equal scores, and NaN if their difference is the same on all seeds.
     """
     names = pairs[["method", "other"]].apply(frozenset, axis=1)
     for row in pairs[names == {best, other}].to_dict("records"):
         if row["seeds"] > 1:
             return float(row["p_holm"]) if row["difference"] else 1.0
     return None
-
-
-_MOST_NAMES = 3
-_SIGNIFICANT = 0.05
 
 
 def _listed(names: Sequence[str], shown: dict[str, str]) -> str:

@@ -27,7 +27,7 @@ _LONGEST_CONFIG = 12_000  # characters
 
 
 @dataclass(frozen=True)
-class Reproduction:
+class _Reproduction:
     """How to run an experiment again.
 
     Attributes:
@@ -45,12 +45,7 @@ class Reproduction:
     folders: tuple[str, ...]
 
 
-def reproductions(groups: Sequence[Group]) -> list[Reproduction]:
-    """Return the instructions to run each experiment again."""
-    return [_reproduction(group, n < _MOST_CONFIGS) for n, group in enumerate(groups)]
-
-
-def _reproduction(group: Group, with_config: bool) -> Reproduction:
+def _reproduction(group: Group, with_config: bool) -> _Reproduction:
     first, *_ = group.runs
     folders = tuple(short_path(folder) for folder in group.runs)
     config, command = _read(first / "config.yaml"), ""
@@ -60,7 +55,7 @@ def _reproduction(group: Group, with_config: bool) -> Reproduction:
         config = _read(first / "settings.yaml")
     if len(config) > _LONGEST_CONFIG or not with_config:
         config = ""
-    return Reproduction(group.method, group.partition, command, config, folders)
+    return _Reproduction(group.method, group.partition, command, config, folders)
 
 
 def _command(group: Group, config: str) -> str:
@@ -80,7 +75,7 @@ def _is_request(config: str) -> bool:
     """Return whether a text is a config of the command. Runs from Python leave settings instead."""
     try:
         content = read_yaml(config)
-    except Exception:  # it is shown unchanged
+    except Exception:  # the page shows the text unchanged
         return False
     return isinstance(content, dict) and "trainer" in content
 
@@ -102,12 +97,12 @@ class PageRequest:
         against: Compare with this method only.
     """
 
-    metrics: Sequence[str] = ("accuracy",)
-    last: int = 10
-    split: str = "test"
-    x: str = "round"
-    target: float | None = None
-    against: str | None = None
+    metrics: Sequence[str]
+    last: int
+    split: str
+    x: str
+    target: float | None
+    against: str | None
 
 
 def require_page() -> None:
@@ -167,12 +162,11 @@ def _content(
         require_score(groups, name, split)
     shown = _curves_of(results, request.metrics, split)
     data = gather(results, shown, split, request.x, targets, request.against)
-    specs = charts(data)
     return {
         "title": Path(os.path.commonpath([run for g in groups for run in g.runs])).name,
         "facts": tables.facts(results),
         "headline": headline(groups, compare(results, metric), metric, score),
-        "scores": [tables.scores(groups, name, request.last) for name in request.metrics],
+        "scores": {name: tables.scores(groups, name, request.last) for name in request.metrics},
         "partitions": data.partitions,
         "metric": metric,
         "split": split,
@@ -182,11 +176,10 @@ def _content(
         "comparison_note": comparison_note(data.pairs, metric, score),
         "settings": tables.settings(groups),
         "tuning": tables.tuning(tuning) if tuning is not None else None,
-        "reproductions": reproductions(groups),
+        "reproductions": [_reproduction(g, n < _MOST_CONFIGS) for n, g in enumerate(groups)],
         "notes": notes,
         "version": flsuite.__version__,
-        "specs": {name: _json(spec) for name, spec in specs.items()},
-        "has": dict.fromkeys(specs, True),
+        "specs": {name: _json(spec) for name, spec in charts(data).items()},
     }
 
 

@@ -27,8 +27,6 @@ COLORS = (
 GREY = "#8b939c"
 _FEW = "ceil(width / 90)"
 """Number of labels that fit on an axis, as a Vega expression."""
-
-
 _COMPUTED = "expression: "
 """Prefix of axis titles that are expressions. Vega accepts these, but the schema does not."""
 
@@ -45,7 +43,8 @@ def with_titles(node: Any) -> Any:
 
 
 def of_partition(frame: pd.DataFrame, condition: str = "") -> alt.Chart:
-    conditions = ["datum.partition === partition", *([condition] if condition else [])]
+    """Return a chart of the rows in the chosen partition that also meet the condition."""
+    conditions = filter(None, ["datum.partition === partition", condition])
     return alt.Chart(inline(frame)).transform_filter(" && ".join(conditions))
 
 
@@ -66,10 +65,6 @@ def menu_of(
         options=list(options), labels=list(labels or options), name=f"{title} "
     )
     return alt.param(name=name, value=chosen or options[0], bind=bind)
-
-
-def partition_menu(data: PageData) -> alt.Parameter:
-    return alt.param(name="partition", value=data.partitions[0])
 
 
 def method_color(
@@ -123,9 +118,10 @@ def few_ticks(title: Any = alt.Undefined, count: str = _FEW) -> alt.Axis:
 
 
 def chosen_axis(axes: Sequence[str]) -> alt.Axis:
-    """Return the axis that the menu ``axis`` has chosen, with whole numbers where only they occur.
+    """Return the axis that the menu ``axis`` has chosen.
 
-    Vega rounds the distance of ticks to 0.5 where it is below 0.71.
+    If all its values are whole, its labels are whole too. Vega rounds the distance between ticks to
+    0.5 where it is below 0.71.
     """
     title = computed("axis", {name: AXES[name].label for name in axes})
     whole = of_choice("axis", {name: AXES[name].is_whole for name in axes})

@@ -40,13 +40,11 @@ class Table:
     """A table of the page.
 
     Attributes:
-        name: The name of the table within its section.
         heads: Column headings.
         rows: Cells.
         words: Number of text columns, from the left. The others hold numbers.
     """
 
-    name: str
     heads: list[str]
     rows: list[list[Cell]]
     words: int = 2
@@ -90,7 +88,7 @@ def scores(groups: Sequence[Group], metric: str, last: int) -> Table:
         numbers = [_score_cell(row, name, peers, metric, has_bars) for name in shown]
         cells.append([*names, *numbers, *_costs(group)])
     titles = [heads[name] for name in shown]
-    return Table(metric, ["method", "partition", "runs", *titles, "seconds", "MB"], cells)
+    return Table(["method", "partition", "runs", *titles, "seconds", "MB"], cells)
 
 
 def targets(results: pd.DataFrame, targets: Mapping[str, float], metric: str, split: str) -> Table:
@@ -108,7 +106,7 @@ def targets(results: pd.DataFrame, targets: Mapping[str, float], metric: str, sp
         reached = f"{row['reached']} of {row['runs']}"
         rows.append([*cells, Cell(reached, row["reached"] / row["runs"])])
     units = [AXES[x].unit for x in axes]
-    return Table("target", ["method", "partition", "target", *units, "reached"], rows)
+    return Table(["method", "partition", "target", *units, "reached"], rows)
 
 
 def pairs(table: pd.DataFrame) -> Table:
@@ -136,7 +134,7 @@ def pairs(table: pd.DataFrame) -> Table:
         ]
         for row in table.to_dict("records")
     ]
-    return Table("pairs", heads, rows, words=3)
+    return Table(heads, rows, words=3)
 
 
 def settings(groups: Sequence[Group]) -> Table | None:
@@ -144,21 +142,14 @@ def settings(groups: Sequence[Group]) -> Table | None:
     keys = differing([group.settings for group in groups])
     if not keys:
         return None
-    rows = [
-        [
-            Cell(group.method, link=f"run-{n}"),
-            Cell(group.partition),
-            Cell(
-                ", ".join(
-                    setting_text(key, value, keys)
-                    for key in keys
-                    if (value := group.settings.get(key)) is not None
-                )
-            ),
-        ]
-        for n, group in enumerate(groups)
-    ]
-    return Table("settings", ["method", "partition", "settings"], rows, words=3)
+
+    rows = []
+    for n, group in enumerate(groups):
+        own = {key: group.settings.get(key) for key in keys}
+        texts = [setting_text(key, value, keys) for key, value in own.items() if value is not None]
+        names = [Cell(group.method, link=f"run-{n}"), Cell(group.partition)]
+        rows.append([*names, Cell(", ".join(texts))])
+    return Table(["method", "partition", "settings"], rows, words=3)
 
 
 def tuning(table: pd.DataFrame) -> Table:
@@ -173,9 +164,7 @@ def tuning(table: pd.DataFrame) -> Table:
         ]
         for row in table.to_dict("records")
     ]
-    return Table(
-        "tuning", ["method", "grid point", "chosen", "trials", "validation score"], rows, 3
-    )
+    return Table(["method", "grid point", "chosen", "trials", "validation score"], rows, words=3)
 
 
 def _score_cell(
