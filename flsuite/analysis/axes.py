@@ -66,18 +66,13 @@ def require_axis(x: str, table: pd.DataFrame, run: object) -> None:
 def aligned(curves: Mapping[Name, pd.Series], x: str) -> pd.DataFrame:
     """Return the curves of runs as columns of one table.
 
-    Runs share their rounds, but not their points on other axes. For these, the rows come from
-    :func:`on_common_grid`.
+    Runs share their rounds, but not their points on other axes. On these, the rows are the points
+    of all curves in the range that every curve covers. A curve's value at a row is its last one at
+    or before that point.
     """
-    return pd.DataFrame(dict(curves)) if x == "round" else on_common_grid(curves)
+    if x == "round":
+        return pd.DataFrame(dict(curves))
 
-
-def on_common_grid(curves: Mapping[Name, pd.Series]) -> pd.DataFrame:
-    """Return curves with different points as columns of one table.
-
-    The rows are the points of all curves in the range that every curve covers. A curve's value at a
-    row is its last one at or before that point.
-    """
     # If a point has several values, such as updates that arrive together, the last one counts.
     curves = {
         name: curve[~curve.index.duplicated(keep="last")].sort_index()

@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 
 from flsuite.analysis.panels import (
     by_experiment,
+    color_range,
     draw_client_rounds,
     legend_right,
     panel_grid,
@@ -35,9 +36,7 @@ def clients_figure(
     maps = {title: _by_round(part, clients) for title, part in by_experiment(rows).items()}
 
     figure, panels = panel_grid(len(maps), (4.4, 3.2))
-    values = rows["value"]
-    # Scores in [0, 1] have the same colors in every figure.
-    low, high = (0, 1) if values.between(0, 1).all() else (values.min(), values.max())
+    low, high = color_range(rows["value"])
     for panel, (title, table) in zip(panels, maps.items(), strict=True):
         image = draw_client_rounds(panel, table, low, high)
         panel.set_title(title, fontsize=10)

@@ -6,12 +6,11 @@ from typing import Literal, get_args
 import numpy as np
 import pandas as pd
 
-from flsuite.analysis.results import only, require_results
+from flsuite.analysis.results import only
 from flsuite.analysis.runs import run_scores
 from flsuite.errors import FlsuiteError, require_one_of
 
 Score = Literal["last", "picked", "mean_last"]
-_COLUMNS = ("partition", "method", "other", "seeds", "difference", "low", "high", "p", "p_holm")
 
 
 def compare(
@@ -62,45 +61,43 @@ def compare(
             if len(both):
                 numbers = paired(both[method].to_numpy(), both[other].to_numpy())
                 rows.append((partition, method, other, len(both), *numbers))
-    table = pd.DataFrame(rows, columns=list(_COLUMNS[:-1]))
+    columns = ["partition", "method", "other", "seeds", "difference", "low", "high", "p"]
+    table = pd.DataFrame(rows, columns=columns)
     table["p_holm"] = holm(table["p"].to_numpy(dtype=float))
     return table
 
 
 def _seed_scores(
     results: pd.DataFrame,
-    metric: str = "accuracy",
-    score: Score | None = None,
-    monitor: str | None = None,
-    last: int = 10,
+    metric: str,
+    score: Score | None,
+    monitor: str | None,
+    last: int,
 ) -> pd.DataFrame:
-    """Return one test score per run: columns ``run, method, partition, seed, value``.
+    """Return one test score per run: columns ``method, partition, seed, value``.
 
     The arguments are the same as for :func:`compare`. Runs without the score are left out.
     """
-    require_results(results)
-    only(results, metric)  # raises if no run has it
     default, monitor = default_score(results, metric, monitor)
     score = score or default
     require_one_of("compare", get_args(Score), score=score)
-    rows = []
+    rows, names = [], ["method", "partition", "seed"]
     for table in _tables(results):
         scores = run_scores(table, metric, monitor, last)
         if score in scores:
-            names = table[["run", "method", "partition", "seed"]].iloc[0]
-            rows.append((*names, scores[score]))
+            rows.append((*table[names].iloc[0], scores[score]))
     if not rows:
         raise FlsuiteError(
             f"compare: no run has validation scores of {monitor!r} to pick a round by; compare the "
             "last rounds"
         )
-    return pd.DataFrame(rows, columns=["run", "method", "partition", "seed", "value"])
+    return pd.DataFrame(rows, columns=[*names, "value"])
 
 
 def default_score(
     results: pd.DataFrame, metric: str, monitor: str | None = None
 ) -> tuple[Score, str]:
-    """Return which score methods are compared by, and the monitor that picks a round.
+    """Return the score by which methods are compared, and the monitor that picks a round.
 
     Methods are compared in the round picked on validation data if all runs have one and use the
     same monitor. Otherwise they are compared in the last round.
@@ -127,14 +124,14 @@ def _tables(results: pd.DataFrame) -> list[pd.DataFrame]:
 def paired(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, float]:
     """Return the mean difference, its 95 % interval and the p-value of the paired t-test.
 
-    With fewer than two pairs, interval and p-value are NaN. So they are if all differences are
-    equal, because a few equal ones say nothing about their spread.
+    Interval and p-value are NaN for a single pair. They are also NaN if all differences are equal,
+    because a few equal ones say nothing about their spread.
     """
     from scipy.stats import ttest_rel
 
     with np.errstate(invalid="ignore"):  # infinite losses
         differences = ours - theirs
-    difference = float(np.mean(differences)) if len(ours) else float("nan")
+    difference = float(np.mean(differences))
     if len(ours) < 2 or np.ptp(differences) <= 1e-12 * np.abs([ours, theirs]).max():
         return difference, float("nan"), float("nan"), float("nan")
     test = ttest_rel(ours, theirs)
@@ -154,14 +151,6 @@ def holm(p_values: np.ndarray) -> np.ndarray:
     factors = len(order) - np.arange(len(order))
     adjusted[order] = np.maximum.accumulate(p_values[order] * factors).clip(max=1.0)
     return adjusted
-
-
-def floor_of_rank_tests(seeds: int) -> float:
-    """Return the smallest possible two-sided p-value of Wilcoxon and sign-flip tests.
-
-    There are only ``2 ** seeds`` ways to choose the signs of the differences.
-    """
-    return min(1.0, 2.0 / 2**seeds)
 
 
 def comparison_note(table: pd.DataFrame, metric: str, score: Score) -> str:
@@ -185,7 +174,7 @@ def comparison_note(table: pd.DataFrame, metric: str, score: Score) -> str:
         f"the paired t-test, and p-value with Holm's correction over {pairs} "
         f"{'pair' if pairs == 1 else 'pairs'}."
     )
-    floor = floor_of_rank_tests(seeds)
+    floor = 2 / 2**seeds  # there are only 2**seeds ways to choose the signs of the differences
     return (
         f"{note} The t-test assumes normal differences. With {seeds} seeds, tests without "
         f"that assumption (Wilcoxon, sign-flip) cannot go below p = {floor:.4g}."
@@ -213,7 +202,7 @@ def pair_cells(table: pd.DataFrame) -> list[tuple[str, ...]]:
 def comparison_markdown(table: pd.DataFrame, metric: str, score: Score) -> str:
     """Return the pairs of :func:`compare` as Markdown, with :func:`comparison_note`.
 
-    It is empty if no two methods share two seeds. The arguments are those of the note.
+    It is empty if no two methods share two seeds.
     """
     if not (table["seeds"] > 1).any():
         return ""

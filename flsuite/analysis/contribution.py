@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-_FEWEST = 3  # clients with a rank correlation: two are ranked alike, or the other way round
+_FEWEST = 3  # clients for a rank correlation: of two, it is always 1 or -1
 
 
 def contribution_table(values: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
@@ -36,17 +36,17 @@ def _by_run(values: pd.DataFrame) -> pd.DataFrame:
 def rank_correlation(values: pd.DataFrame, names: Sequence[str]) -> pd.Series:
     """Return Spearman's rank correlation of two methods over the clients of each run.
 
-    It is NaN where all clients are alike, or there are fewer than three.
+    It is NaN if a method ranks all clients equally, or there are fewer than three clients.
 
     Args:
-        values: As for :func:`contribution_table`.
+        values: A table as for :func:`contribution_table`.
         names: The two methods.
     """
 
     def of_a_run(rows: pd.DataFrame) -> float:
         first, second = (rows[name].rank() for name in names)
-        is_open = min(first.nunique(), second.nunique()) < 2 or len(rows) < _FEWEST
-        return float("nan") if is_open else float(first.corr(second))
+        is_unknown = min(first.nunique(), second.nunique()) < 2 or len(rows) < _FEWEST
+        return float("nan") if is_unknown else float(first.corr(second))
 
     means = _by_run(values)
     return pd.Series({run: of_a_run(rows) for run, rows in means.groupby("run")}, dtype=float)
@@ -58,13 +58,13 @@ def contribution_figure(
     """Draw the contributions as bars with their spread, and two methods against each other.
 
     Args:
-        table: ``contribution.csv``.
-        values: As for :func:`contribution_table`.
-        title: What is drawn.
+        table: A table from :func:`contribution_table`.
+        values: The table that it was made from.
+        title: The title of the figure.
         names: One method or two.
     """
-    wide = max(3.4, 0.28 * len(table) + 1.2)
-    widths = [wide] * len(names) + [3.2] * (len(names) - 1)
+    width = max(3.4, 0.28 * len(table) + 1.2)
+    widths = [width] * len(names) + [3.2] * (len(names) - 1)
     figure = Figure(figsize=(sum(widths), 3.2), layout="constrained")
     panels = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     for axes, name in zip(panels, names, strict=False):
@@ -88,8 +88,8 @@ def _against(axes: Axes, values: pd.DataFrame, names: Sequence[str]) -> None:
     axes.axhline(0, color="black", linewidth=0.5)
     axes.axvline(0, color="black", linewidth=0.5)
     axes.set(xlabel=names[0], ylabel=names[1])
-    found = rank_correlation(values, names)
-    if found.notna().any():
-        axes.set_title(f"rank correlation {found.mean():.2f}", fontsize=9)
+    correlations = rank_correlation(values, names)
+    if correlations.notna().any():
+        axes.set_title(f"rank correlation {correlations.mean():.2f}", fontsize=9)
     if values["run"].nunique() > 1:
         axes.legend(fontsize=7)

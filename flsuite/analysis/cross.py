@@ -9,17 +9,13 @@ from matplotlib.figure import Figure
 
 from flsuite.analysis.groups import Group
 from flsuite.analysis.labels import Flat, Variation, setting_text, shown_value
-from flsuite.analysis.panels import draw_matrix, new_figure
+from flsuite.analysis.panels import color_range, draw_matrix, grid_shape, new_figure
 from flsuite.analysis.report import group_row, require_score, score_cell
 from flsuite.errors import FlsuiteError
 
 _SCORES = {"last": "last round", "picked": "picked on validation"}
 _PLACE = ["panel", "row", "column"]
-_PANEL_COLUMNS = 3
 _OPEN = object()  # placeholder for a setting of an object that a group lacks
-
-Values = tuple[Any, ...]
-"""A value, or ``_OPEN``, for each setting that distinguishes panels."""
 
 
 def cross_table(
@@ -121,8 +117,7 @@ def cross_figure(table: pd.DataFrame, metric: str, score: str = "last") -> Figur
     """
     matrices = cross_matrices(table, metric, score)
     rows, columns = next(iter(matrices.values())).shape
-    wide = 2 if len(matrices) == 4 else min(_PANEL_COLUMNS, len(matrices))
-    tall = -(-len(matrices) // wide)
+    tall, wide = grid_shape(len(matrices))
     title_width = 0.075 * max(map(len, matrices)) + 0.2
     panel_width = max(0.5 + 0.42 * columns, title_width)
     size = (wide * panel_width + 2.2, tall * (0.4 + 0.27 * rows) + 1.3)
@@ -130,8 +125,7 @@ def cross_figure(table: pd.DataFrame, metric: str, score: str = "last") -> Figur
     panels = figure.subplots(tall, wide, squeeze=False, sharex=True, sharey=True).ravel().tolist()
 
     values = pd.concat([matrix.stack().dropna() for matrix in matrices.values()])
-    # Scores in [0, 1] have the same colors in every figure.
-    low, high = (0.0, 1.0) if values.between(0, 1).all() else (values.min(), values.max())
+    low, high = color_range(values)
     for n, (panel, (title, matrix)) in enumerate(zip(panels, matrices.items(), strict=False)):
         image = draw_matrix(panel, matrix, low=low, high=high, most=30)
         is_lowest = n + wide >= len(matrices)
@@ -154,14 +148,8 @@ def _title(metric: object, score: str, panel: str = "") -> str:
 
 def _panels(groups: Sequence[Group], rows: str, columns: str) -> Iterator[tuple[str, list[Group]]]:
     """Yield the title and the groups of each panel."""
-    variation = Variation([group.settings for group in groups])
-    keys = [
-        key
-        for key in variation.keys
-        if key not in (rows, columns, *_OF_A_FORK)
-        and any(variation.differs(key, g.settings) for g in groups)
-    ]
-    # A run that no fork begins in has no such round, and is the baseline of its forks.
+    keys = [key for key in _varying(groups) if key not in (rows, columns, *_OF_A_FORK)]
+    # A run that is not a fork has no such round, and is the baseline of all forks.
     open_keys = {key for key in keys if _is_related(key, rows) or _is_related(key, columns)}
     open_keys |= {"fork.round"}
     places = [
@@ -169,10 +157,23 @@ def _panels(groups: Sequence[Group], rows: str, columns: str) -> Iterator[tuple[
         for group in groups
     ]
     distinct = list(dict.fromkeys(places))
-    panels = [own for own in distinct if not any(_is_within(other, own) for other in distinct)]
+    # Open values make no panel of their own if another panel has them all.
+    panels = [
+        own for own in distinct if not any(other != own and _fits(own, other) for other in distinct)
+    ]
     for panel in sorted(panels, key=lambda own: [_rank(value) for value in own]):
         members = [g for g, own in zip(groups, places, strict=True) if _fits(own, panel)]
         yield _panel_title(dict(zip(keys, panel, strict=True))), members
+
+
+def _varying(groups: Sequence[Group]) -> list[str]:
+    """Return the settings in which the groups differ."""
+    variation = Variation([group.settings for group in groups])
+    return [
+        key
+        for key in variation.keys
+        if any(variation.differs(key, group.settings) for group in groups)
+    ]
 
 
 def _is_related(key: str, axis: str) -> bool:
@@ -180,14 +181,9 @@ def _is_related(key: str, axis: str) -> bool:
     return f"{key}.".startswith(f"{axis}.") or f"{axis}.".startswith(f"{key}.")
 
 
-def _fits(own: Values, panel: Values) -> bool:
-    """Return whether a group with these values belongs to a panel."""
+def _fits(own: tuple[Any, ...], panel: tuple[Any, ...]) -> bool:
+    """Return whether a group with these values, or ``_OPEN``, belongs to a panel."""
     return all(value is _OPEN or value == wanted for value, wanted in zip(own, panel, strict=True))
-
-
-def _is_within(other: Values, own: Values) -> bool:
-    """Return whether ``other`` has all values of ``own``, and more."""
-    return other != own and _fits(own, other)
 
 
 def _panel_title(settings: Flat) -> str:
@@ -223,15 +219,10 @@ def _rank(value: Any) -> tuple[int, float, str]:
 def _require_settings(groups: Sequence[Group], rows: str, columns: str) -> None:
     if rows == columns:
         raise FlsuiteError(f"rows and columns are both {rows!r}; name two settings")
-    variation = Variation([group.settings for group in groups])
     for key in (rows, columns):
-        if key not in variation.keys:
-            differ = [
-                k for k in variation.keys if any(variation.differs(k, g.settings) for g in groups)
-            ]
-            raise FlsuiteError(
-                f"no run has the setting {key!r}; the runs differ in {', '.join(differ) or 'none'}"
-            )
+        if not any(key in group.settings for group in groups):
+            differ = ", ".join(_varying(groups)) or "none"
+            raise FlsuiteError(f"no run has the setting {key!r}; the runs differ in {differ}")
 
 
 def _require_one_group_per_cell(table: pd.DataFrame) -> None:

@@ -49,8 +49,8 @@ def curves_figure(
         by_partition = _from_folders(runs, metrics, split, x)
     rows = len(by_partition)
     if len(metrics) == 1:
-        figure, flat = panel_grid(rows, (4.2, 3.0), shares_y=True)
-        panels = [[panel] for panel in flat]
+        figure, single = panel_grid(rows, (4.2, 3.0), shares_y=True)
+        panels = [[panel] for panel in single]
     else:
         figure = new_figure(4.6 * len(metrics), 0.4 + 3.0 * rows)
         panels = figure.subplots(rows, len(metrics), squeeze=False, sharey="col").tolist()
@@ -136,7 +136,7 @@ def _by_number(name: str) -> list[tuple[float, str]]:
     return [(float(part), "") if n % 2 else (0.0, part) for n, part in enumerate(parts)]
 
 
-def seed_curves(rows: pd.DataFrame, x: str = "round") -> pd.DataFrame:
+def seed_curves(rows: pd.DataFrame, x: str) -> pd.DataFrame:
     """Return a score of one experiment with one column per run, see :func:`aligned`.
 
     Args:
@@ -150,12 +150,7 @@ def seed_curves(rows: pd.DataFrame, x: str = "round") -> pd.DataFrame:
 
 
 def _draw_band(
-    panel: Axes,
-    curves: pd.DataFrame,
-    label: str,
-    x: str,
-    color: str | None = None,
-    style: str = "-",
+    panel: Axes, curves: pd.DataFrame, label: str, x: str, color: str | None, style: str = "-"
 ) -> Line2D:
     """Draw the mean of curves, and their range as a band, and return the line.
 
@@ -164,7 +159,7 @@ def _draw_band(
         curves: One column per run, indexed by the axis.
         label: The label.
         x: The axis.
-        color: The color. Default: the panel's next color.
+        color: The color. ``None``: the panel's next color.
         style: The style of the line.
     """
     points = curves.index * AXES[x].scale
@@ -225,11 +220,12 @@ def gamma_figure(results: pd.DataFrame, x: str = "round") -> Figure:
     # Only fused models have all parts, and they must keep their color in all panels.
     colors = {label: f"C{n % 10}" for n, label in enumerate(by_experiment(results))}
     for panel, name in zip(panels, parts, strict=True):
-        for label, rows in by_experiment(only(results, name, "train")).items():
-            _draw_band(panel, seed_curves(rows, x), label, x, color=colors.get(label))
+        values = only(results, name, "train")
+        for label, rows in by_experiment(values).items():
+            _draw_band(panel, seed_curves(rows, x), label, x, colors.get(label))
         label_axes(panel, name, "train", x)
         panel.set_ylabel(GAMMA[name])
-        if (only(results, name, "train")["value"] > 0).all():
+        if (values["value"] > 0).all():
             panel.set_yscale("log")
     if len(panels[0].lines) > 1:
         legend_right(figure, panels[0])

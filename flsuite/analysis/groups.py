@@ -10,7 +10,6 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from flsuite.analysis.axes import aligned, require_axis
 from flsuite.analysis.labels import (
     Flat,
     Variation,
@@ -20,7 +19,7 @@ from flsuite.analysis.labels import (
     method_of,
     partition_of,
 )
-from flsuite.analysis.runs import curve, is_metrics, read_metrics
+from flsuite.analysis.runs import is_metrics, read_metrics
 from flsuite.arguments import renamed
 from flsuite.errors import FlsuiteError, one_line
 
@@ -58,23 +57,7 @@ class Group:
     @property
     def monitor(self) -> str:
         """Return the validation score by which the runs pick a round."""
-        return _monitor(self.settings)
-
-    def curves(self, metric: str, split: str, x: str = "round") -> pd.DataFrame:
-        """Return the global score, one column per run.
-
-        Args:
-            metric: The score.
-            split: ``test`` or ``val``.
-            x: The axis, whose points are the rows, see :func:`aligned`.
-
-        Raises:
-            FlsuiteError: If the axis does not exist, or a run has not recorded it.
-        """
-        for folder, table in self.runs.items():
-            require_axis(x, table, folder)
-        curves = {folder: curve(table, metric, split, x=x) for folder, table in self.runs.items()}
-        return aligned(curves, x)
+        return monitor_of(self.settings)
 
 
 def find_runs(places: Iterable[str | Path]) -> list[Path]:
@@ -131,16 +114,8 @@ def group_runs(folders: Iterable[Path]) -> list[Group]:
     return sorted(groups, key=lambda group: group.label)
 
 
-def monitor_of(run_dir: str | Path) -> str:
-    """Return the validation score by which a run picks a round.
-
-    Raises:
-        FlsuiteError: If the folder is not a run.
-    """
-    return _monitor(read_settings(Path(run_dir)))
-
-
-def _monitor(settings: Mapping[str, Any]) -> str:
+def monitor_of(settings: Mapping[str, Any]) -> str:
+    """Return the validation score by which a run with these settings picks a round."""
     return str(settings.get("monitor") or "accuracy")
 
 

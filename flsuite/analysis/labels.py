@@ -118,7 +118,7 @@ def partition_of(own: Flat, variation: Variation) -> str:
 
     The first parameter of a partition, such as alpha, is always named.
     """
-    place = next((key for key in own if _is_data(key) and _last_key(key) == "partition"), None)
+    place = next((key for key in own if _is_data(key) and _last(key) == "partition"), None)
     parts = variation.texts(
         own, lambda key: _is_data(key) and not f"{key}.".startswith(f"{place}.")
     )
@@ -127,7 +127,7 @@ def partition_of(own: Flat, variation: Variation) -> str:
 
     named = [key for key in own if key.startswith(f"{place}.")]
     shown = named[:1] + [key for key in named[1:] if variation.differs(key, own)]
-    values = ", ".join(f"{_last_key(key)}={own[key]}" for key in shown)
+    values = ", ".join(f"{_last(key)}={own[key]}" for key in shown)
     name = _last(own[place] or "no partition")
     return ", ".join([f"{name}({values})" if values else name, *parts])
 
@@ -136,8 +136,8 @@ def setting_text(key: str, value: Any, keys: Iterable[str]) -> str:
     """Return a setting as text, with its whole path if another key has the same name."""
     if isinstance(value, _Class):
         return shown_value(value)
-    last = _last_key(key)
-    name = last if sum(_last_key(other) == last for other in keys) == 1 else key
+    last = _last(key)
+    name = last if sum(_last(other) == last for other in keys) == 1 else key
     return f"{name}={shown_value(value)}"
 
 
@@ -167,12 +167,8 @@ def _is_of(key: str, owner: str) -> bool:
     return key == owner or key.startswith(f"{owner}.")
 
 
-def _last_key(key: str) -> str:
-    return key.rsplit(".", 1)[-1]
-
-
 def _last(path: object) -> str:
-    """Return the name of a class from its path."""
+    """Return the last part of the path of a class or a setting."""
     return str(path).rsplit(".", 1)[-1]
 
 

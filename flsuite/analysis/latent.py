@@ -6,19 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flsuite.analysis.panels import new_figure, panel_grid
+from flsuite.analysis.panels import Color, class_colors, new_figure, panel_grid
 from flsuite.errors import FlsuiteError
 from flsuite.files import load_tensors
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from sklearn.decomposition import PCA
-
-Color = tuple[float, float, float, float]  # red, green, blue, opacity
 
 
 def latent_figure(
@@ -48,9 +45,10 @@ def latent_figure(
 
     figure = new_figure(3.3 * len(latents) + 1.6, 3.6)
     panels = figure.subplots(1, len(latents), sharex=True, sharey=True, squeeze=False)[0]
+    colors = class_colors(len(class_names))
     for panel, (title, points) in zip(panels, latents.items(), strict=True):
         _scatter_classes(panel, plane.transform(points), y, class_names)
-        for color, mean, sigma in zip(_colors(class_names), means, sigmas, strict=True):
+        for color, mean, sigma in zip(colors, means, sigmas, strict=True):
             _draw_prior(panel, plane, mean, sigma, color)
         panel.set_title(title, fontsize=10)
         panel.set_aspect("equal")
@@ -107,12 +105,7 @@ def load_model(run_dir: str | Path) -> "LightningModule":
         FlsuiteError: If the model is missing or damaged, or its class cannot be imported.
     """
     path = Path(run_dir) / "checkpoints" / "model.ckpt"
-    if not path.is_file():
-        raise FlsuiteError(
-            f"there is no {path}: a run writes its model when it ends; finish the run with "
-            "--ckpt_path last"
-        )
-    remedy = "restore it, or resume with --ckpt_path last, which writes it again"
+    remedy = "restore it, or resume the run with --ckpt_path last, which writes it at the end"
     content: dict[str, Any] = load_tensors(path, remedy)
     module, _, name = content["hyper_parameters"]["_class_path"].rpartition(".")
     try:
@@ -126,17 +119,12 @@ def load_model(run_dir: str | Path) -> "LightningModule":
     return model.eval()
 
 
-def _colors(class_names: Sequence[str]) -> list[Color]:
-    """Return a color per class."""
-    palette = colormaps["tab10" if len(class_names) <= 10 else "tab20"]
-    return [palette(c % 20) for c in range(len(class_names))]
-
-
 def _scatter_classes(
     panel: Axes, points: np.ndarray, y: np.ndarray, class_names: Sequence[str]
 ) -> None:
     """Draw points ``(n, 2)`` as dots in the colors of their classes ``(n,)``."""
-    for c, (name, color) in enumerate(zip(class_names, _colors(class_names), strict=True)):
+    colors = class_colors(len(class_names))
+    for c, (name, color) in enumerate(zip(class_names, colors, strict=True)):
         x1, x2 = points[y == c].T
         panel.scatter(x1, x2, s=7, color=color, alpha=0.55, linewidths=0, label=name)
     panel.spines[["top", "right"]].set_visible(False)

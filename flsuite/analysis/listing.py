@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from flsuite.analysis.groups import find_runs, read_settings
+from flsuite.analysis.groups import find_runs, monitor_of, read_settings
 from flsuite.analysis.labels import Variation, flatten, partition_of
 from flsuite.analysis.runs import read_metrics, run_scores
 from flsuite.errors import FlsuiteError, one_line
@@ -14,10 +14,8 @@ from flsuite.files import is_locked
 
 State = Literal["finished", "interrupted", "running", "broken"]
 
-COLUMNS = (
-    *("run", "method", "data", "partition", "seed", "state", "rounds", "of", "score"),
-    *("last", "picked", "modified", "error"),
-)
+_COLUMNS = ["run", "method", "data", "partition", "seed", "state", "rounds", "of", "score"]
+_COLUMNS += ["last", "picked", "modified", "error"]
 # The limits of a run, and the columns that they limit.
 _LIMITS = {
     "rounds": "round",
@@ -40,7 +38,7 @@ def list_runs(places: Iterable[str | Path]) -> pd.DataFrame:
     Raises:
         FlsuiteError: If there are no runs.
     """
-    return pd.DataFrame([_row(folder) for folder in find_runs(places)], columns=list(COLUMNS))
+    return pd.DataFrame([_row(folder) for folder in find_runs(places)], columns=_COLUMNS)
 
 
 def _row(folder: Path) -> dict[str, Any]:
@@ -80,7 +78,7 @@ def _data_name(description: Mapping[str, Any]) -> str:
 def _measured(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns that follow from a run's metrics."""
     table = read_metrics(folder)
-    monitor = str(settings.get("monitor") or "accuracy")
+    monitor = monitor_of(settings)
     scores = run_scores(table, monitor, monitor, last=1) if len(table) else {}
     return {
         "state": _state(folder, settings, table),
@@ -101,19 +99,19 @@ def _state(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) -> St
 def has_ended(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) -> bool:
     """Return whether a run ended with the last round in its table.
 
-    The round spent the budget, or a callback ended the run. Scores by class and the picture of the
-    curves are only written at the end.
+    Either the round reached a limit, or a callback ended the run. The latter is visible from scores
+    by class or a picture of the curves, which are only written at the end.
 
     Args:
         folder: The run's folder.
-        settings: Its settings, of which the limits are read.
+        settings: Its settings, which hold the limits.
         table: Its metrics.
     """
-    limits = {name: settings.get(name) for name in _LIMITS}
-    if any(
-        limit is not None and table[_LIMITS[name]].max() >= limit for name, limit in limits.items()
-    ):
-        return True
+    for name, column in _LIMITS.items():
+        limit = settings.get(name)
+        if limit is not None and table[column].max() >= limit:
+            return True
+
     last = table[table["round"] == table["round"].max()]
     names = last[(last["split"] == "test") & (last["scope"] == "global")]["metric"].astype(str)
     picture, numbers = folder / "curves.png", folder / "metrics.csv"

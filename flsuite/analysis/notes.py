@@ -1,9 +1,10 @@
-"""Notes for the reader on runs that cannot be compared, or mean something else."""
+"""Notes for the reader on runs that are not comparable."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from flsuite.analysis.axes import aligned, require_axis
 from flsuite.analysis.groups import Group
 from flsuite.analysis.listing import has_ended
 from flsuite.analysis.runs import curve
@@ -13,9 +14,9 @@ _MOST_LINES = 5  # runs that are named one by one
 
 
 def finished(groups: Sequence[Group]) -> tuple[Sequence[Group], list[str]]:
-    """Return the groups without runs that have not ended, and a line about those.
+    """Return the groups without unfinished runs, and a line on the runs that are left out.
 
-    If no run has ended, all are kept.
+    If no run is finished, all are kept.
     """
     ended: list[Group] = []
     for group in groups:
@@ -73,7 +74,7 @@ def _share_budget(groups: Sequence[Group], setting: str, column: str) -> bool:
 
 
 def own_models(groups: Sequence[Group], metrics: Sequence[str], split: str) -> list[str]:
-    """Return a line per score that is of one global model in some groups, and of many in others."""
+    """Return a line per score of one global model in some groups and of many models in others."""
     lines = []
     for metric in metrics:
         owns = [_has_score(group, f"{metric}_worst", split) for group in groups]
@@ -103,14 +104,13 @@ def _is_measured(group: Group) -> bool:
     schedule = str(group.settings.get("schedule", ""))
     speeds = group.settings.get("schedule.speeds")
     # Without speeds, a synchronous round takes its measured time.
-    is_open = speeds is None and schedule.endswith("Synchronous") and "Asyn" not in schedule
-    return is_open or str(speeds).endswith("Measured")
+    return (speeds is None and schedule.endswith("Synchronous")) or str(speeds).endswith("Measured")
 
 
 def apart(groups: Sequence[Group], metric: str, split: str, x: str) -> list[str]:
     """Return a line for each group without a curve in the picture, or one line for many of them.
 
-    Its runs have no such score, such as an attack's success in runs with another attack, or share
+    Such runs lack the score, for example an attack's success in runs with another attack, or share
     no part of the axis.
     """
     scored = [group for group in groups if _has_score(group, metric, split)]
@@ -122,8 +122,15 @@ def apart(groups: Sequence[Group], metric: str, split: str, x: str) -> list[str]
     return lines + [
         f"{group.label}: its runs have no {x} of {split} {metric} in common; it is not drawn"
         for group in scored
-        if group.curves(metric, split, x).empty
+        if not _have_common_points(group, metric, split, x)
     ]
+
+
+def _have_common_points(group: Group, metric: str, split: str, x: str) -> bool:
+    for folder, table in group.runs.items():
+        require_axis(x, table, folder)
+    curves = {folder: curve(table, metric, split, x) for folder, table in group.runs.items()}
+    return not aligned(curves, x).empty
 
 
 def _has_score(group: Group, metric: str, split: str) -> bool:
@@ -136,9 +143,7 @@ def repeated(groups: Sequence[Group]) -> list[str]:
     for group in groups:
         seeds = list(group.seeds.values())
         twice = sorted({str(seed) for seed in seeds if seed is not None and seeds.count(seed) > 1})
-        lines += (
-            [f"{group.label}: seed {', '.join(twice)} more than once; the spread is too small"]
-            if twice
-            else []
-        )
+        if twice:
+            which = ", ".join(twice)
+            lines.append(f"{group.label}: seed {which} more than once; the spread is too small")
     return lines

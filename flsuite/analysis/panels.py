@@ -1,12 +1,14 @@
 """Figures with several panels, and common ways to draw in them."""
 
 import pandas as pd
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator
 
-_COLUMNS = 3
+Color = tuple[float, float, float, float]  # red, green, blue, opacity
+
 _DPI = 150  # sharp on a screen and in a paper
 
 
@@ -15,15 +17,20 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
 
 
+def grid_shape(number: int) -> tuple[int, int]:
+    """Return the rows and columns of a grid of panels: three per row, but two rows of two."""
+    columns = 2 if number == 4 else max(1, min(number, 3))
+    return max(1, -(-number // columns)), columns
+
+
 def panel_grid(
     number: int, size: tuple[float, float], shares_y: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with panels of a size in inches, at most three per row.
+    """Return a figure with panels of a size in inches, see :func:`grid_shape`.
 
-    Four panels form two rows of two. Panels may share the range of their vertical axes.
+    Panels may share the range of their vertical axes.
     """
-    columns = 2 if number == 4 else max(1, min(number, _COLUMNS))
-    rows = max(1, -(-number // columns))
+    rows, columns = grid_shape(number)
     figure = new_figure(size[0] * columns + 0.6, size[1] * rows)
     panels = figure.subplots(rows, columns, squeeze=False, sharey=shares_y).ravel().tolist()
     for unused in panels[number:]:
@@ -47,13 +54,22 @@ def legend_right(figure: Figure, panel: Axes) -> None:
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
 
 
+def class_colors(number: int) -> list[Color]:
+    """Return a color per class. With more than 20 classes, colors repeat."""
+    palette = colormaps["tab10" if number <= 10 else "tab20"]
+    return [palette(c % 20) for c in range(number)]
+
+
+def color_range(scores: pd.Series) -> tuple[float, float]:
+    """Return the scores with the first and the last color of a heat map.
+
+    Scores in [0, 1] have the same colors in every figure.
+    """
+    return (0.0, 1.0) if scores.between(0, 1).all() else (scores.min(), scores.max())
+
+
 def draw_matrix(
-    panel: Axes,
-    matrix: pd.DataFrame,
-    digits: int = 2,
-    low: float = 0.0,
-    high: float = 1.0,
-    most: int = 12,
+    panel: Axes, matrix: pd.DataFrame, low: float = 0.0, high: float = 1.0, most: int = 12
 ) -> AxesImage:
     """Draw numbers as blue cells, and return the image.
 
@@ -62,7 +78,6 @@ def draw_matrix(
     Args:
         panel: The panel to draw in.
         matrix: The numbers.
-        digits: Digits after the decimal point.
         low: The number with the palest color.
         high: The number with the darkest color.
         most: Maximum number of rows or columns for which numbers are written.
@@ -78,7 +93,7 @@ def draw_matrix(
             panel.text(
                 j,
                 i,
-                f"{value:.{1 if is_small else digits}f}",
+                f"{value:.{1 if is_small else 2}f}",
                 ha="center",
                 va="center",
                 fontsize=6 if is_small else 8,
@@ -101,8 +116,8 @@ def draw_client_rounds(
     Args:
         panel: The panel to draw in.
         scores: The scores.
-        low: Score with the darkest color. The default is the lowest score.
-        high: Score with the brightest color. The default is the highest score.
+        low: Score with the darkest color. Default: the lowest score.
+        high: Score with the brightest color. Default: the highest score.
     """
     image = panel.imshow(
         scores, vmin=low, vmax=high, aspect="auto", cmap="viridis", interpolation="nearest"

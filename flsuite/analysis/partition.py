@@ -6,7 +6,13 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from flsuite.analysis.panels import by_experiment, draw_matrix, new_figure, panel_grid
+from flsuite.analysis.panels import (
+    by_experiment,
+    class_colors,
+    draw_matrix,
+    new_figure,
+    panel_grid,
+)
 from flsuite.analysis.results import require_results
 from flsuite.analysis.runs import read_partition
 from flsuite.errors import FlsuiteError
@@ -81,18 +87,11 @@ def partitions_figure(results: pd.DataFrame, split: str = "train", clients: int 
         table = read_partition(run)
         counts = class_counts(table, split)
         shown = counts.head(clients)
-        colors = colormaps["tab10" if counts.shape[1] <= 10 else "tab20"]
         below = np.zeros(len(shown))
-        for c, label in enumerate(counts.columns):
-            panel.bar(
-                shown.index,
-                shown[label],
-                bottom=below,
-                width=0.85,
-                color=colors(c % 20),
-                label=label,
-            )
-            below += shown[label].to_numpy()
+        for label, color in zip(shown, class_colors(shown.shape[1]), strict=True):
+            samples = shown[label]
+            panel.bar(shown.index, samples, bottom=below, width=0.85, color=color, label=label)
+            below += samples.to_numpy()
         panel.set_title(f"{name}: label skew {label_skew(counts):.2f}", fontsize=10)
         # Bars without height would otherwise keep the axis from ending above the others.
         highest = max(highest, float(below.max()))

@@ -1,4 +1,4 @@
-"""Comparison of experiments: mean and spread over their runs, as a table and as curves."""
+"""Comparison of experiments: a table of the mean and spread over their runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -14,7 +14,7 @@ from flsuite.errors import FlsuiteError
 _RUN_COLUMNS = ("run", "method", "partition", "seed")
 _ROUND_COLUMNS = ("round", "virtual_s", "wall_s", "client_updates", "bytes")
 _NAMES = ("scope", "split", "metric")
-COLUMNS = (*_RUN_COLUMNS, *_ROUND_COLUMNS, *_NAMES, "value")
+_COLUMNS = (*_RUN_COLUMNS, *_ROUND_COLUMNS, *_NAMES, "value")
 
 
 class Results(pd.DataFrame):
@@ -22,8 +22,8 @@ class Results(pd.DataFrame):
 
     Columns: ``run`` (its folder), ``method``, ``partition``, ``seed``, then the columns of a run's
     ``metrics.csv``: ``round, virtual_s, wall_s, client_updates, bytes, scope, split, metric,
-    value``. All words are categories. ``attrs["monitors"]`` has the validation score by which each
-    runs pick a round.
+    value``. All words are categories. ``attrs["monitors"]`` maps a run to the validation score that
+    picks its round.
     """
 
     @property
@@ -123,7 +123,7 @@ def client_numbers(rows: pd.DataFrame) -> pd.Series:
 def require_results(results: object) -> None:
     """Refuse anything except a table from :func:`load`."""
     columns = list(results.columns) if isinstance(results, pd.DataFrame) else []
-    if missing := [name for name in COLUMNS if name not in columns]:
+    if missing := [name for name in _COLUMNS if name not in columns]:
         raise FlsuiteError(
             f"expected a table from flsuite.analysis.load; this {type(results).__name__} lacks the "
             f"columns {', '.join(missing)}"

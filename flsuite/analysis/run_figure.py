@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from flsuite.analysis.axes import AXES, require_axis
 from flsuite.analysis.curves import label_axes
-from flsuite.analysis.groups import monitor_of
+from flsuite.analysis.groups import monitor_of, read_settings
 from flsuite.analysis.panels import panel_grid
 from flsuite.analysis.runs import curve, logged_scores, read_metrics, run_scores
 from flsuite.errors import FlsuiteError
@@ -30,7 +30,7 @@ def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
     Raises:
         FlsuiteError: If the run has no scores yet, or has not recorded the axis.
     """
-    table, monitor = read_metrics(run_dir), monitor_of(run_dir)
+    table, monitor = read_metrics(run_dir), monitor_of(read_settings(Path(run_dir)))
     require_axis(x, table, run_dir)
     names = logged_scores([table], monitor)[:MOST_SCORES]
     if not names:

@@ -110,8 +110,9 @@ def _require_numbers(table: pd.DataFrame, path: Path) -> None:
     Raises:
         FlsuiteError: If there is one. The message names its line and column.
     """
-    numbers_of = [name for name in _COLUMNS if name in table and name not in _WORDS]
-    for name in numbers_of if len(table) else ():
+    if table.empty:
+        return
+    for name in (name for name in _COLUMNS if name in table and name not in _WORDS):
         numbers = pd.to_numeric(table[name], errors="coerce")
         bad = numbers.isna() & table[name].notna()
         if name == "round":
@@ -124,15 +125,13 @@ def _require_numbers(table: pd.DataFrame, path: Path) -> None:
             )
 
 
-def curve(
-    table: pd.DataFrame, metric: str, split: str, scope: str = "global", x: str = "round"
-) -> pd.Series:
-    """Return a score, indexed by the column ``x``.
+def curve(table: pd.DataFrame, metric: str, split: str, x: str = "round") -> pd.Series:
+    """Return a global score, indexed by the column ``x``.
 
     Raises:
         FlsuiteError: If a round has the score twice.
     """
-    rows = _are_of_score(table, metric, split, scope)
+    rows = _are_of_score(table, metric, split)
     rounds = table["round"].to_numpy()[rows]
     if len(np.unique(rounds)) < len(rounds):
         twice = pd.Series(rounds)[pd.Series(rounds).duplicated()].iloc[0]
@@ -145,14 +144,14 @@ def curve(
     return pd.Series(values, index=pd.Index(index, name=x), name="value")
 
 
-def score_rows(table: pd.DataFrame, metric: str, split: str, scope: str = "global") -> pd.DataFrame:
-    """Return the rows of a score."""
-    return table[_are_of_score(table, metric, split, scope)]
+def score_rows(table: pd.DataFrame, metric: str, split: str) -> pd.DataFrame:
+    """Return the rows of a global score."""
+    return table[_are_of_score(table, metric, split)]
 
 
-def _are_of_score(table: pd.DataFrame, metric: str, split: str, scope: str) -> np.ndarray:
-    """Return a mask of the rows of a score."""
-    wanted = {"split": split, "metric": metric, "scope": scope}
+def _are_of_score(table: pd.DataFrame, metric: str, split: str) -> np.ndarray:
+    """Return a mask of the rows of a global score."""
+    wanted = {"split": split, "metric": metric, "scope": "global"}
     return np.logical_and.reduce(
         [(table[name] == word).to_numpy() for name, word in wanted.items()]
     )

@@ -15,18 +15,6 @@ from flsuite.errors import FlsuiteError
 from flsuite.score_names import lower_is_better
 
 
-def _point_of_target(scores: pd.Series, target: float, lower: bool) -> float | None:
-    """Return the first point at which a score reaches a target, or ``None``.
-
-    Args:
-        scores: The score, indexed by the axis.
-        target: The score to reach.
-        lower: Whether low scores are better.
-    """
-    reaching = scores.index[scores <= target if lower else scores >= target]
-    return float(reaching[0]) if len(reaching) else None
-
-
 def target_columns(
     group: Group, metric: str, target: float, x: str = "round", split: str = "test"
 ) -> dict[str, Any]:
@@ -43,18 +31,20 @@ def target_columns(
         FlsuiteError: If it is unknown whether low scores are better, or a run lacks the axis.
     """
     lower = _is_lower_better(metric)
-    points = []
+    runs = 0
+    points: list[float] = []
     for folder, table in group.runs.items():
         require_axis(x, table, folder)
         scores = curve(of_last_task(table), metric, split, x=x)
-        if len(scores):
-            points.append(_point_of_target(scores, target, lower))
+        reaching = scores.index[scores <= target if lower else scores >= target]
+        runs += int(len(scores) > 0)
+        points += reaching[:1].tolist()
 
-    reached = pd.Series([point for point in points if point is not None], dtype=float)
+    reached = pd.Series(points, dtype=float)
     return {
         "to_target": float(reached.mean()),
         "to_target_std": float(reached.std()),
-        "reached": f"{len(reached)}/{len(points)}" if points else "",
+        "reached": f"{len(reached)}/{runs}" if runs else "",
     }
 
 
@@ -140,11 +130,6 @@ def own_targets(results: pd.DataFrame, metric: str, split: str = "test") -> dict
     return {str(name): float(f"{0.95 * top:.2g}") for name, top in best.items() if top > 0}
 
 
-def _reached_text(reached: int, runs: int) -> str:
-    """Return how many runs reach a target, such as ``not reached in 2 of 5``."""
-    return f"reached in {runs}" if reached == runs else f"not reached in {runs - reached} of {runs}"
-
-
 def amount_cell(row: Mapping[Any, Any], x: str, spread: bool = True) -> str:
     """Return the mean of a row of :func:`target_table` on an axis as text, with its spread."""
     return _mean_and_spread(row[x], row[f"{x}_std"] if spread else float("nan"), x)
@@ -180,9 +165,9 @@ def target_figure(
         panel.scatter(reached, [row] * len(reached), s=22, alpha=0.7, linewidths=0)
         if len(reached):
             panel.plot([reached.mean()] * 2, [row - 0.3, row + 0.3], color="0.2", linewidth=1.4)
-        missing = _reached_text(len(reached), total) if len(reached) < total else ""
-        where = panel.get_yaxis_transform()
-        panel.text(1.01, row, missing, transform=where, va="center", fontsize=8, color="0.4")
+        if missing := total - len(reached):
+            text, where = f"not reached in {missing} of {total}", panel.get_yaxis_transform()
+            panel.text(1.01, row, text, transform=where, va="center", fontsize=8, color="0.4")
 
     panel.set_yticks(range(len(groups)), list(groups))
     panel.set_ylim(len(groups) - 0.4, -0.6)

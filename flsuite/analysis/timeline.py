@@ -197,7 +197,8 @@ def _draw_bars(panel: Axes, view: _View) -> ScalarMappable:
         )
         if outcome == "merged":
             for bar, staleness in zip(bars, fits["staleness"].fillna(0), strict=True):
-                bar.set_facecolor(_shade(shades, staleness) if view.most_stale else _FRESH)
+                shade: Any = shades.to_rgba(np.asarray(staleness))
+                bar.set_facecolor(shade if view.most_stale else _FRESH)
         if outcome == "dropped":
             panel.plot(fits["ended_s"], y, "x", color="#555555", markersize=4, zorder=3)
 
@@ -222,10 +223,6 @@ def _shades(most_stale: int) -> ScalarMappable:
     if most_stale <= _MOST_SHADES:
         return ScalarMappable(BoundaryNorm(np.arange(-0.5, most_stale + 1), 256), colors)
     return ScalarMappable(Normalize(0, most_stale), colors)
-
-
-def _shade(shades: ScalarMappable, staleness: float) -> Any:
-    return shades.to_rgba(np.asarray(staleness))
 
 
 def _add_color_bar(

@@ -60,11 +60,11 @@ def measure(run_dir: Path, seconds: float) -> Outcome:
         FlsuiteError: If a file of the run is damaged.
     """
     # Imported late: pandas and matplotlib are not needed earlier.
-    from flsuite.analysis.groups import monitor_of
+    from flsuite.analysis.groups import monitor_of, read_settings
     from flsuite.analysis.runs import curve, of_last_task, read_metrics
     from flsuite.score_names import lower_is_better
 
-    monitor = monitor_of(run_dir)
+    monitor = monitor_of(read_settings(run_dir))
     is_lower = bool(lower_is_better(monitor))  # as the run takes it
     table = of_last_task(read_metrics(run_dir))
     test, validation = curve(table, monitor, "test"), curve(table, monitor, "val").dropna()

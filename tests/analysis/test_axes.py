@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from flsuite.analysis import curves_figure, find_runs, read_metrics
-from flsuite.analysis.axes import AXES, on_common_grid
+from flsuite.analysis.axes import AXES, aligned
 from flsuite.errors import FlsuiteError
 
 EARLIER = "round,virtual_s,wall_s,scope,split,metric,value\n"
@@ -35,7 +35,7 @@ def test_a_table_of_something_else_is_named(tmp_path: Path) -> None:
 def test_the_common_grid_has_the_last_value_at_or_before_each_point() -> None:
     one = series(at1=0.1, at3=0.5, at5=0.6, at9=0.7)
     other = series(at2=0.2, at4=0.4, at5=0.3)
-    grid = on_common_grid({"one": one, "other": other})
+    grid = aligned({"one": one, "other": other}, "virtual_s")
     assert grid.index.tolist() == [2.0, 3.0, 4.0, 5.0], "from 2 to 5 there are both"
     assert grid["one"].tolist() == [0.1, 0.5, 0.5, 0.6]
     assert grid["other"].tolist() == [0.2, 0.2, 0.4, 0.3]
@@ -43,16 +43,17 @@ def test_the_common_grid_has_the_last_value_at_or_before_each_point() -> None:
 
 def test_of_values_at_one_point_the_last_one_holds() -> None:
     tied = pd.Series([0.1, 0.2, 0.3], index=[1.0, 1.0, 2.0])
-    assert on_common_grid({"tied": tied})["tied"].tolist() == [0.2, 0.3]
+    assert aligned({"tied": tied}, "virtual_s")["tied"].tolist() == [0.2, 0.3]
 
 
 def test_runs_that_share_no_range_have_no_grid() -> None:
-    assert on_common_grid({"early": series(at1=0.1), "late": series(at2=0.1)}).empty
+    apart = {"early": series(at1=0.1), "late": series(at2=0.1)}
+    assert aligned(apart, "virtual_s").empty
 
 
 def test_a_run_without_the_score_does_not_narrow_the_grid() -> None:
     none = pd.Series([], index=pd.Index([], dtype=float), dtype=float)
-    grid = on_common_grid({"one": series(at1=0.1, at2=0.2), "none": none})
+    grid = aligned({"one": series(at1=0.1, at2=0.2), "none": none}, "virtual_s")
     assert grid["one"].tolist() == [0.1, 0.2] and grid["none"].isna().all()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flsuite.analysis import compare, load
-from flsuite.analysis.comparison import comparison_note, floor_of_rank_tests, holm, paired
+from flsuite.analysis.comparison import comparison_note, holm, paired
 from flsuite.commands.report import report
 from flsuite.errors import FlsuiteError
 from tests.analysis.made_runs import Row, made_run, settings
@@ -144,18 +144,14 @@ def test_no_validation_scores_is_said(tmp_path: Path) -> None:
         compare(load(tmp_path), score="picked")
 
 
-def test_the_floor_of_rank_tests_is_that_of_scipy() -> None:
+def test_the_note_says_what_five_seeds_cannot_show(tmp_path: Path) -> None:
     from scipy.stats import wilcoxon
 
-    assert floor_of_rank_tests(5) == 0.0625
-    differences = np.arange(1.0, 6.0)  # all of one sign
-    assert wilcoxon(differences, method="exact").pvalue == pytest.approx(floor_of_rank_tests(5))
-
-
-def test_the_note_says_what_five_seeds_cannot_show(tmp_path: Path) -> None:
     for n, method in enumerate(("FedAvg", "FedProx")):
         write(tmp_path, method, {seed: 0.5 + n * 0.01 * seed for seed in range(5)})
     note = comparison_note(compare(load(tmp_path)), "accuracy", "last")
     assert (
         "With 5 seeds" in note and "cannot go below p = 0.0625" in note and "over 1 pair." in note
     )
+    differences = np.arange(1.0, 6.0)  # all of one sign
+    assert wilcoxon(differences, method="exact").pvalue == pytest.approx(0.0625)

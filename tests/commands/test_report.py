@@ -12,8 +12,10 @@ from lightning.pytorch.loggers import CSVLogger
 from flsuite.aggregators import FedAvg
 from flsuite.analysis import curves_figure, find_runs, group_runs, report_markdown, report_table
 from flsuite.analysis.axes import AXES
+from flsuite.analysis.curves import seed_curves
 from flsuite.analysis.notes import apart
-from flsuite.analysis.results import results_of
+from flsuite.analysis.results import only, results_of
+from flsuite.analysis.runs import curve
 from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping, RoundProgress
 from flsuite.commands.main import main
 from flsuite.data import FederatedDataModule, TaskSequence
@@ -171,7 +173,8 @@ def test_a_line_that_is_cut_is_not_read(runs: Path) -> None:
     with (runs / "a1" / "metrics.csv").open("a") as file:
         file.write("4,0.0,0.0,global,test,accuracy,0.7")  # of 0.75: the run was killed, or writes
     (group,) = (g for g in group_runs(find_runs([runs])) if g.label == "FedAvg")
-    assert group.curves("accuracy", "test")[(runs / "a1").resolve()].tolist() == [0.1, 0.9, 0.4]
+    scores = curve(group.runs[(runs / "a1").resolve()], "accuracy", "test")
+    assert scores.tolist() == [0.1, 0.9, 0.4]
 
 
 @pytest.mark.parametrize(
@@ -487,10 +490,11 @@ def test_two_groups_can_be_first_together(races: Path, capsys: pytest.CaptureFix
 
 def test_curves_of_runs_with_different_times_share_their_points(races: Path) -> None:
     (average,) = (g for g in group_runs(find_runs([races])) if g.label == "FedAvg")
-    curves = average.curves("accuracy", "test", "virtual_s")
+    rows = only(results_of([average]), "accuracy")
+    curves = seed_curves(rows, "virtual_s")
     assert curves.index.tolist() == [3.0], "run 2 starts when run 3 ends"
     assert sorted(curves.loc[3.0]) == [0.1, 0.2, 0.4]
-    assert average.curves("accuracy", "test").index.tolist() == [1, 2, 3]
+    assert seed_curves(rows, "round").index.tolist() == [1, 2, 3]
 
     panel = curves_figure(results_of([average]), "accuracy", x="bytes", target=0.7).axes[0]
     curve, target = panel.lines
