@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from flsuite.analysis.axes import AXES, aligned, require_axis
 from flsuite.analysis.panels import by_experiment, legend_right, new_figure, panel_grid
 from flsuite.analysis.results import only, require_results
-from flsuite.analysis.runs import curve, read_metrics
+from flsuite.analysis.runs import curve, read_metrics, score_rows
 from flsuite.errors import FlsuiteError
 
 _LINES = ("-", "--", ":", "-.")
@@ -150,7 +150,7 @@ def seed_curves(rows: pd.DataFrame, x: str) -> pd.DataFrame:
 
 
 def _draw_band(
-    panel: Axes, curves: pd.DataFrame, label: str, x: str, color: str | None, style: str = "-"
+    panel: Axes, curves: pd.DataFrame, label: str, x: str, color: str, style: str = "-"
 ) -> Line2D:
     """Draw the mean of curves, and their range as a band, and return the line.
 
@@ -159,7 +159,7 @@ def _draw_band(
         curves: One column per run, indexed by the axis.
         label: The label.
         x: The axis.
-        color: The color. ``None``: the panel's next color.
+        color: The color.
         style: The style of the line.
     """
     points = curves.index * AXES[x].scale
@@ -217,15 +217,15 @@ def gamma_figure(results: pd.DataFrame, x: str = "round") -> Figure:
             "trainer.callbacks"
         )
     figure, panels = panel_grid(len(parts), (3.8, 2.9))
-    # Only fused models have all parts, and they must keep their color in all panels.
-    colors = {label: f"C{n % 10}" for n, label in enumerate(by_experiment(results))}
     for panel, name in zip(panels, parts, strict=True):
-        values = only(results, name, "train")
-        for label, rows in by_experiment(values).items():
-            _draw_band(panel, seed_curves(rows, x), label, x, colors.get(label))
+        # Only fused models have all parts. The number keeps their color in all panels.
+        for n, (label, rows) in enumerate(by_experiment(results).items()):
+            own = score_rows(rows, name, "train")
+            if len(own):
+                _draw_band(panel, seed_curves(own, x), label, x, f"C{n % 10}")
         label_axes(panel, name, "train", x)
         panel.set_ylabel(GAMMA[name])
-        if (values["value"] > 0).all():
+        if (score_rows(results, name, "train")["value"] > 0).all():
             panel.set_yscale("log")
     if len(panels[0].lines) > 1:
         legend_right(figure, panels[0])

@@ -243,6 +243,15 @@ def test_gamma_has_a_panel_per_part(results: Results) -> None:
         gamma_figure(results[results["split"] == "test"])
 
 
+def test_a_method_keeps_its_color_in_all_panels_of_gamma(results: Results) -> None:
+    """Here, one partition has no gamma, and one method lacks a part of it."""
+    is_left_out = (results["partition"] == SHARP) & (results["split"] == "train")
+    is_left_out |= (results["method"] == "FedAvg") & (results["metric"] == "gamma")
+    first, second, _ = gamma_figure(results[~is_left_out]).axes
+    assert len(first.lines) == 1 and len(second.lines) == 2
+    assert first.lines[0].get_color() == second.lines[1].get_color()
+
+
 def test_the_way_to_a_target_on_every_axis(results: Results) -> None:
     table = target_table(results, 0.42).set_index(["method", "partition"])
     row = table.loc["FedAvg", MILD]
