@@ -31,6 +31,7 @@ from flsuite.publish.page.parts import (
     with_titles,
 )
 
+_INTERVAL = ["difference", "low", "high", "p", "p_holm"]
 _Draw = Callable[[PageData, pd.DataFrame], alt.Chart | alt.LayerChart]
 
 
@@ -188,9 +189,6 @@ def _differences(data: PageData, frame: pd.DataFrame) -> alt.LayerChart:
     )
     chart = alt.layer(zero.encode(x="x:Q"), lines, dots)
     return chart.properties(height=rows_height(unique(frame["pair"])))
-
-
-_INTERVAL = ["difference", "low", "high", "p", "p_holm"]
 
 
 def _client_map(data: PageData, frame: pd.DataFrame) -> alt.Chart:

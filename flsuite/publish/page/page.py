@@ -22,6 +22,8 @@ from flsuite.files import replace_file
 from flsuite.publish.page.data import gather
 from flsuite.publish.page.headline import headline
 
+_ALSO_SHOWN = ("accuracy", "f1_macro", "loss", "balanced_accuracy", "auroc")
+_MOST_CURVES = 5
 _MOST_CONFIGS = 40
 _LONGEST_CONFIG = 12_000  # characters
 
@@ -78,10 +80,6 @@ def _is_request(config: str) -> bool:
     except Exception:  # the page shows the text unchanged
         return False
     return isinstance(content, dict) and "trainer" in content
-
-
-_ALSO_SHOWN = ("accuracy", "f1_macro", "loss", "balanced_accuracy", "auroc")
-_MOST_CURVES = 5
 
 
 @dataclass(frozen=True)

@@ -85,16 +85,14 @@ def method_color(
             "|".join(map(str, place)): in_order(data.methods, own["method"])
             for place, own in legend_of.groupby(keys, sort=False)
         }
-        values = alt.ExprRef(f"{of_choice(_JOINED.join(keys), seen)} || []")
+        choice = " + '|' + ".join(keys)
+        values = alt.ExprRef(f"{of_choice(choice, seen)} || []")
         legend = alt.Legend(
             symbolOpacity=1, symbolType="circle", symbolStrokeWidth=0, values=values
         )
     colors = [COLORS[n % len(COLORS)] for n in range(len(data.methods))]
     scale = alt.Scale(domain=data.methods, range=colors)
     return alt.Color("method:N", title=None, scale=scale, legend=legend)
-
-
-_JOINED = " + '|' + "
 
 
 def of_choice(choice: str, texts: Mapping[str, Any]) -> str:
