@@ -15,6 +15,7 @@ from flsuite.errors import FlsuiteError
 
 _SCORES = {"last": "last round", "picked": "picked on validation"}
 _PLACE = ["panel", "row", "column"]
+_OF_A_FORK = ("fork", "fork.parent")  # they follow from the other settings and the round
 _OPEN = object()  # placeholder for a setting of an object that a group lacks
 
 
@@ -137,9 +138,6 @@ def cross_figure(table: pd.DataFrame, metric: str, score: str = "last") -> Figur
     bar = figure.colorbar(image, ax=panels, fraction=0.03)
     bar.set_label(_title(metric, score), fontsize=7)  # a single panel is low
     return figure
-
-
-_OF_A_FORK = ("fork", "fork.parent")  # they follow from the other settings and the round
 
 
 def _title(metric: object, score: str, panel: str = "") -> str:

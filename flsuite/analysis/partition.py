@@ -18,6 +18,7 @@ from flsuite.analysis.runs import read_partition
 from flsuite.errors import FlsuiteError
 
 _MOST_CLIENTS = 200
+_MOST_PLANS = 100  # clients with a drawn task plan
 
 
 def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
@@ -29,11 +30,8 @@ def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
         table: A table from :func:`flsuite.runs.partition.partition_table`.
         split: ``train``, ``val`` or ``test``.
     """
-    rows = table[table["split"] == split]
-    clients_shown = np.sort(rows["client"].unique())[:_MOST_CLIENTS]
-    shown_rows = rows[rows["client"].isin(clients_shown)]
-    counts = shown_rows.pivot(index="class", columns="client", values="samples")
-    counts = counts.reindex(rows["class"].unique())
+    of_all = class_counts(table, split)
+    counts = of_all.head(_MOST_CLIENTS).T
     classes, clients = counts.shape
     width, height = 1.8 + 0.42 * clients, 2.0 + 0.34 * classes
     figure = new_figure(min(max(5.0, width), 24), min(max(3.6, height), 16))
@@ -59,9 +57,9 @@ def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
     mix.grid(alpha=0.25)
     mix.set_axisbelow(True)
 
-    total = rows["client"].nunique()
+    total, samples = len(of_all), int(of_all.sum().sum())
     shown = "" if total <= _MOST_CLIENTS else f", the first {_MOST_CLIENTS} shown"
-    figure.suptitle(f"{split}: {int(rows['samples'].sum())} samples, {total} clients{shown}")
+    figure.suptitle(f"{split}: {samples} samples, {total} clients{shown}")
     return figure
 
 
@@ -126,9 +124,6 @@ def label_skew(counts: pd.DataFrame) -> float:
     shares = samples / samples.sum(axis=1, keepdims=True)
     overall = samples.sum(axis=0) / samples.sum()
     return float(np.abs(shares - overall).sum(axis=1).mean() / 2)
-
-
-_MOST_PLANS = 100
 
 
 def task_plan_figure(table: pd.DataFrame) -> Figure:
