@@ -102,8 +102,8 @@ _REPORT_HELP = """usage: flsuite report FOLDER [FOLDER ...] [--metric NAME ...] 
                       [--rows SETTING --columns SETTING]
                       [--output FOLDER] [--html FILE] [--wandb PROJECT]
 
-Compare all runs in or below the FOLDERs. A run that has not ended counts as far as it is, and a
-note names it. Runs whose settings (settings.yaml) differ in nothing but the seed form one row,
+Compare all runs in or below the FOLDERs. Unfinished runs are left out, and a note names them, unless
+no run is finished. Runs whose settings (settings.yaml) differ in nothing but the seed form one row,
 named by the settings that differ from the other rows. Each row has the mean and standard deviation
 of the test score in the last round, in the round picked on validation data, averaged over the last
 rounds, and the best on test data (not an honest choice; for comparison with published tables that
