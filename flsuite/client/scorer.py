@@ -151,6 +151,7 @@ class Scorer:
         data: FederatedData,
         device: torch.device,
         precision: Callable[[], AbstractContextManager[Any]],
+        *,
         seed: int = 0,
         trainer_kwargs: Mapping[str, Any] | None = None,
         attack: Attack | None = None,

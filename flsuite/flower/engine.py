@@ -117,9 +117,9 @@ class NodeEvaluator(Evaluator):
             evaluator.data,
             evaluator.device,
             evaluator.precision,
-            evaluator.seed,
-            evaluator.trainer_kwargs,
-            evaluator.attack,
+            seed=evaluator.seed,
+            trainer_kwargs=evaluator.trainer_kwargs,
+            attack=evaluator.attack,
         )
         self._steps = evaluator._steps  # it has the names of the logged metrics
         self.asked: set[int] = set()

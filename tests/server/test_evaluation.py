@@ -27,7 +27,9 @@ def evaluator(module: FederatedDataModule, batch_size: int = 1024) -> Evaluator:
     model = classifier()
     torch.manual_seed(0)
     model.ensure_built(module.federated.spec)
-    return Evaluator(model, module.federated, CPU, nullcontext, batch_size)
+    made = Evaluator(model, module.federated, CPU, nullcontext)
+    made.batch_size = batch_size
+    return made
 
 
 def probabilities(model: Classifier, state: dict[str, Tensor], x: Tensor) -> Tensor:
