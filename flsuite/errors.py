@@ -67,9 +67,11 @@ def likeliest(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.
     """
     import difflib
 
-    by_lower = {other.lower(): other for other in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, most, cutoff)
-    return [by_lower[other] for other in close]
+    spellings: dict[str, list[str]] = {}
+    for other in known:
+        spellings.setdefault(other.lower(), []).append(other)
+    close = difflib.get_close_matches(name.lower(), spellings, most, cutoff)
+    return [other for near in close for other in spellings[near]][:most]
 
 
 def require_at_least(owner: str, least: float, **numbers: float | None) -> None:

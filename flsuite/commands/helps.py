@@ -102,14 +102,14 @@ _REPORT_HELP = """usage: flsuite report FOLDER [FOLDER ...] [--metric NAME ...] 
                       [--rows SETTING --columns SETTING]
                       [--output FOLDER] [--html FILE] [--wandb PROJECT]
 
-Compare all runs in or below the FOLDERs. Unfinished runs are left out, and a note names them, unless
-no run is finished. Runs whose settings (settings.yaml) differ in nothing but the seed form one row,
-named by the settings that differ from the other rows. Each row has the mean and standard deviation
-of the test score in the last round, in the round picked on validation data, averaged over the last
-rounds, and the best on test data (not an honest choice; for comparison with published tables that
-report it). Methods that share seeds are compared in pairs within the same partition: mean
-difference, 95 % interval and p-value of the paired t-test, and the p-value with Holm's correction
-over all pairs. For a sweep, the tuning budget is shown too.
+Compare all runs in or below the FOLDERs. Unfinished runs are left out, and a note names them,
+unless no run is finished. Runs whose settings (settings.yaml) differ in nothing but the seed form
+one row, named by the settings that differ from the other rows. Each row has the mean and standard
+deviation of the test score in the last round, in the round picked on validation data, averaged over
+the last rounds, and the best on test data (not an honest choice; for comparison with published
+tables that report it). Methods that share seeds are compared in pairs within the same partition:
+mean difference, 95 % interval and p-value of the paired t-test, and the p-value with Holm's
+correction over all pairs. For a sweep, the tuning budget is shown too.
 
   --metric NAME ...   scores of metrics.csv, e.g. accuracy f1_macro; default: the score by which
                       the runs pick a round, and for a single experiment the other main scores

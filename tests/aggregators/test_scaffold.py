@@ -223,3 +223,17 @@ def test_scaffold_with_momentum_and_decay_finds_the_optimum_of_the_decayed_loss(
         SCAFFOLD(control="mean_gradient"), Quadratics(CURVATURES, MINIMA), 40, model=model
     )
     assert reached == pytest.approx((a @ m) / (a + decay).sum(), abs=1e-4)
+
+
+class KeepsGraph(Quadratic):
+    """Leaves a graph in its gradients, as second-order optimizers ask for."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(create_graph=True)
+
+
+def test_scaffold_keeps_no_graph_of_gradients() -> None:
+    control = SCAFFOLD(control="mean_gradient")
+    reached = optimum(control, Quadratics(CURVATURES, MINIMA), 3, model=KeepsGraph())
+    plain = optimum(control, Quadratics(CURVATURES, MINIMA), 3, model=Quadratic())
+    assert reached == pytest.approx(plain, abs=1e-6)

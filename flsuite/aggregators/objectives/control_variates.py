@@ -146,8 +146,8 @@ class _LocalSteps(Callback):
         if not self.steps[name]:
             return self.own[name].clone()
         if not self.plain:
-            # On the CPU, where client memories are kept.
-            return (self.gradients[name] / self.steps[name]).cpu()
+            # On the CPU, where client memories are kept. Gradients may have a graph.
+            return (self.gradients[name] / self.steps[name]).detach().cpu()
 
         # (x - y) / (K eta) is the mean of g - c_i + c. The other terms reduce it to the mean of g.
         assert self.rate is not None
