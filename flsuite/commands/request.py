@@ -30,12 +30,11 @@ def read_config(path: str) -> dict[str, Any]:
 
 def options(args: list[str]) -> Iterator[tuple[str, str | None]]:
     """Yield the options of a command line, without their dashes, and their values."""
+    args = [f"--config{a[2:]}" if a.partition("=")[0] == "-c" else a for a in args]
     index = 0
     while index < len(args):
         name, equals, value = args[index].partition("=")
         index += 1
-        if name == "-c":
-            name = "--config"
         if not name.startswith("--"):
             continue
         if equals:

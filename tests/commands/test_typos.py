@@ -14,6 +14,7 @@ import flsuite.commands.fit  # (imports what has a short name)
 import flsuite.engines
 from flsuite.commands.main import work_here
 from flsuite.commands.parsing import OneLineParser
+from flsuite.commands.request import options
 from flsuite.commands.static.first_keys import TRAINER
 from flsuite.commands.static.modules import lookup
 from flsuite.commands.static.signatures import signature_of
@@ -359,3 +360,10 @@ def test_own_classes_are_found_whatever_folder_the_config_is_in(
         assert cli("test", "--config", "elsewhere/exp.yaml", "--print_config") == 0
     finally:
         sys.modules.pop("here_alone", None)
+
+
+def test_a_short_option_is_no_value_of_the_one_before_it() -> None:
+    args = ["--print_config", "-c", "c.yaml", "-c=d.yaml", "--seed_everything", "-1"]
+    assert list(options(args)) == [
+        ("print_config", None), ("config", "c.yaml"), ("config", "d.yaml"), ("seed_everything", "-1"),
+    ]  # fmt: skip

@@ -121,9 +121,6 @@ def _kinds(module: str, node: ast.expr, depth: int) -> Kinds:
     return _kinds(found.module, found.node, depth - 1) if isinstance(found.node, ast.expr) else _ANY
 
 
-_ANY = Kinds(takes_text=True)
-
-
 def _may_be_text(found: Definition, depth: int = 9) -> bool:
     """Return whether a text may represent an object of a class, such as an enum or a path.
 
