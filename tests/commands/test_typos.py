@@ -364,6 +364,5 @@ def test_own_classes_are_found_whatever_folder_the_config_is_in(
 
 def test_a_short_option_is_no_value_of_the_one_before_it() -> None:
     args = ["--print_config", "-c", "c.yaml", "-c=d.yaml", "--seed_everything", "-1"]
-    assert list(options(args)) == [
-        ("print_config", None), ("config", "c.yaml"), ("config", "d.yaml"), ("seed_everything", "-1"),
-    ]  # fmt: skip
+    configs = [("config", "c.yaml"), ("config", "d.yaml")]
+    assert list(options(args)) == [("print_config", None), *configs, ("seed_everything", "-1")]
