@@ -176,14 +176,21 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
         if (value := setup.trainer_kwargs.get(argument)) not in values:
             yield f"trainer.{argument} is {value!r}"
     # Attackers train by themselves.
-    some = FitRequest(0, 0, Broadcast(1, setup.initial, {}), {})
-    with suppress(Exception):  # a client whose callbacks cannot be made fails alone
-        if candidate(replace(setup, attack=None), some) is None:
-            yield f"{setup.aggregator.name} does more in a client's steps than a stack can"
+    if not _steps_are_stackable(replace(setup, attack=None)):
+        yield f"{setup.aggregator.name} does more in a client's steps than a stack can"
     try:
         optimizer_of(model)
     except (RuntimeError, AttributeError) as error:
         yield f"{name}.configure_optimizers needs a Trainer ({one_line(error)})"
+
+
+def _steps_are_stackable(setup: WorkerSetup) -> bool:
+    """Return whether a stack can train the first client whose callbacks can be made."""
+    broadcast = Broadcast(1, setup.initial, {})
+    for client in range(setup.data.clients):
+        with suppress(Exception):  # this client fails alone
+            return candidate(setup, FitRequest(0, client, broadcast, {})) is not None
+    return True
 
 
 def _has_options(part: nn.Embedding | nn.EmbeddingBag) -> bool:

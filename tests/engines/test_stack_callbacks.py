@@ -14,6 +14,7 @@ from flsuite.aggregators import FedAvg
 from flsuite.aggregators.objectives import Objective
 from flsuite.data import IID
 from flsuite.engines import InProcess, Vectorized
+from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
 from flsuite.models import MLP, Classifier
 from tests.aggregators.federations import assert_same_models
@@ -201,6 +202,20 @@ class FailsOnce(Objective):
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_a_client_without_callbacks_fails_alone(damaged: int, stacks: list[int]) -> None:
     close(stacks, 1e-5, FedAvg(objective=FailsOnce(damaged)), data=table_data(8))
+
+
+class SeesBatches(FailsOnce):
+    """Needs a hook that a stack does not call."""
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        callback = Callback()
+        callback.on_train_batch_end = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        return [*super().callbacks(client), callback]
+
+
+def test_a_damaged_first_client_hides_no_reason() -> None:
+    with pytest.raises(FlsuiteError, match="does more in a client's steps than a stack can"):
+        fitted(Vectorized(clients=4), FedAvg(objective=SeesBatches(0)), data=table_data(8))
 
 
 class Acts(Callback):
