@@ -141,6 +141,13 @@ def test_a_resume_takes_the_models_of_fits_in_flight_if_they_are_there(
     assert_equal(resumed, whole)
 
 
+def test_a_damaged_record_of_the_other_run_is_named(tmp_path: Path) -> None:
+    fitted(tmp_path / "a", keep_updates=True)
+    (tmp_path / "a" / "settings.yaml").write_text("{seed: 1")
+    with pytest.raises(FlsuiteError, match=r"settings\.yaml"):
+        fitted(from_updates=str(tmp_path / "a"))
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "text", "other"])
 def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     first = fitted(tmp_path / "a", keep_updates=True)
