@@ -67,7 +67,7 @@ class TrainerOfOne:
         self.move_to(0)
 
     def move_to(self, step: int) -> None:
-        """Set the counters to those of a step of the fit, from 0."""
+        """Set the counters as they are before a step of the fit, counted from 0."""
         self.global_step = step
         self.current_epoch, batch = divmod(step, self.num_training_batches)
         # At the end of the fit, it is still the last one.

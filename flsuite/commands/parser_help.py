@@ -143,7 +143,7 @@ def _parameter(base: Definition, name: str) -> Parameter | None:
 
 
 def _trainer_parameters() -> dict[str, Parameter]:
-    """Return the arguments of the trainer, including those of Lightning's Trainer."""
+    """Return the arguments of the trainer and of Lightning's Trainer, by name."""
     trainer = lookup(*TRAINER)
     assert trainer is not None
     return signature_of(trainer).parameters

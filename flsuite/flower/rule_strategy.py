@@ -93,7 +93,7 @@ class RuleStrategy(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the next arrays, and the clients' metrics with those of the aggregator."""
+        """Return the next arrays, and the metrics of the clients and the aggregator."""
         assert self._server is not None
         # In the order of the nodes, so sums do not depend on which answer comes first.
         ordered = sorted(replies, key=lambda reply: reply.metadata.src_node_id)

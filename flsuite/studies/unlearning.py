@@ -224,7 +224,7 @@ def _scored(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tenso
 
 
 def membership(members: Tensor, classes: Tensor, others: Tensor, other_classes: Tensor) -> float:
-    """Return how often a member's loss is below that of an unseen sample of its class.
+    """Return how often a member's loss is below an unseen sample's loss, within a class.
 
     It is the area under the ROC curve of an attacker who reads losses: 0.5 without any signal.
     Only samples of the same class are compared, because the class alone can identify a client.

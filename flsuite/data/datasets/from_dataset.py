@@ -207,7 +207,7 @@ class FromDataset(MapStyleModule):
 
 
 def _covers(field: Field | None, split: str) -> bool:
-    """Return whether a field covers a split. Given values are those of the training samples."""
+    """Return whether a field covers a split. Given values cover the training samples alone."""
     return split == "train" or field is None or isinstance(field, str) or callable(field)
 
 
