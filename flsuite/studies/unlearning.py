@@ -20,6 +20,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,21 @@ class Study(NamedTuple):
     rate: float = 0.01
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide the messages of the runs, of which there are dozens."""
+    loggers = [logging.getLogger(name) for name in ("flsuite", "lightning.fabric.utilities.seed")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@_quiet()
 def unlearning_table(
     study: Study, seeds: Sequence[int], clients: Sequence[int] | None = None
 ) -> pd.DataFrame:
@@ -144,8 +160,6 @@ def built(
     study: Study, seed: int, name: str, *args: str
 ) -> tuple[FederatedTrainer, LightningModule, LightningDataModule]:
     """Return the trainer, model and data of a run of the config."""
-    for logger in ("flsuite", "lightning.fabric.utilities.seed"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
     cli = LightningCLI(
         model_class=LightningModule,

@@ -1,5 +1,6 @@
 """Ways to remove a client from a model, and what they are measured by."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def config(tmp_path: Path) -> Path:
 
 def test_after_one_round_to_rebuild_is_exact(config: Path, tmp_path: Path) -> None:
     """The other clients have not seen a model that the removed one had a part in."""
+    level = logging.getLogger("flsuite").level
     table = unlearning_table(Study(config, tmp_path / "runs", rounds=1), [1], [2])
+    assert logging.getLogger("flsuite").level == level
     apart = table.set_index("way")["distance"]
     assert apart["exact"] == 0 and apart["keep"] == 1
     assert apart["rebuild"] < 1e-6 < apart["subtract"]
