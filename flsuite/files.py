@@ -60,6 +60,11 @@ def replace_tensors(content: Any, path: Path, flush: bool = False) -> None:
     replace_file(lambda temporary: save_tensors(content, temporary), path, flush)
 
 
+def replace_text(text: str, path: Path, flush: bool = False) -> None:
+    """Write a text as UTF-8 by :func:`replace_file`."""
+    replace_file(lambda temporary: temporary.write_text(text, encoding="utf-8"), path, flush)
+
+
 def load_tensors(path: Path, remedy: str) -> Any:
     """Read a file of :func:`save_tensors` as plain data on the CPU.
 

@@ -19,7 +19,7 @@ from flsuite.attacks import Attack
 from flsuite.data.federated import FederatedData
 from flsuite.data.tasks import TaskData
 from flsuite.errors import FlsuiteError
-from flsuite.files import make_folder, replace_file
+from flsuite.files import make_folder, replace_text
 from flsuite.runs.fork import first_round
 from flsuite.runs.partition import task_table, write_partition
 from flsuite.runs.table import MetricsTable, TimelineTable
@@ -189,7 +189,7 @@ class RunFolder:
         if attack is not None:
             kind = type(attack).__name__
             who = {"attack": kind, "attackers": attack.attackers, "clients": data.clients}
-            _write_text(self.path / "attackers.json", json.dumps(who) + "\n")
+            replace_text(json.dumps(who) + "\n", self.path / "attackers.json", flush=True)
 
     def write_request(self, config: dict[str, Any] | str, settings: dict[str, Any]) -> None:
         """Write ``config.yaml`` and ``settings.yaml``.
@@ -201,7 +201,7 @@ class RunFolder:
         for name, content in (("config.yaml", config), ("settings.yaml", settings)):
             is_text = isinstance(content, str)
             text = content if is_text else yaml.safe_dump(content, sort_keys=False)
-            _write_text(self.path / name, str(text))
+            replace_text(str(text), self.path / name, flush=True)
 
     def discard(self) -> None:
         """Remove the files of :meth:`create`, and files of loggers in a new folder."""
@@ -257,10 +257,6 @@ class RunFolder:
             f"{self.path} has a file {name} that a run would replace; name "
             "another folder with --run_dir"
         )
-
-
-def _write_text(path: Path, text: str) -> None:
-    replace_file(lambda temporary: temporary.write_text(text, encoding="utf-8"), path, flush=True)
 
 
 def versions() -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import replace_file
+from flsuite.files import replace_text
 
 DONE = "done.json"
 """The file in a run's folder that marks its cell as done."""
@@ -35,7 +35,7 @@ class Outcome:
 def write_outcome(run_dir: Path, outcome: Outcome) -> None:
     """Mark a cell as done."""
     text = json.dumps(asdict(outcome)) + "\n"
-    replace_file(lambda path: path.write_text(text, encoding="utf-8"), run_dir / DONE, flush=True)
+    replace_text(text, run_dir / DONE, flush=True)
 
 
 def read_outcome(run_dir: Path) -> Outcome | None:

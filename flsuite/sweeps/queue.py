@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import FAILED, make_folder, replace_file
+from flsuite.files import FAILED, make_folder, replace_text
 from flsuite.sweeps.outcome import Outcome, read_outcome, write_outcome
 from flsuite.sweeps.plan import Cell, cell
 from flsuite.sweeps.reading import Sweep
@@ -165,8 +165,7 @@ class Queue:
 
     def fail(self, cell: Cell, line: str) -> None:
         """Mark a claimed cell as failed, with the reason in one line."""
-        path = self.run_dir(cell) / FAILED
-        replace_file(lambda temporary: temporary.write_text(f"{line}\n", encoding="utf-8"), path)
+        replace_text(f"{line}\n", self.run_dir(cell) / FAILED)
         if cell.is_trial:
             self.note_tuning()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import replace_file
+from flsuite.files import replace_text
 from flsuite.sweeps.outcome import Outcome
 from flsuite.sweeps.plan import Cell, cell, grid_points, label_of
 from flsuite.sweeps.reading import Overrides, Sweep
@@ -136,7 +136,7 @@ def write_tuning(
             shown = "" if score is None else f"{score:.6g}"
             name = contest.method, label_of(contest.point)
             writer.writerow([*name, trial.number, values, shown, trial is best])
-    replace_file(lambda temporary: temporary.write_text(text.getvalue(), encoding="utf-8"), path)
+    replace_text(text.getvalue(), path)
 
 
 def _trials(sweep: Sweep, method: str, point: Overrides) -> list[Trial]:

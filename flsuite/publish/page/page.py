@@ -18,7 +18,7 @@ from flsuite.analysis.report import require_score
 from flsuite.analysis.results import results_of, short_path
 from flsuite.analysis.target import own_targets
 from flsuite.errors import FlsuiteError
-from flsuite.files import replace_file
+from flsuite.files import replace_text
 from flsuite.publish.page.data import gather
 from flsuite.publish.page.headline import headline
 
@@ -138,7 +138,7 @@ def write_page(
     """
     require_page()
     text = _render(_content(groups, request, tuning, notes))
-    replace_file(lambda temporary: temporary.write_text(text, encoding="utf-8"), path)
+    replace_text(text, path)
 
 
 def _content(
