@@ -57,9 +57,9 @@ class StateLayout:
     Attributes:
         parameters: Names of the shared trainable entries, in the model's order. The other shared
             entries are buffers.
-        clients: Number of registered clients.
+        clients: Number of clients that take part in the run.
         groups: Parameter names of each group that the model declares.
-        samples: Training samples of all clients.
+        samples: Training samples of these clients.
         layers: The Linear and Conv2d layers that are shared as a whole, in the model's order.
         outside_layers: Modules with shared parameters outside such layers: each name with its type,
             such as ``BatchNorm2d``.
@@ -362,8 +362,6 @@ def wide(state: Mapping[str, Tensor]) -> State:
 def shuffled(state: State, names: Iterable[str], generator: torch.Generator) -> State:
     """Return a state whose named entries have their values in another order. Others are shared.
 
-    Tied weights stay tied: equal tensors take the order of the first.
-
     Args:
         state: A state.
         names: The entries to shuffle. Names that are missing in the state are ignored.
@@ -372,10 +370,7 @@ def shuffled(state: State, names: Iterable[str], generator: torch.Generator) -> 
     new = dict(state)
     for name in (name for name in names if name in new):
         order = torch.randperm(state[name].numel(), generator=generator)
-        done = (k for k in new if k != name and new[k] is not state[k])
-        first = next((k for k in done if torch.equal(state[k], state[name])), None)
-        mixed = state[name].flatten()[order].view_as(state[name])
-        new[name] = mixed if first is None else new[first]
+        new[name] = state[name].flatten()[order].view_as(state[name])
     return new
 
 

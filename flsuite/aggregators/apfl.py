@@ -78,7 +78,10 @@ class MixedModel(SecondSteps, Settings):
         client.metrics["alpha"] = alpha
 
     def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
-        return _mixture(memory["local"], state, torch.tensor(memory["alpha"])) if memory else {}
+        if not memory:
+            return {}
+        alpha = torch.tensor(memory["alpha"], dtype=torch.float64)
+        return _mixture(memory["local"], state, alpha)
 
 
 def _mixture(v: State, w: State, alpha: Tensor) -> State:

@@ -85,8 +85,7 @@ class SquaredChange(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start = self.client.global_state
-        # The server, too, has tied weights under each of their names.
-        named = pl_module.named_parameters(remove_duplicate=False)
+        named = pl_module.named_parameters()
         changes = (p.detach() - start[k].to(p.device) for k, p in named if k in start)
         squares = sum(change.double().square().sum() for change in changes)
         self.client.extras["squared_change"] = float(squares)

@@ -17,7 +17,7 @@ from flsuite.aggregators.partial import HeadAware
 from flsuite.arguments import Settings
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
-from flsuite.models.declarations import own_entries
+from flsuite.models.declarations import entry_names, own_entries
 from flsuite.state import State, matches
 
 
@@ -43,6 +43,8 @@ class FedRoD(HeadAware):
         if not all(parameter.requires_grad for parameter in layer.parameters()):
             raise FlsuiteError(f"FedRoD trains {head}, and a part of it is frozen; unfreeze it")
         names = [name for name in model.state_dict() if name.startswith(head)]
+        if not {*names} <= {*entry_names(model)}:
+            raise FlsuiteError(f"FedRoD copies {head}, which shares weights with another layer")
         if any(name in own_entries(model) or matches(name, self.private) for name in names):
             raise FlsuiteError(f"FedRoD averages {head}; leave it out of the private entries")
         return self.with_objective(TwoHeads(head))
@@ -83,4 +85,4 @@ class TwoHeads(SecondSteps, FeatureTerm, Settings):
 
     def logits(self, outputs: Tensor, batch: Any, held: State) -> Tensor:
         classes_of(batch, "FedRoD")  # a softmax needs one class per sample
-        return outputs.float() + held["shift"]
+        return outputs.to(torch.promote_types(outputs.dtype, torch.float32)) + held["shift"]

@@ -79,7 +79,7 @@ class ClusterMeans(LinearRule, Settings):
 
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         chosen = (self.weight(update) * update.extras["cluster"].double()).tolist()
-        models = {str(c): scaled(update.state, weight) for c, weight in enumerate(chosen)}
+        models = {str(c): _weighted(update.state, weight) for c, weight in enumerate(chosen)}
         return {"weights": {str(c): weight for c, weight in enumerate(chosen)}, "models": models}
 
     def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
@@ -90,6 +90,12 @@ class ClusterMeans(LinearRule, Settings):
         }
         server.memory["models"] = {c: model for c, model in new.items() if c != "0"}
         return new["0"]
+
+
+def _weighted(state: State, weight: float) -> State:
+    """Return a state times a weight. With weight 0, counters are 0: sums keep their maximum."""
+    own: State = scaled(state, weight)
+    return own if weight else {name: torch.zeros_like(value) for name, value in own.items()}
 
 
 def _others(server: Server, clusters: int) -> dict[str, State]:

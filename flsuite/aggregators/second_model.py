@@ -1,6 +1,6 @@
 """A second set of weights that a client trains in the same fit."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from flsuite.aggregators.losses import loss_and_gradient
 from flsuite.aggregators.optimizers import optimizer_for
-from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
+from flsuite.models.declarations import entry_names
 from flsuite.state import State, clone
 
 
@@ -35,11 +35,7 @@ class SecondModel:
         self.trainer, self.module = trainer, module
         own = module.state_dict()
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._names = first_names(module, start)
-        copies = {
-            first: torch.empty_like(own[name]).copy_(start[name])
-            for name, first in self._names.items()
-        }
+        copies = {name: torch.empty_like(own[name]).copy_(value) for name, value in start.items()}
         self.parameters = {
             name: copies.pop(name).requires_grad_() for name in trained if name in copies
         }
@@ -78,15 +74,7 @@ class SecondModel:
         """Take one step of the optimizers, with the present settings of the model's own.
 
         The Trainer's clipping applies, but not hooks of the model.
-
-        Raises:
-            FlsuiteError: If the model takes a step for several batches.
         """
-        if self.trainer.accumulate_grad_batches != 1:
-            raise FlsuiteError(
-                "this aggregator trains a second model batch by batch; leave out "
-                "trainer.accumulate_grad_batches"
-            )
         for name, parameter in self.parameters.items():
             parameter.grad = gradient.get(name)
         self._clip([p for p in self.parameters.values() if p.grad is not None])
@@ -97,22 +85,14 @@ class SecondModel:
             own.step()
 
     def state(self) -> State:
-        """Return a CPU snapshot of the weights, under all names of the start."""
-        copies = clone({**self.parameters, **self._buffers})
-        return {name: copies[first] for name, first in self._names.items()}
+        """Return a CPU snapshot of the weights."""
+        return clone({**self.parameters, **self._buffers})
 
     def _clip(self, parameters: list[Tensor]) -> None:
         if not (limit := self.trainer.gradient_clip_val):
             return
         by_value = self.trainer.gradient_clip_algorithm == "value"
         (clip_grad_value_ if by_value else clip_grad_norm_)(parameters, float(limit))
-
-
-def first_names(module: LightningModule, entries: Iterable[str]) -> dict[str, str]:
-    """Return the name under which each entry is trained. Tied weights have several names."""
-    firsts = {id(p): name for name, p in module.named_parameters()}
-    own = dict(module.named_parameters(remove_duplicate=False))
-    return {name: firsts[id(own[name])] if name in own else name for name in entries}
 
 
 def start_of(client: ClientContext, module: LightningModule, kept: State | None) -> State:
@@ -126,8 +106,8 @@ def start_of(client: ClientContext, module: LightningModule, kept: State | None)
         module: The model at the start of the fit.
         kept: What :meth:`SecondModel.state` returned in the client's last fit.
     """
-    own, parameters = module.state_dict(), dict(module.named_parameters(remove_duplicate=False))
-    buffers = {name: value for name, value in own.items() if name not in parameters}
+    own, parameters = module.state_dict(), dict(module.named_parameters())
+    buffers = {name: own[name] for name in entry_names(module) if name not in parameters}
     reset = {name: own[name] for name in reset_buffers(client, module)}
     return {**buffers, **(kept or client.global_state), **reset}
 

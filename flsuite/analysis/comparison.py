@@ -166,8 +166,8 @@ def comparison_note(table: pd.DataFrame, metric: str, score: Score) -> str:
     pairs = int(table["p"].notna().sum())
     if not pairs:
         return (
-            f"Test {metric} {place}: mean difference over common seeds. All seeds have the same "
-            "difference, so that there are no p-values."
+            f"Test {metric} {place}: mean difference over common seeds. The differences of "
+            "all seeds are equal, or one is not finite, so that there are no p-values."
         )
     note = (
         f"Test {metric} {place}: mean difference over common seeds, 95 % interval and p-value of "

@@ -1,5 +1,6 @@
 """Notes for the reader on runs that are not comparable."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 from flsuite.analysis.axes import aligned, require_axis
 from flsuite.analysis.groups import Group
 from flsuite.analysis.listing import has_ended
-from flsuite.analysis.runs import curve
+from flsuite.analysis.runs import curve, run_scores
 from flsuite.files import FAILED
 
 _MOST_LINES = 5  # runs that are named one by one
@@ -85,6 +86,21 @@ def own_models(groups: Sequence[Group], metrics: Sequence[str], split: str) -> l
                 f"the whole {split} split; --metric {metric}_client_mean scores the models of all "
                 f"methods on each client's own {split} samples"
             )
+    return lines
+
+
+def undefined(groups: Sequence[Group], metrics: Sequence[str]) -> list[str]:
+    """Return a line per group and score that some runs do not have in their last round."""
+    lines = []
+    for group in groups:
+        for metric in metrics:
+            scores = [run_scores(table, metric, group.monitor, 1) for table in group.runs.values()]
+            last = [row["last"] for row in scores if row]
+            if without := sum(map(math.isnan, last)):
+                lines.append(
+                    f"{group.label}: test {metric} is undefined in the last round of {without} of "
+                    f"{len(last)} runs, so its mean is, too; pairs of methods leave such runs out"
+                )
     return lines
 
 

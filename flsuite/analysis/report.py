@@ -103,13 +103,16 @@ def require_score(groups: Sequence[Group], metric: str, split: str) -> None:
 
 
 def _mean_and_spread(scores: list[dict[str, float]]) -> dict[str, float]:
-    """Return mean and spread of each score over the runs that have it."""
+    """Return mean and spread of each score over the runs that have it.
+
+    If it is NaN in one of them, so are mean and spread: the others would look like a better method.
+    """
     statistics: dict[str, float] = {}
     for name in ("last", "picked", "picked_round", "mean_last", "best_on_test"):
         if any(name in row for row in scores):
-            values = pd.Series([row.get(name, float("nan")) for row in scores])
-            statistics[name] = float(values.mean())
-            statistics[f"{name}_std"] = float(values.std())
+            values = pd.Series([row[name] for row in scores if name in row])
+            statistics[name] = float(values.mean(skipna=False))
+            statistics[f"{name}_std"] = float(values.std(skipna=False))
     return statistics
 
 

@@ -182,16 +182,22 @@ def run_scores(table: pd.DataFrame, metric: str, monitor: str, last: int) -> dic
         last: Number of rounds in ``mean_last``.
 
     Returns:
-        ``last`` is the score in the last round. ``picked`` is the score in the round with the best
-        ``monitor`` on validation data, the first on a tie. ``mean_last`` is the mean over the last
-        rounds. ``best_on_test`` is only for comparison with published tables that report it, since
-        it is picked on test data.
+        ``last`` is the score in the last round, NaN if that round has none. ``picked`` is the score
+        in the round with the best ``monitor`` on validation data, the first on a tie. ``mean_last``
+        is the mean over the last rounds. ``best_on_test`` is only for comparison with published
+        tables that report it, since it is picked on test data.
     """
     table = of_last_task(table)
     test, validation = curve(table, metric, "test"), curve(table, monitor, "val")
     if test.empty:
         return {}
-    scores = {"last": float(test.iloc[-1]), "mean_last": float(test.iloc[-last:].mean())}
+    # A diverged model may have no score in the last round. An earlier one must not replace it.
+    rounds = table["round"][(table["split"] == "test") & (table["scope"] == "global")]
+    test = test.reindex(test.index.union([rounds.max()]))
+    scores = {
+        "last": float(test.iloc[-1]),
+        "mean_last": float(test.iloc[-last:].mean(skipna=False)),
+    }
 
     validation = validation[validation.index.isin(test.index)].dropna()
     if len(validation):

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 from flsuite.aggregators import Aggregator, Objective
 from flsuite.errors import FlsuiteError
 from flsuite.models.declarations import (
+    entry_names,
     frozen_entries,
     own_entries,
     parameter_groups,
@@ -21,7 +22,7 @@ BatchNorm = Literal["average", "local", "reset"]
 
 
 class Entries(NamedTuple):
-    """The entries of a model's state dict, by ownership.
+    """The entries of a model's state dict, by ownership. Tied weights have their first name only.
 
     Attributes:
         shared: Sent between the server and the clients.
@@ -54,8 +55,8 @@ def entries_of(model: LightningModule, aggregator: Aggregator, batchnorm: BatchN
         aggregator: The algorithm.
         batchnorm: The treatment of buffers, see :class:`~flsuite.client.setup.WorkerSetup`.
     """
-    names = list(model.state_dict())
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = entry_names(model)
+    parameters = {name for name, _ in model.named_parameters()}
     unlearned = tuple(name for name in names if name not in parameters)
 
     private: set[str] = set()
@@ -63,8 +64,9 @@ def entries_of(model: LightningModule, aggregator: Aggregator, batchnorm: BatchN
     # The pooled fit is not a client, so it has no memory for private entries.
     if not aggregator.pools:
         private = {*own, *(unlearned if batchnorm == "local" else ())}
-        refuse_unused(model, "trainer.aggregator.private", aggregator.private, names)
-        private |= {name for name in names if matches(name, aggregator.private)}
+        every_name = list(model.state_dict())
+        refuse_unused(model, "trainer.aggregator.private", aggregator.private, every_name)
+        private |= {name for name in every_name if matches(name, aggregator.private)}
 
     # Untrained entries are not stored per client, unless the model declares them private.
     frozen = set(frozen_entries(model))
@@ -107,11 +109,9 @@ def layout_of(
         model: The model.
         shared: Names of the shared entries.
         shape: The shape of a sample.
-        sizes: Training samples of each client.
+        sizes: Training samples of each client that takes part.
     """
-    # Tied weights are sent under each of their names, like in the state dict.
-    named = model.named_parameters(remove_duplicate=False)
-    parameters = tuple(name for name, _ in named if name in shared)
+    parameters = tuple(name for name, _ in model.named_parameters() if name in shared)
     groups = {
         group: tuple(name for name in parameters if matches(name, patterns))
         for group, patterns in parameter_groups(model).items()

@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from flsuite.aggregators.losses import changes_attributes, step_loss
-from flsuite.aggregators.second_model import first_names
 from flsuite.aggregators.stateless import Stateless
 from flsuite.client.allocator import keep_freed_memory
 from flsuite.client.callbacks import KeepOptimizers
@@ -188,10 +187,7 @@ class Stack:
     def _tensors(self, starts: Sequence[State], device: torch.device) -> dict[str, Tensor]:
         """Return all tensors of the models, each ``(clients, ...)``. Tied weights occur once."""
         own = chain(self.model.named_parameters(), self.model.named_buffers())
-        names = first_names(self.model, starts[0])
-        # As in a fit by itself, the last copy of a tied weight counts.
-        firsts = [{names[entry]: value for entry, value in s.items()} for s in starts]
-        parts = {name: [s.get(name, value.detach()) for s in firsts] for name, value in own}
+        parts = {name: [s.get(name, value.detach()) for s in starts] for name, value in own}
         return {name: stacked(p).to(device).contiguous() for name, p in parts.items()}
 
     def _member(

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map
 from flsuite.aggregators.objectives.feature_term import FeatureCallback
 from flsuite.aggregators.objectives.second_steps import SecondCallback
 from flsuite.aggregators.optimizers import optimizer_for
-from flsuite.aggregators.second_model import first_names
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_callbacks import StackCallbacks
 from flsuite.client.stack_member import Member, stacked, stated
@@ -19,6 +18,7 @@ from flsuite.client.stackable import by_sample
 from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
 from flsuite.client.stacked_second import StackedSecond
 from flsuite.client.trainer import ClientTrainer
+from flsuite.models.declarations import entry_names
 from flsuite.state import State, clone
 
 
@@ -57,7 +57,7 @@ class StackSteps:
         self._samples: dict[int, State] = {}  # gradients by sample, of a step's clients
         self.losses = torch.zeros(len(members), device=trainer.strategy.root_device)
         self._logged: list[dict[str, tuple[float, int]]] = [{} for _ in members]
-        self._entries = first_names(model, model.state_dict())
+        self._entries = entry_names(model)
 
         replaced = {id(own[name]): value for name, value in self._parameters.items()}
         self._optimizer = optimizer_for(first.optimizer, replaced)
@@ -142,8 +142,8 @@ class StackSteps:
                     sums[name] = total + value * size, seen + size
 
     def _state_of(self, place: int) -> State:
-        """Return a client's state, under all names of tied weights."""
-        return {name: self._tensors[first][place] for name, first in self._entries.items()}
+        """Return a client's state."""
+        return {name: self._tensors[name][place] for name in self._entries}
 
     def _metrics(self, place: int) -> dict[str, float]:
         loss = float(self.losses[place]) / self.members[place].steps

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map
 from flsuite.aggregators.objectives import SecondSteps
 from flsuite.aggregators.objectives.second_steps import model_gradient, take_steps
 from flsuite.aggregators.optimizers import optimizer_for
-from flsuite.aggregators.second_model import first_names
 from flsuite.client.stack_member import Member, stacked
 from flsuite.client.stacked_loss import Group, StackedLoss, clip, with_rows
 from flsuite.state import State, clone
@@ -44,11 +43,10 @@ class StackedSecond:
         weights, helds = zip(*starts, strict=True)
         self._held = tree_map(lambda *parts: stacked(parts), *helds)
 
-        self._names = first_names(first.module, weights[0])
         own = first.module.state_dict()
         copies = {
-            name: stacked([start[k] for start in weights]).to(own[name], copy=True).contiguous()
-            for k, name in self._names.items()
+            name: stacked([start[name] for start in weights]).to(own[name], copy=True).contiguous()
+            for name in weights[0]
         }
         trained = {name: p for name, p in first.module.named_parameters() if p.requires_grad}
         self.parameters = {name: copies.pop(name) for name in trained if name in copies}
@@ -72,9 +70,8 @@ class StackedSecond:
 
     def end(self, place: int) -> None:
         """End the steps of one client."""
-        own = clone({k: v[place] for k, v in {**self.parameters, **self._others}.items()})
+        weights = clone({k: v[place] for k, v in {**self.parameters, **self._others}.items()})
         held = tree_map(lambda part: part[place].clone(), self._held)
-        weights = {k: own[name] for k, name in self._names.items()}
         self._objective.end(self._members[place].client, weights, held)
 
     @property

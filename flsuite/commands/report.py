@@ -21,7 +21,15 @@ from flsuite.analysis.comparison import (
 )
 from flsuite.analysis.curves import curves_figure
 from flsuite.analysis.groups import Group, find_runs, group_runs
-from flsuite.analysis.notes import apart, finished, measured, own_models, repeated, uneven
+from flsuite.analysis.notes import (
+    apart,
+    finished,
+    measured,
+    own_models,
+    repeated,
+    undefined,
+    uneven,
+)
 from flsuite.analysis.report import (
     averaged_text,
     default_metrics,
@@ -81,6 +89,7 @@ def report(args: list[str]) -> None:
     if tuning is not None:
         console.print(_shown_tuning(tuning))
     notes = [*left_out, *uneven(groups), *repeated(groups), *measured(groups, request.x)]
+    notes += undefined(groups, request.metric)
     notes += own_models(groups, request.metric, request.split)
     for line in notes:
         console.print(line)

@@ -114,6 +114,8 @@ def epsilon_of(releases: Iterable[Release], delta: float) -> float:
 def calibrated_noise(sampling: RandomDraw, target: float, rounds: int, delta: float) -> float:
     """Return the smallest noise multiplier, to 1e-4, whose epsilon does not exceed the target.
 
+    It is never below 0.05, whatever the target.
+
     Args:
         sampling: How cohorts are drawn.
         target: The epsilon after the last round.

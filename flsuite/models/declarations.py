@@ -5,11 +5,12 @@ declarations, and a plain module may have any of them under the same names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from flsuite.data.federated import Stage
 from flsuite.data.spec import DataSpec
@@ -45,14 +46,25 @@ def own_entries(model: LightningModule) -> list[str]:
     return [name for name in names if matches(name, private)]
 
 
+def entry_names(model: nn.Module) -> list[str]:
+    """Return the names of the state dict, tied tensors under their first name only."""
+    named = chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    tensors = {name: id(tensor) for name, tensor in named}
+    firsts: dict[int | str, str] = {}
+    for name in model.state_dict():
+        firsts.setdefault(tensors.get(name, name), name)
+    return list(firsts.values())
+
+
 def frozen_entries(model: LightningModule) -> list[str]:
     """Return the parameters that are not trained and not declared private."""
     private = _patterns(model, "private")
-    named = model.named_parameters(remove_duplicate=False)
     entries = set(model.state_dict())
     return [
         name
-        for name, parameter in named
+        for name, parameter in model.named_parameters()
         if not parameter.requires_grad and name in entries and not matches(name, private)
     ]
 

@@ -5,13 +5,19 @@ import torch
 from torch.optim import SGD
 
 from flsuite.aggregators import IFCA, FedAvg
+from flsuite.aggregators.ifca import ClusterMeans
 from flsuite.data import DataSpec, FederatedDataModule
 from flsuite.data.partitions import Natural
 from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.models import MLP, Classifier
-from flsuite.random import torch_generator
-from flsuite.state import clone, scaled, shuffled
-from tests.aggregators.federations import assert_equal, assert_same_models, federation, run
+from flsuite.state import StateLayout, Sums, clone, scaled
+from tests.aggregators.federations import (
+    assert_equal,
+    assert_same_models,
+    federation,
+    run,
+    update,
+)
 
 
 class Opposite(FederatedDataModule):
@@ -71,9 +77,10 @@ def test_a_cluster_without_clients_keeps_its_model() -> None:
         assert_equal(model, server.memory["models"][c])
 
 
-def test_tied_weights_stay_tied_in_every_cluster() -> None:
-    state = {"a": torch.arange(6.0), "b": torch.arange(6.0), "c": torch.rand(6)}
-    mixed = shuffled(state, ["a", "b", "c", "of another model"], torch_generator(0, "ifca"))
-    assert torch.equal(mixed["a"], mixed["b"])
-    assert not torch.equal(mixed["a"], state["a"])
-    assert torch.equal(mixed["a"].sort().values, state["a"])
+def test_the_counters_of_a_cluster_are_those_of_its_own_clients() -> None:
+    """With BatchNorm(momentum=None), they decide how statistics are averaged."""
+    rule, sums, layout = ClusterMeans(clusters=2), Sums(), StateLayout(("w",), 2)
+    for client, cluster, batches in ((0, [1, 0], 4), (1, [0, 1], 9)):
+        own = {"w": torch.ones(2), "batches": torch.tensor(batches)}
+        sums.add(rule.terms(update(client, own, cluster=torch.tensor(cluster)), layout))
+    assert [int(sums.values["models"][cluster]["batches"]) for cluster in "01"] == [4, 9]

@@ -15,21 +15,27 @@ from flsuite.aggregators import (
     APFL,
     IFCA,
     MOON,
+    SCAFFOLD,
     Aggregator,
     ClipUpdates,
     Ditto,
+    DPFedAvg,
     FedALA,
     FedAvg,
+    FedDyn,
     FedExP,
     FedNova,
     FedProto,
     FedRoD,
+    GeometricMedian,
     LocalOnly,
     PerFedAvg,
     PFedMe,
     QFedAvg,
+    Rule,
 )
 from flsuite.data import IID, Digits, Synthetic
+from flsuite.exchange import Quantize, TopK
 from flsuite.models import CNN, Classifier
 from flsuite.models.backbones import Backbone
 from flsuite.state import State
@@ -76,8 +82,34 @@ class Tied(Backbone):
         return nn.Sequential(first, nn.Tanh(), nn.Dropout(self.dropout), second, head)
 
 
-def fitted(aggregator: Aggregator, dropout: float = 0.0, **kwargs: Any) -> FederatedTrainer:
-    model = Classifier(Tied(dropout), partial(SGD, lr=0.1))
+class TwoLayers(nn.Module):
+    """The same function as :class:`Tied`, with one name for the weight of two layers."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        second = nn.Module()
+        second.bias = nn.Parameter(layers[3].bias.detach())
+        for name, module in {"0": layers[0], "3": second, "4": layers[4]}.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, head = self.children()
+        hidden = torch.tanh(first(x))
+        return head(nn.functional.linear(hidden, first.weight, second.bias))
+
+
+class Once(Backbone):
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return TwoLayers(Tied().build(shape, outputs))
+
+
+def fitted(
+    aggregator: Aggregator | Rule,
+    dropout: float = 0.0,
+    backbone: Backbone | None = None,
+    **kwargs: Any,
+) -> FederatedTrainer:
+    model = Classifier(backbone or Tied(dropout), partial(SGD, lr=0.1))
     return run(aggregator, 2, model=model, max_epochs=2, **kwargs)
 
 
@@ -113,11 +145,20 @@ def test_a_personal_model_draws_like_the_clients_own() -> None:
         QFedAvg,
         FedNova,
         FedExP,
+        FedDyn,
+        partial(SCAFFOLD, control="mean_gradient"),
+        partial(DPFedAvg, clip=0.1, noise_multiplier=1.0, delta=0.01),
+        partial(FedAvg, transforms=[ClipUpdates(0.05)]),
+        partial(FedAvg, transforms=[TopK(0.2)]),
+        partial(FedAvg, transforms=[Quantize(4)]),
+        GeometricMedian,
     ],
 )
-def test_tied_weights_stay_tied(make: Any) -> None:
-    for weights in models_of(fitted(make())):
-        assert torch.equal(weights["network.0.weight"], weights["network.3.weight"])
+def test_tied_weights_are_one_weight(make: Any) -> None:
+    """Noise, norms and choices of numbers see them once."""
+    tied, once = (fitted(make(), backbone=kind()) for kind in (Tied, Once))
+    for a, b in zip(models_of(tied), models_of(once), strict=True):
+        assert_equal(a, b)
 
 
 class WarmUp(Classifier):
@@ -161,9 +202,9 @@ def test_manual_optimization_is_refused_by_name(make: Any) -> None:
         run(make(), 2, model=Manual(Normalised(), partial(SGD, lr=0.1)))
 
 
-@pytest.mark.parametrize("make", [Ditto, APFL, FedRoD])
+@pytest.mark.parametrize("make", [Ditto, APFL, FedRoD, partial(PFedMe, personal_lr=0.1)])
 def test_batches_that_make_one_step_together_are_refused(make: Any) -> None:
-    with pytest.raises(FlsuiteError, match="leave out trainer\\.accumulate_grad_batches"):
+    with pytest.raises(FlsuiteError, match=r"leave out trainer\.accumulate_grad_batches"):
         run(make(), 1, accumulate_grad_batches=2)
 
 

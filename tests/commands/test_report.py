@@ -234,6 +234,24 @@ def test_small_is_good_for_losses_and_the_runs_own_monitor_picks(tmp_path: Path)
     assert row["picked"] == 0.1
 
 
+def test_a_run_that_diverged_has_no_last_score_and_no_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its earlier score, or the mean of the other runs, would look like a better method."""
+    for seed, mse in ((1, [3.0, 2.0, 1.0]), (2, [3.0, 0.5]), (3, [3.0, 2.0, float("nan")])):
+        folder = tmp_path / f"a{seed}"
+        write(folder, settings(seed), [0.1, 0.2, 0.3], [0.1, 0.9, 0.2])
+        note(folder, "mse", mse, [3.0, 2.0, 1.0])
+    (row,) = report_table(group_runs(find_runs([tmp_path])), ["mse"], last=2).to_dict("records")
+    assert pd.isna([row["last"], row["last_std"], row["mean_last"]]).all()
+    assert row["picked"] == pytest.approx((2.0 + 0.5 + 2.0) / 3)
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path), "--metric", "mse"])
+    assert "mse is undefined in the last round of 2 of 3 runs" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_of_tasks_only_the_last_one_is_compared(tmp_path: Path) -> None:
     write(tmp_path / "a", settings(1), [0.9, 0.8, 0.3, 0.4], [0.9, 0.9, 0.6, 0.5])
     with (tmp_path / "a" / "metrics.csv").open("a") as file:

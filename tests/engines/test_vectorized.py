@@ -834,8 +834,7 @@ def test_an_optimizer_of_a_part_of_the_model_steps_that_part(
     close(stacks, 1e-12, method, data=data, model=model, max_epochs=3)
 
 
-def test_tied_weights_whose_copies_differ_start_as_in_a_single_fit(stacks: list[int]) -> None:
-    """The server's noise differs between the two copies of the weight."""
+def test_tied_weights_with_a_choice_of_numbers_are_those_of_a_single_fit(stacks: list[int]) -> None:
     aggregator = FedAvg(transforms=[TopK(0.3)])
     close(stacks, 1e-5, aggregator, model=Classifier(Tied(), OPTIMIZERS["SGD"]))
 

@@ -86,7 +86,6 @@ class _LocalSteps(Callback):
         self.plain = control == "displacement"
         self.rate: float | None = None
         self.parameters: dict[str, Parameter] = {}
-        self.aliases: dict[str, str] = {}
         self.steps: Counter[str] = Counter()
         self.gradients: dict[str, Tensor] = {}
         self.corrections: dict[str, Tensor] = {}
@@ -96,16 +95,9 @@ class _LocalSteps(Callback):
             setting = f"trainer.gradient_clip_val is {trainer.gradient_clip_val}"
             raise _refusal(self.client, setting, "unset it")
 
-        # Tied weights are corrected once, and sent under each name.
-        first: dict[int, str] = {}
-        for name, parameter in pl_module.named_parameters(remove_duplicate=False):
-            if name in self.client.global_state:
-                if first.setdefault(id(parameter), name) == name:
-                    self.parameters[name] = parameter
-                else:
-                    self.aliases[name] = first[id(parameter)]
-
-        zeros = _zeros(self.client.global_state, (*self.parameters, *self.aliases))
+        named, shared = pl_module.named_parameters(), self.client.global_state
+        self.parameters = {name: parameter for name, parameter in named if name in shared}
+        zeros = _zeros(shared, self.parameters)
         self.own: State = self.client.memory.get("control", zeros)
         self.server: State = self.client.received.get("control", zeros)
         for name, parameter in self.parameters.items():
@@ -136,7 +128,6 @@ class _LocalSteps(Callback):
         """Keep ``c_i+`` and send ``c_i+ - c_i``."""
         # New tensors: ``c_i`` must not change before the difference is computed.
         renewed = {name: self._renewed(name) for name in self.parameters}
-        renewed |= {alias: renewed[name].clone() for alias, name in self.aliases.items()}
         self.client.extras["control_change"] = difference(renewed, self.own)
         self.client.memory["control"] = renewed
 

@@ -203,6 +203,11 @@ class SecondCallback(StatedCallback):
         return weights, held
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.accumulate_grad_batches != 1:
+            raise FlsuiteError(
+                "this aggregator trains a second model batch by batch; leave out "
+                "trainer.accumulate_grad_batches"
+            )
         weights, self._held = self.begin(pl_module)
         self._second = SecondModel(trainer, pl_module, weights)
 

@@ -324,8 +324,7 @@ class _TrainingGradients(Callback):
         self.names = frozenset(names)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Tied weights are sent under each of their names.
-        named = pl_module.named_parameters(remove_duplicate=False)
+        named = pl_module.named_parameters()
         self.own = {name: p for name, p in named if name in self.names}
         self.sums = {k: torch.zeros_like(p, dtype=torch.float32) for k, p in self.own.items()}
         self.steps = 0
