@@ -35,7 +35,7 @@ def partition(args: list[str]) -> None:
     config = parser.parse_command(args)
     name = config_name(config.config, "data")
     with plain_errors():
-        data = as_federated(parser.instantiate_classes(Namespace(data=config.data)).data)
+        data = as_federated(parser.instantiate(Namespace(data=config.data)).data)
 
     data.use_seed(config.seed_everything)
     data.setup()
