@@ -57,9 +57,9 @@ class StateLayout:
     Attributes:
         parameters: Names of the shared trainable entries, in the model's order. The other shared
             entries are buffers.
-        clients: Number of clients that take part in the run.
+        clients: Number of registered clients, with those that never train.
         groups: Parameter names of each group that the model declares.
-        samples: Training samples of these clients.
+        samples: Training samples of all clients.
         layers: The Linear and Conv2d layers that are shared as a whole, in the model's order.
         outside_layers: Modules with shared parameters outside such layers: each name with its type,
             such as ``BatchNorm2d``.

@@ -109,7 +109,7 @@ def layout_of(
         model: The model.
         shared: Names of the shared entries.
         shape: The shape of a sample.
-        sizes: Training samples of each client that takes part.
+        sizes: Training samples of each client.
     """
     parameters = tuple(name for name, _ in model.named_parameters() if name in shared)
     groups = {

@@ -84,8 +84,7 @@ class Federation:
 
         sizes = data.train.rows.lengths()[: data.clients].tolist()
         _refuse_absent(schedule.absent, data.clients, aggregator)
-        own_sizes = [sizes[client] for client in self.present()]
-        layout = layout_of(model, self.state, data.spec.shape, own_sizes)
+        layout = layout_of(model, self.state, data.spec.shape, sizes)
         schedule.configure(sizes, seed, self._work)
         tools = replace(tools, sampling=schedule.declarations.client_sampling)
         self._server = Server({}, layout, tools)  # its state and round are set on access

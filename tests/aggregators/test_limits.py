@@ -26,7 +26,6 @@ from flsuite.aggregators import (
     FedAdam,
     FedAvg,
     FedAvgM,
-    FedDyn,
     GaussianMechanism,
     Mean,
     Proximal,
@@ -38,11 +37,9 @@ from flsuite.schedules import Synchronous
 from flsuite.state import State, clone
 from tests.aggregators.federations import (
     Normalised,
-    Quadratics,
     assert_equal,
     assert_same_tree,
     federation,
-    optimum,
     table_data,
 )
 
@@ -222,9 +219,3 @@ def test_scaffold_is_its_algorithm_in_plain_torch() -> None:
     assert expected.keys() == made.federation.state.keys()
     for name, value in made.federation.state.items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("make", [SCAFFOLD, partial(FedDyn, alpha=0.3)])
-def test_clients_that_never_train_do_not_count(make: Callable[[], Aggregator]) -> None:
-    three, two = Quadratics((1.0, 4.0, 9.0), (0.0, 1.0, 5.0)), Quadratics((1.0, 4.0), (0.0, 1.0))
-    assert optimum(make(), three, 4, without=[2]) == optimum(make(), two, 4)
