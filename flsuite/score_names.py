@@ -15,9 +15,9 @@ HIGHER_IS_BETTER = {
 _SPLIT_PREFIX = re.compile(r"^(val|valid|validation|test|eval)[_/]")
 _STATISTIC = re.compile(r"_(client_mean|client_worst|client_std|worst|std|first_five)$")
 _LOW = {
-    *("bpc", "brier", "cer", "distance", "ece", "entropy", "error", "forgetting", "hamming", "kl"),
-    *("logloss", "loss", "mae", "mape", "mse", "nll", "perplexity", "ppl", "reconstruction"),
-    *("rmse", "smape", "std", "wer"),
+    *("bce", "bpc", "brier", "ce", "cer", "distance", "ece", "entropy", "error", "forgetting"),
+    *("hamming", "kl", "logloss", "loss", "mae", "mape", "mse", "nll", "perplexity", "ppl"),
+    *("reconstruction", "rmse", "smape", "std", "wer"),
 }
 _HIGH = {
     *("acc", "accuracy", "agreement", "ap", "auc", "auprc", "auroc", "bleu", "corr"),

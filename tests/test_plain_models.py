@@ -242,6 +242,16 @@ class InSetup(Lacking):
         self.log("test_loss", F.cross_entropy(self.layer(batch[0]), batch[1]))
 
 
+class OtherScores(Net):
+    """Logs other scores of test data than of validation data."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_f1", 0.5)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_acc", 0.5)
+
+
 class Silent(Lacking):
     def test_step(self, batch, batch_idx):
         self.layer(batch[0])
@@ -281,6 +291,13 @@ def test_what_a_model_lacks_is_one_line_before_a_round(
         made.fit(kind(), points())
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_monitor_that_only_the_test_step_logs_is_refused() -> None:
+    """It would pick no round."""
+    made = trainer(rounds=1, monitor="acc")
+    with pytest.raises(FlsuiteError, match=r"monitor must be one of .*f1"):
+        made.fit(OtherScores(), points())
 
 
 def test_a_client_model_may_be_scored_by_its_own_steps() -> None:

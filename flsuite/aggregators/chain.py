@@ -9,6 +9,7 @@ import torch
 
 from flsuite.aggregators.part import Statistic
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
+from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, Tree, mismatch, mismatch_of_keys, nbytes, template_of
 
@@ -121,8 +122,14 @@ class Chain:
         """
         moved = dict(sent)
         for name in self._names:
-            if before is not None and change[name] is before[name]:
+            if before is not None and change.get(name) is before[name]:
                 continue
+            if name not in change or change[name].shape != base[name].shape:
+                own = f"shape {tuple(change[name].shape)}" if name in change else "none"
+                raise FlsuiteError(
+                    f"a transform returned a wrong change of {name}: it needs shape "
+                    f"{tuple(base[name].shape)}, got {own}; return every entry in its shape"
+                )
             value = base[name].double() + change[name].double()
             moved[name] = value.to(self._state[name].dtype) if is_sent else value
         return {name: moved[name] for name in self._state}

@@ -44,7 +44,9 @@ class FedRoD(HeadAware):
             raise FlsuiteError(f"FedRoD trains {head}, and a part of it is frozen; unfreeze it")
         names = [name for name in model.state_dict() if name.startswith(head)]
         if not {*names} <= {*entry_names(model)}:
-            raise FlsuiteError(f"FedRoD copies {head}, which shares weights with another layer")
+            raise FlsuiteError(
+                f"FedRoD copies {head}, which shares weights with another layer; give it its own"
+            )
         if any(name in own_entries(model) or matches(name, self.private) for name in names):
             raise FlsuiteError(f"FedRoD averages {head}; leave it out of the private entries")
         return self.with_objective(TwoHeads(head))

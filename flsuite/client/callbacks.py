@@ -33,6 +33,9 @@ class MeanLoss(Callback):
         if loss is None:
             return
         loss = torch.as_tensor(loss).detach()  # manual optimization may return a float
+        if pl_module.automatic_optimization:
+            # Lightning has divided it, because gradients of several batches are summed.
+            loss = loss * trainer.accumulate_grad_batches
 
         is_warmup = trainer.current_epoch < extra_epochs(pl_module)
         name = "warmup_loss" if is_warmup else "loss"

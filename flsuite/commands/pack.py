@@ -19,10 +19,12 @@ def pack(args: list[str]) -> None:
     run = require_run("pack", Path(request.run))
     file = Path(request.output or f"{run.resolve().name}.zip")
 
+    last = last_round(run)  # refuses a run without rounds before a file is written
+
     from flsuite.runs import packing  # imported late: it needs torch
 
     size = packing.pack(run, file)
     if not is_finished(run):
         how = f"flsuite resume {run} goes on, and flsuite pack {run} packs it again"
-        print(f"{run} was interrupted after round {last_round(run)}: {how}", file=sys.stderr)
+        print(f"{run} was interrupted after round {last}: {how}", file=sys.stderr)
     print(f"{file}: {decimal(size)}; verify it with flsuite verify {file}")

@@ -24,7 +24,7 @@ def last_round(run: Path) -> int:
     path = run / "metrics.csv"
     rounds = [round_of_row(path, row) for row in rows_of(path)]
     if not rounds:
-        raise FlsuiteError(f"{run} has no finished round; there is nothing to verify")
+        raise FlsuiteError(f"{run} has no finished round in its metrics.csv")
     return max(rounds)
 
 

@@ -82,7 +82,12 @@ class Evaluator(Scorer):
         return _MAIN if self._steps is None else (*_MAIN, *self._steps.names)
 
     def _rehearsed(self) -> list[str]:
-        """Return the names of the scores, found by scoring a few samples if necessary."""
+        """Return the names of the scores that can pick a round.
+
+        They are found by scoring a few samples of both splits if necessary. With validation data,
+        only its scores count.
+        """
+        picking = "test" if self._samples("val") is None else "val"
         is_usual = self._steps is None and self.data.spec.task != "other"
         names = dict.fromkeys(HIGHER_IS_BETTER if self.has_classes else ())
         for split in () if is_usual else get_args(Split):
@@ -92,7 +97,8 @@ class Evaluator(Scorer):
             few = samples.take(torch.arange(min(len(samples), self.data.batch_size)))
             with self._seeded(split):
                 # An error in the model's own step shows up here, before a round of training.
-                names |= dict.fromkeys(self._whole(few, split)[0])
+                own = self._whole(few, split)[0]
+            names |= dict.fromkeys(own if split == picking else ())
         return list(names)
 
     def scores(

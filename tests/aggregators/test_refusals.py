@@ -46,6 +46,20 @@ class Tenfold(Transform):
         return payload._replace(change={k: v * 10 for k, v in payload.change.items()})
 
 
+class Shortens(Transform):
+    """Clients change a bias to one number, or forget it."""
+
+    def __init__(self, forgets: bool) -> None:
+        self.forgets = forgets
+
+    def encode(self, payload: Payload, fit: FitView) -> Payload:
+        change = dict(payload.change)
+        own = change.pop("network.0.bias")
+        return payload._replace(
+            change=change if self.forgets else {**change, "network.0.bias": own[:1]}
+        )
+
+
 class Measures(Transform):
     """Clients send the size of their change."""
 
@@ -179,3 +193,10 @@ def test_a_change_that_cannot_be_decoded_is_a_failure_of_the_client() -> None:
 def test_a_conflict_names_the_key_that_was_set() -> None:
     with pytest.raises(FlsuiteError, match=r"TopK .*trainer\.compression"):
         run(Aggregator(transforms=[Quantize(8)]), compression=TopK(0.5))
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_transform_that_returns_another_shape_is_refused(forgets: bool) -> None:
+    """A single number would be added to every weight."""
+    with pytest.raises(FlsuiteError, match=r"wrong change of network\.0\.bias.*return every entry"):
+        run(FedAvg(transforms=[Shortens(forgets)]), 1)

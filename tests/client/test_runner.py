@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from torch.optim import SGD
 from torchmetrics import SumMetric
 
 from flsuite.aggregators import Aggregator, FedAvg, Objective
@@ -292,3 +293,12 @@ def test_a_method_with_the_name_of_the_warm_up_is_no_warm_up() -> None:
     made = runner(_Named(MLP((4,)), lambda p: torch.optim.SGD(p, lr=0.1)), FedAvg(), lean=True)
     metrics = outcome(made, 0).update.metrics
     assert metrics["loss"] > 0 and "warmup_loss" not in metrics
+
+
+def test_the_training_loss_is_not_divided_by_accumulated_batches() -> None:
+    losses = []
+    for batches in (1, 3):
+        made = trainer(rounds=1, accumulate_grad_batches=batches)
+        made.fit(Classifier(MLP((8,)), lambda params: SGD(params, lr=0.0)), digits(clients=2))
+        losses.append(float(made.callback_metrics["train/loss"]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

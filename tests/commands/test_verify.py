@@ -72,6 +72,13 @@ def test_a_packed_run_is_verified_where_its_folder_is_gone(run: Path, capsys: An
     assert "b.zip" in refused(capsys, "verify", "b.zip")
 
 
+def test_a_run_without_rounds_is_refused_before_a_file_is_written(run: Path, capsys: Any) -> None:
+    table = run / "metrics.csv"
+    table.write_text(table.read_text().splitlines()[0] + "\n")
+    assert "no finished round" in refused(capsys, "pack", str(run), "--output", "a.zip")
+    assert not Path("a.zip").exists()
+
+
 def test_a_damaged_checkpoint_is_not_packed(run: Path, capsys: Any) -> None:
     path = kept_rounds(run)[2]
     path.write_bytes(path.read_bytes()[:-100])

@@ -354,10 +354,12 @@ def test_a_list_of_one_loader_is_that_loader_and_an_empty_one_is_none() -> None:
     assert module.federated.val is not None, "from the training samples"
 
 
-def test_a_batch_sampler_of_a_data_module_leaves_the_batch_size_to_us() -> None:
-    module = FromDataModule(Batched(), clients=2, batch_size=7)
-    module.setup()
-    assert module.batch_size == 7
+@pytest.mark.parametrize(("data", "own"), [(Batched, 5), (Lists, 4)])
+def test_the_batch_size_is_the_given_one_or_that_of_the_loader(data: Any, own: int) -> None:
+    for given, expected in ((None, own), (7, 7)):
+        module = FromDataModule(data(), clients=2, batch_size=given)
+        module.setup()
+        assert module.batch_size == expected
 
 
 class Stream(IterableDataset):

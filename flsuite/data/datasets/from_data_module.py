@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
+from flsuite.arguments import PositiveInt
 from flsuite.data.datasets.from_dataset import MapStyleModule
 from flsuite.data.map_style import Field
 from flsuite.data.module import FederatedDataModule
@@ -25,18 +26,18 @@ _BATCH_HOOKS = ("on_after_batch_transfer", "on_before_batch_transfer", "transfer
 class FromDataModule(MapStyleModule):
     """Federated data from the loaders of a plain data module.
 
-    The batch size, the collate function and the number of workers come from its training loader.
-    Its samplers are not used, because every client shuffles its own samples. Without a
-    ``test_dataloader``, the samples of ``val_dataloader`` are the test data, and clients hold out
-    samples for validation.
+    The collate function and the number of workers come from its training loader. Its samplers are
+    not used, because every client shuffles its own samples. Without a ``test_dataloader``, the
+    samples of ``val_dataloader`` are the test data, and clients hold out samples for validation.
 
     Args:
         data: The data module.
         clients: Number of clients that share the training samples.
         partition: The rule that splits them. Default: :class:`~flsuite.data.partitions.IID`. A
             partition by class needs ``labels``.
-        **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Arguments about
-            batches and files have no effect.
+        batch_size: Samples per training batch. Default: as in its training loader.
+        **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Arguments about files
+            have no effect.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class FromDataModule(MapStyleModule):
         clients: int = 10,
         partition: Partition | None = None,
         labels: Field | None = None,
+        batch_size: PositiveInt | None = None,
         **kwargs: Any,
     ) -> None:
+        kwargs |= {} if batch_size is None else {"batch_size": batch_size}
         super().__init__(clients=clients, partition=partition, labels=labels, **kwargs)
-        self.data = data
+        self.data, self._takes_batch_size = data, batch_size is None
 
     def load(self) -> PublishedSplits:
         kind = type(self.data).__name__
@@ -78,8 +81,9 @@ class FromDataModule(MapStyleModule):
             )
             loaders["test"], loaders["val"] = loaders["val"], None
 
-        if train.batch_size:
-            self.batch_size = train.batch_size
+        size = train.batch_size or getattr(train.batch_sampler, "batch_size", None)
+        if size and self._takes_batch_size:
+            self.batch_size = size
         self.workers = self.workers or train.num_workers
         datasets = {name: loader.dataset for name, loader in loaders.items() if loader is not None}
         return self._published(datasets, train.collate_fn)
