@@ -92,6 +92,7 @@ def test_an_optimizer_that_needs_a_closure_trains_everybody() -> None:
         ({"enable_model_summary": True}, "enable_model_summary has no effect"),
         ({"profiler": "simple"}, "profiler would report every client's fit"),
         ({"num_nodes": 2}, "num_nodes must be 1"),
+        ({"strategy": "ddp"}, "strategy must be auto"),
     ],
 )
 def test_what_a_federation_cannot_honour_is_refused(arguments: dict[str, Any], words: str) -> None:

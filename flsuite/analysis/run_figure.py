@@ -1,5 +1,6 @@
 """The figure of one run: its scores on validation and test data."""
 
+from itertools import chain
 from pathlib import Path
 
 import pandas as pd
@@ -35,7 +36,9 @@ def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
     names = logged_scores([table], monitor)[:MOST_SCORES]
     if not names:
         raise FlsuiteError(f"{run_dir} has no scores yet")
-    picked = run_scores(table, names[0], monitor, last=1).get("picked_round")
+    # The monitor itself may have no test scores.
+    scores = [run_scores(table, name, monitor, last=1) for name in names]
+    picked = next((row["picked_round"] for row in scores if "picked_round" in row), None)
 
     figure, panels = panel_grid(len(names), (4.6, 3.2))
     for panel, name in zip(panels, names, strict=True):
@@ -47,8 +50,11 @@ def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
         if AXES[x].is_whole:
             _end_ticks_at(panel, float(table[x].min()), float(table[x].max()))
     # Below the panels, where it does not cover lines.
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    legends = [zip(*panel.get_legend_handles_labels()[::-1], strict=True) for panel in panels]
+    lines = dict(chain.from_iterable(legends))  # one line per label
+    figure.legend(
+        [*lines.values()], [*lines], loc="outside lower center", ncols=3, frameon=False, fontsize=9
+    )
     return figure
 
 

@@ -36,7 +36,7 @@ from flsuite.client.stack import Stack
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.errors import FlsuiteError, with_place
 from flsuite.lightning_internals import scaler_of, steps_taken
 from flsuite.messages import (
     Broadcast,
@@ -105,7 +105,7 @@ class ClientRunner:
             raise
         except Exception as error:
             self._trainer = None  # an exception may leave the Trainer in any state
-            reason = f"{type(error).__name__}: {one_line(error, longest=300)}"
+            reason = f"{type(error).__name__}: {with_place(error, longest=300)}"
             return request.failure(reason, traceback.format_exc(), before_first_step=not loss.steps)
         finally:
             self._resident.release()

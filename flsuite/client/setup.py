@@ -109,6 +109,11 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             "trainer: profiler would report every client's fit; leave it out, or profile one fit "
             "with a plain Lightning Trainer"
         )
+    if kwargs.get("strategy") not in (None, "auto"):
+        raise FlsuiteError(
+            "trainer: strategy must be auto, because a client trains on one device; spread clients "
+            "with Processes(workers=4)"
+        )
     if kwargs.get("num_nodes") not in (None, 1):
         raise FlsuiteError("trainer: num_nodes must be 1; spread clients with Processes(workers=4)")
     if kwargs.get("max_steps") not in (None, -1):  # -1 means no limit

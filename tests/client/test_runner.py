@@ -302,3 +302,13 @@ def test_the_training_loss_is_not_divided_by_accumulated_batches() -> None:
         made.fit(Classifier(MLP((8,)), lambda params: SGD(params, lr=0.0)), digits(clients=2))
         losses.append(float(made.callback_metrics["train/loss"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+class Misspelt(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {}["loss"]
+
+
+def test_an_error_of_a_model_names_its_line() -> None:
+    with pytest.raises(FlsuiteError, match=r"KeyError: 'loss' \(test_runner\.py, line \d+\)"):
+        trainer(rounds=1).fit(Misspelt(MLP((8,)), lambda p: SGD(p, lr=0.1)), digits(clients=2))
