@@ -57,6 +57,8 @@ def report(args: list[str]) -> None:
     request = _parse(args)
     if request.html:
         require_page()
+        if Path(request.html).is_dir():
+            raise FlsuiteError(f"report: --html {request.html} is a folder; name a file in it")
     groups, left_out = finished(group_runs(find_runs(request.folders)))
     if not request.metric:
         # A target is a value of one score, and a cross table has one score per cell.

@@ -261,6 +261,12 @@ def test_the_missing_extra_is_named(
     assert done.value.code == 2 and "install flsuite[report]" in error and error.count("\n") == 1
 
 
+def test_a_folder_is_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["report", str(tmp_path), "--html", str(tmp_path)])
+    assert done.value.code == 2 and "is a folder; name a file" in capsys.readouterr().err
+
+
 def test_a_heading_sorts_numbers_and_words() -> None:
     """Run the page's own function on rows of cells; an empty cell is last either way."""
     engine = MiniRacer()
