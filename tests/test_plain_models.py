@@ -263,6 +263,12 @@ class AllFrozen(Net):
         self.requires_grad_(False)
 
 
+class LazySizes(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(CLASSES)
+
+
 class OldStyle(ClientModel):
     def build(self, spec):
         self.layer = nn.Linear(4, CLASSES)
@@ -280,6 +286,7 @@ class OldStyle(ClientModel):
         (NoOptimizer, "NoOptimizer has no configure_optimizers"),
         (Silent, "test_step of Silent logs nothing"),
         (AllFrozen, "all parameters of AllFrozen are frozen"),
+        (LazySizes, "LazySizes has lazy layers"),
         (InSetup, "a fit of InSetup makes new layers"),
     ],
 )

@@ -93,6 +93,9 @@ def test_an_optimizer_that_needs_a_closure_trains_everybody() -> None:
         ({"profiler": "simple"}, "profiler would report every client's fit"),
         ({"num_nodes": 2}, "num_nodes must be 1"),
         ({"strategy": "ddp"}, "strategy must be auto"),
+        ({"limit_test_batches": 1}, "limit_test_batches has no effect.*data.test_samples"),
+        ({"limit_val_batches": 0.5}, "limit_val_batches has no effect.*data.test_samples"),
+        ({"check_val_every_n_epoch": 5}, "check_val_every_n_epoch.*trainer.evaluate_every"),
     ],
 )
 def test_what_a_federation_cannot_honour_is_refused(arguments: dict[str, Any], words: str) -> None:

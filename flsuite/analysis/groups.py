@@ -78,9 +78,10 @@ def find_runs(places: Iterable[str | Path]) -> list[Path]:
     }
     folders = sorted(table.parent for table in tables if is_metrics(table))
     if not folders:
+        other = f"; {min(tables)} is damaged, or not from flsuite" if tables else ""
         raise FlsuiteError(
             f"no run below {', '.join(map(str, roots))}: name folders with a metrics.csv of "
-            "flsuite fit"
+            f"flsuite fit{other}"
         )
     return folders
 

@@ -128,7 +128,7 @@ def partition_of(own: Flat, variation: Variation) -> str:
     named = [key for key in own if key.startswith(f"{place}.")]
     shown = named[:1] + [key for key in named[1:] if variation.differs(key, own)]
     values = ", ".join(f"{_last(key)}={own[key]}" for key in shown)
-    name = _last(own[place] or "no partition")
+    name = _last(own[place] or "IID")  # the default of every data module
     return ", ".join([f"{name}({values})" if values else name, *parts])
 
 

@@ -17,14 +17,32 @@ from flsuite.data.loader import batch_bounds
 from flsuite.errors import FlsuiteError, require_at_least, require_positive
 from flsuite.state import State, StateLayout
 
-_UNUSED_ARGUMENTS = {  # Lightning Trainer arguments without effect on a client's fit
-    "check_val_every_n_epoch",
-    "enable_model_summary",
-    "limit_predict_batches",
-    "limit_test_batches",
-    "limit_val_batches",
-    "num_sanity_val_steps",
-    "val_check_interval",
+_ALL_SAMPLES = (
+    "has no effect, because scores use all samples; remove it, and for fewer samples set "
+    "data.train_samples and data.test_samples"
+)
+_WORKERS = "because a client trains on one device; spread clients with Processes(workers=4)"
+_Accepted = tuple[Any, ...]
+# Lightning Trainer arguments: the values that a federation accepts, and what to do about others.
+_REFUSED: dict[str, tuple[_Accepted, str]] = {
+    "check_val_every_n_epoch": ((None, 1), "has no effect; set trainer.evaluate_every instead"),
+    "enable_model_summary": ((), "has no effect in a federation; remove it"),
+    "limit_predict_batches": ((None,), _ALL_SAMPLES),
+    "limit_test_batches": ((None,), _ALL_SAMPLES),
+    "limit_val_batches": ((None,), _ALL_SAMPLES),
+    "max_time": (
+        (None,),
+        "would make results depend on the machine; limit rounds or max_steps",
+    ),
+    "num_nodes": ((None, 1), f"must be 1, {_WORKERS}"),
+    "num_sanity_val_steps": ((None, 0), "has no effect in a federation; remove it"),
+    "profiler": (
+        (None,),
+        "would report every client's fit; leave it out, or profile one fit with a plain Lightning "
+        "Trainer",
+    ),
+    "strategy": ((None, "auto"), f"must be auto, {_WORKERS}"),
+    "val_check_interval": ((None,), "has no effect; set trainer.evaluate_every instead"),
 }
 _PRECISIONS = ("32-true", "32", "bf16-mixed", "bf16", "16-mixed", "16", "transformer-engine")
 _FEDERATION_CALLBACKS = {
@@ -93,32 +111,17 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             "averaged in float32; use auto, bf16-mixed, 16-mixed or 32-true"
         )
 
-    if kwargs.get("max_time") is not None:
-        raise FlsuiteError(
-            "trainer: max_time would make results depend on the machine; limit rounds or max_steps"
-        )
+    for name, (accepted, what) in _REFUSED.items():
+        if name in kwargs and kwargs[name] not in accepted:
+            raise FlsuiteError(f"trainer: {name} {what}")
 
     require_at_least("trainer", 1, max_epochs=kwargs.get("max_epochs"))
     require_positive("trainer", limit_train_batches=kwargs.get("limit_train_batches"))
     require_at_least("trainer", 0, gradient_clip_val=kwargs.get("gradient_clip_val"))
     require_at_least("trainer", 1, accumulate_grad_batches=kwargs.get("accumulate_grad_batches"))
-    if "enable_model_summary" in kwargs:
-        raise FlsuiteError("trainer: enable_model_summary has no effect in a federation; remove it")
-    if kwargs.get("profiler") is not None:
-        raise FlsuiteError(
-            "trainer: profiler would report every client's fit; leave it out, or profile one fit "
-            "with a plain Lightning Trainer"
-        )
-    if kwargs.get("strategy") not in (None, "auto"):
-        raise FlsuiteError(
-            "trainer: strategy must be auto, because a client trains on one device; spread clients "
-            "with Processes(workers=4)"
-        )
-    if kwargs.get("num_nodes") not in (None, 1):
-        raise FlsuiteError("trainer: num_nodes must be 1; spread clients with Processes(workers=4)")
     if kwargs.get("max_steps") not in (None, -1):  # -1 means no limit
         require_at_least("trainer", 1, max_steps=kwargs["max_steps"])
-    return {name: value for name, value in kwargs.items() if name not in _UNUSED_ARGUMENTS}
+    return {name: value for name, value in kwargs.items() if name not in _REFUSED}
 
 
 def fit_samples(

@@ -185,8 +185,12 @@ def _reading(error: Exception) -> str:
     The parser lists one reason per kind, nested for an argument's own kinds. All but one only state
     that the class is of another kind. The result is empty if no other reason is listed.
     """
-    listed = (line.strip() for line in str(error).splitlines())
-    reasons = [line[2:] for line in listed if line.startswith("- ")]
+    reasons: list[str] = []
+    for line in map(str.strip, str(error).splitlines()):
+        if line.startswith("- "):
+            reasons.append(line[2:])
+        elif reasons and not line.startswith("Given value"):  # a reason's next line
+            reasons[-1] += f" {line}"
     others = ("Import path", "Expected a", "Does not validate")
     specific = [text for text in reasons if not text.startswith(others)]
     return specific[0] if specific else ""

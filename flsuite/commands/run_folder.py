@@ -5,6 +5,7 @@ from typing import Any
 
 from flsuite.errors import FlsuiteError, likeliest
 
+_FILES = ("config.yaml", "metrics.csv")  # of a run from the command line
 _MOST = 3  # suggestions
 
 
@@ -39,7 +40,8 @@ def require_run(command: str, folder: Path) -> Path:
         FlsuiteError: If it does not. The message names the nearest runs.
     """
     if not _is_run(folder):
-        fault = "has no config.yaml and metrics.csv" if folder.is_dir() else "is not a folder"
+        lacking = " and ".join(name for name in _FILES if not (folder / name).is_file())
+        fault = f"has no {lacking}" if folder.is_dir() else "is not a folder"
         runs = _nearest(folder)
         hint = f"; did you mean {' or '.join(runs)}?" if runs else "; see flsuite ls"
         if folder.is_file() and folder.suffix in (".yaml", ".yml"):
@@ -55,7 +57,7 @@ def require_run(command: str, folder: Path) -> Path:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() and (folder / "metrics.csv").is_file()
+    return all((folder / name).is_file() for name in _FILES)
 
 
 def _read(path: Path) -> Any:

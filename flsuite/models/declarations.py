@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from flsuite.data.federated import Stage
 from flsuite.data.spec import DataSpec
@@ -215,6 +216,11 @@ def require_trainable(model: LightningModule, spec: DataSpec) -> None:
         raise FlsuiteError(
             f"model: {kind} has no parameters yet; make its layers in __init__ or in "
             "configure_model, not in setup"
+        )
+    if any(map(is_lazy, parameters)):
+        raise FlsuiteError(
+            f"model: {kind} has lazy layers without sizes yet; give the sizes, or call the model "
+            "with a batch in __init__"
         )
     if not any(parameter.requires_grad for parameter in parameters):
         raise FlsuiteError(f"model: all parameters of {kind} are frozen; leave some to train")

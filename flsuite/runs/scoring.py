@@ -141,8 +141,8 @@ class ScoringTrainer(Trainer):
         checkpoint = run.folder.find_checkpoint(ckpt_path or "last")
         if checkpoint is None:
             raise FlsuiteError(
-                f"there is no checkpoint in {run.folder.checkpoints}: fit first, or name one with "
-                "ckpt_path"
+                f"there is no last.ckpt in {run.folder.checkpoints}: fit first, or name another "
+                "checkpoint with ckpt_path, such as best"
             )
         run.store.restore(checkpoint, to_train=False)
         return run

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch.loggers import CSVLogger
 
 from flsuite import errors
 from flsuite.publish.wandb_charts import build_report, build_workspace, sections
@@ -90,6 +91,16 @@ def test_a_missing_package_is_one_line(
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
     line = refused(capsys, *SHORT, "--trainer.logger", logger)
     assert line.endswith(f"{logger} needs {package}: pip install 'flsuite[{package}]'")
+
+
+class Unusable(CSVLogger):
+    def __init__(self) -> None:
+        raise ModuleNotFoundError("a library is missing;\ninstall it")
+
+
+def test_the_reason_of_a_logger_is_part_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, *SHORT, "--trainer.logger", f"{__name__}.Unusable")
+    assert "a library is missing; install it" in line
 
 
 # Charts in W&B

@@ -163,6 +163,12 @@ def test_a_target_needs_a_score_that_is_known_to_be_good_when_high_or_low(runs: 
         report_table(group_runs(find_runs([runs])), ["novelty"], target=0.5)
 
 
+def test_a_damaged_table_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("roun\0")
+    with pytest.raises(FlsuiteError, match=r"no run below .*metrics\.csv is damaged"):
+        find_runs([tmp_path])
+
+
 def test_a_folder_without_settings_is_named(runs: Path) -> None:
     (runs / "b1" / "settings.yaml").unlink()
     with pytest.raises(FlsuiteError, match=r"b1 has no settings\.yaml"):
