@@ -6,6 +6,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flsuite.analysis.panels import new_figure
+
 _FEWEST = 3  # clients for a rank correlation: of two, it is always 1 or -1
 
 
@@ -65,7 +67,7 @@ def contribution_figure(
     """
     width = max(3.4, 0.28 * len(table) + 1.2)
     widths = [width] * len(names) + [3.2] * (len(names) - 1)
-    figure = Figure(figsize=(sum(widths), 3.2), layout="constrained")
+    figure = new_figure(sum(widths), 3.2)
     panels = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     for axes, name in zip(panels, names, strict=False):
         _bars(axes, table, name)

@@ -59,7 +59,8 @@ def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
 
     total, samples = len(of_all), int(of_all.sum().sum())
     shown = "" if total <= _MOST_CLIENTS else f", the first {_MOST_CLIENTS} shown"
-    figure.suptitle(f"{split}: {samples} samples, {total} clients{shown}")
+    title = f"{split}: {samples:,} samples, {total} client{'s' * (total > 1)}{shown}"
+    figure.suptitle(f"{title}\nareas: samples of a class, the largest is {largest:,.0f}", fontsize=11)
     return figure
 
 
