@@ -1,11 +1,12 @@
-"""Atomic file writes, tensor files with checksums, and background writing."""
+"""Atomic file writes, tensor files with checksums, locks, and background writing."""
 
 import errno
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,20 +156,43 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def is_locked(folder: Path) -> bool:
-    """Return whether a process holds the lock of a folder, as one that writes a run does."""
+@contextmanager
+def locked(path: Path, wait: bool = False, shared: bool = False) -> Iterator[bool | None]:
+    """Lock a file or a folder, and yield whether this process got the lock.
+
+    ``None`` means that the system or the disk has no locks. The kernel releases a lock when the
+    process dies. It belongs to the open file, so forks of this process hold it too.
+
+    Args:
+        path: A folder, or a file. A missing file is created, and never removed.
+        wait: Wait until no other process holds the lock.
+        shared: Let others have the lock at the same time, if they share it too. The path exists.
+    """
     if fcntl is None:
-        return False
-    descriptor = os.open(folder, os.O_RDONLY)
+        yield None
+        return
+    flags = os.O_RDONLY if shared or path.is_dir() else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags, 0o666)
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    is_ours: bool | None = True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a disk without locks
-        return False
+        try:
+            fcntl.flock(descriptor, kind | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            is_ours = False
+        except OSError:
+            is_ours = None
+        yield is_ours
     finally:
         os.close(descriptor)
-    return False
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock of a folder or a file."""
+    if not path.exists():
+        return False
+    with locked(path, shared=True) as is_ours:
+        return is_ours is False
 
 
 class BackgroundTask:

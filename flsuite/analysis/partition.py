@@ -60,7 +60,8 @@ def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
     total, samples = len(of_all), int(of_all.sum().sum())
     shown = "" if total <= _MOST_CLIENTS else f", the first {_MOST_CLIENTS} shown"
     title = f"{split}: {samples:,} samples, {total} client{'s' * (total > 1)}{shown}"
-    figure.suptitle(f"{title}\nareas: samples of a class, the largest is {largest:,.0f}", fontsize=11)
+    areas = f"areas: samples of a class, the largest is {largest:,.0f}"
+    figure.suptitle(f"{title}\n{areas}", fontsize=11)
     return figure
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import os
 import platform
 import shutil
 import time
@@ -19,15 +18,10 @@ from flsuite.attacks import Attack
 from flsuite.data.federated import FederatedData
 from flsuite.data.tasks import TaskData
 from flsuite.errors import FlsuiteError
-from flsuite.files import make_folder, replace_text
+from flsuite.files import locked, make_folder, replace_text
 from flsuite.runs.fork import first_round
 from flsuite.runs.partition import task_table, write_partition
 from flsuite.runs.table import MetricsTable, TimelineTable
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger("flsuite")
 
@@ -108,27 +102,20 @@ class RunFolder:
         Raises:
             FlsuiteError: If another process writes to it.
         """
-        if self.path is None or fcntl is None or not self.path.is_dir():
+        if self.path is None or not self.path.is_dir():
             yield
             return
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+        with locked(self.path) as is_ours:
+            if is_ours is False:
                 raise FlsuiteError(
                     f"another process is writing to {self.path}; wait for it, or name another "
                     "folder with --run_dir"
-                ) from error
-            except OSError as error:
+                )
+            if is_ours is None:
                 log.warning(
-                    "the disk of %s has no locks (%s): do not start a second run in this folder",
-                    self.path,
-                    error.strerror,
+                    "the disk of %s has no locks: do not start a second run in it", self.path
                 )
             yield
-        finally:
-            os.close(descriptor)
 
     def make(self) -> None:
         """Create the folder of a new run, before it is locked and filled.

@@ -5,7 +5,6 @@ when it has ``failed.txt``, and is running while a process holds the lock next t
 kernel releases the lock when the process dies for any reason.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,17 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import FAILED, make_folder, replace_text
+from flsuite.files import FAILED, is_locked, locked, make_folder, replace_text
 from flsuite.sweeps.outcome import Outcome, read_outcome, write_outcome
 from flsuite.sweeps.plan import Cell, cell
 from flsuite.sweeps.reading import Sweep
 from flsuite.sweeps.tuning import Contest, contests, write_tuning
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 
 CellState = Literal["done", "failed", "running", "interrupted", "waiting"]
 
@@ -108,7 +101,7 @@ class Queue:
         """Return the state of a cell."""
         if self.outcome(cell):
             return "done"
-        if self._is_locked(cell):
+        if is_locked(self._lock(cell)):
             return "running"
         if self._failure(cell):
             return "failed"
@@ -139,7 +132,7 @@ class Queue:
             source = candidate.source
             if self.has_ended(candidate) or (source and not self.has_ended(source)):
                 continue
-            with locked(self._lock(candidate)) as is_ours:
+            with _locked(self._lock(candidate)) as is_ours:
                 # Another process may have finished it between the check and the lock.
                 if is_ours and not self.has_ended(candidate):
                     yield candidate
@@ -179,7 +172,7 @@ class Queue:
     def note_tuning(self) -> None:
         """Write the current ``tuning.csv``, if there is tuning."""
         if self.sweep.tuning is not None:
-            with locked(self.folder / ".tuning.lock", wait=True):
+            with _locked(self.folder / ".tuning.lock", wait=True):
                 path = self.folder / "tuning.csv"
                 write_tuning(path, self.contests, self.outcome, self._is_over)
 
@@ -192,13 +185,6 @@ class Queue:
         folder = self.run_dir(cell)
         return folder.with_name(f".{folder.name}.lock")
 
-    def _is_locked(self, cell: Cell) -> bool:
-        path = self._lock(cell)
-        if not path.exists():
-            return False
-        with locked(path) as is_ours:
-            return not is_ours
-
     def _failure(self, cell: Cell) -> int | None:
         """Return the time stamp of a cell's failure, or ``None`` if it has not failed."""
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -207,33 +193,17 @@ class Queue:
 
 
 @contextmanager
-def locked(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Lock a file, and yield whether this process got the lock.
-
-    The lock belongs to the open file, so forks of this process hold it too.
-
-    Args:
-        path: The file. It is created if it is missing, and never removed.
-        wait: Wait until no other process holds it.
+def _locked(path: Path, wait: bool = False) -> Iterator[bool]:
+    """Lock a file of the queue, and yield whether this process got the lock.
 
     Raises:
-        FlsuiteError: If the system or the disk has no locks.
+        FlsuiteError: If the system or the disk has no locks. Two processes would run one cell.
     """
-    if fcntl is None:
-        raise FlsuiteError("a sweep needs flock, which this system lacks")
     make_folder(path.parent)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        except OSError as error:
+    with locked(path, wait) as is_ours:
+        if is_ours is None:
             raise FlsuiteError(
-                f"cannot lock {path} ({error.strerror}); choose a folder on a disk with flock, "
-                "such as a local one, NFSv4 or a parallel file system"
-            ) from error
-        yield True
-    finally:
-        os.close(descriptor)
+                f"cannot lock {path}; choose a folder on a disk with flock, such as a local one, "
+                "NFSv4 or a parallel file system"
+            )
+        yield is_ours

@@ -87,7 +87,7 @@ def test_the_second_run_looks_while_the_first_one_writes(
     has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_locks:
-        monkeypatch.setattr("flsuite.runs.folder.fcntl", None)
+        monkeypatch.setattr("flsuite.files.fcntl", None)
     refusals: list[str] = []
 
     def versions() -> str:
@@ -198,7 +198,7 @@ def test_a_round_that_fails_after_its_aggregation_leaves_the_state_before_it(
 def test_scores_without_a_fit_are_refused_every_time(tmp_path: Path) -> None:
     made = trainer(run_dir=tmp_path / "nowhere")
     for model, data in ((classifier(), digits()), (None, None)):
-        with pytest.raises(FlsuiteError, match=r"no checkpoint|nothing has been fitted"):
+        with pytest.raises(FlsuiteError, match=r"no last\.ckpt|nothing has been fitted"):
             made.test(model, data)
 
 
