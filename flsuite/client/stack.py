@@ -28,7 +28,7 @@ from flsuite.client.stackable import Candidate, candidate, optimizer_of, phases
 from flsuite.client.stacked_optimizer import past_of
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
-from flsuite.errors import one_line
+from flsuite.errors import with_place
 from flsuite.lightning_internals import attached
 from flsuite.messages import FitRequest, TrainedFit
 from flsuite.models import declarations
@@ -100,7 +100,7 @@ class Stack:
                 # Which client it is shows when each trains by itself.
                 self._modules = []  # a callback may have left hooks in them
                 level, self._level = self._level, logging.DEBUG  # said once
-                names = type(error).__name__, one_line(error, longest=160)
+                names = type(error).__name__, with_place(error, longest=160)
                 text = "a stack of %d clients could not train, so each trains by itself (%s: %s)"
                 log.log(level, text, len(members), *names)
         return fits
