@@ -51,7 +51,6 @@ Bits = Annotated[int, Range("from 2 to 16", lambda x: 2 <= x <= 16)]
 Threads = Annotated[int, at_least(1), Range("at most 4096", lambda x: x <= 4096)]
 
 
-_RENAMED = {"buffers": "batchnorm"}  # former names of trainer arguments
 _WORDS = {bool: "true or false", str: "text", tuple: "a list", list: "a list", Sequence: "a list"}
 
 
@@ -174,15 +173,6 @@ def _without_aliases(value: Any) -> Any:
     if type(value) is dict:
         return {key: _without_aliases(part) for key, part in value.items()}
     return value
-
-
-def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings with former argument names replaced by the present ones.
-
-    A value under a former name overrides the present one unless it is ``None``.
-    """
-    older = {new: settings[old] for old, new in _RENAMED.items() if settings.get(old) is not None}
-    return {k: v for k, v in settings.items() if k not in _RENAMED} | older
 
 
 def _check(obj: Any, hints: Mapping[str, Any]) -> None:

@@ -100,7 +100,6 @@ class FederatedTrainer(ScoringTrainer):
         enable_progress_bar: Whether to show the federation's progress and the final table.
         precision: As in Lightning, or ``auto``: ``bf16-mixed`` if the device has instructions for
             it, else ``32-true``. A resumed run keeps its original precision.
-        buffers: Older name of ``batchnorm``. Overrides it if given.
     """
 
     def __init__(
@@ -135,14 +134,10 @@ class FederatedTrainer(ScoringTrainer):
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
         precision: int | str | None = None,
-        buffers: BatchNorm | None = None,
         **kwargs: Any,
     ) -> None:
         require_known(FederatedTrainer, kwargs, Trainer)
         budget = Budget.of(rounds, max_virtual_seconds, max_client_updates)
-        if buffers is not None:
-            log.warning("trainer.buffers is the older name of trainer.batchnorm; use that")
-            batchnorm = buffers
         self.precision_request = precision
         kwargs["precision"], _ = resolve_precision(precision, kwargs)
         self.client_kwargs = client_arguments({**kwargs, "max_epochs": max_epochs})

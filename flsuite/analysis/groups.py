@@ -20,7 +20,6 @@ from flsuite.analysis.labels import (
     partition_of,
 )
 from flsuite.analysis.runs import is_metrics, read_metrics
-from flsuite.arguments import renamed
 from flsuite.errors import FlsuiteError, one_line
 
 _CELL = re.compile(r"(?P<method>.+?)(?:-(?P<point>[\w.]+=.*))?-[0-9a-f]{8}")
@@ -190,7 +189,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise FlsuiteError(f"{path} is not valid YAML ({one_line(error)})") from error
     if not isinstance(content, dict) or not _is_seed(content.get("seed")):
         raise FlsuiteError(f"{path} does not hold the settings of a run; leave the folder out")
-    return renamed(content)
+    return content
 
 
 def _is_seed(value: object) -> bool:

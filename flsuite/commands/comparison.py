@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flsuite.arguments import renamed
 from flsuite.commands.record import Row, ends, is_finished, is_virtual, round_of_row, rows_of
 from flsuite.files import load_tensors
 from flsuite.runs.checkpoint import load_checkpoint
@@ -87,8 +86,7 @@ def _other_settings(run: Path, again: Path) -> Iterator[str]:
         *((path.name, load_checkpoint(path)["settings"]) for path in checkpoints_of(run)),
     ):
         ours, theirs = (
-            {k: v for k, v in settings.items() if k not in _OPEN}
-            for settings in (written, renamed(other))
+            {k: v for k, v in settings.items() if k not in _OPEN} for settings in (written, other)
         )
         for name, mine, its in differences(ours, theirs):
             yield f"settings.yaml: {name} is {mine!r}, in {what} {its!r}"

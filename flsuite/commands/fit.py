@@ -17,7 +17,6 @@ import flsuite.engines.ray
 import flsuite.engines.vectorized
 import flsuite.models
 import flsuite.schedules  # noqa: F401  (an imported class has a short name in configs)
-from flsuite.arguments import renamed
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors, refuse_nulls
 from flsuite.errors import FlsuiteError, one_line, require_extra
 from flsuite.runs.folder import new_run_dir
@@ -236,5 +235,4 @@ def _without(dump: str, keys: tuple[str, ...]) -> str:
     import yaml
 
     content = yaml.safe_load(dump)
-    content["trainer"] = renamed(content["trainer"])
     return yaml.safe_dump({k: v for k, v in content.items() if k not in keys}, sort_keys=False)

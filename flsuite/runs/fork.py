@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from flsuite.arguments import NonNegativeInt, Settings, renamed
+from flsuite.arguments import NonNegativeInt, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.files import link_or_copy, load_tensors
 
@@ -128,7 +128,7 @@ def parent_settings(run: Path) -> dict[str, Any]:
         raise FlsuiteError(f"trainer.fork: {run} is not a run, it has no settings.yaml")
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return renamed({str(name): value for name, value in settings.items()})
+        return {str(name): value for name, value in settings.items()}
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise FlsuiteError(f"{path} is not valid YAML; restore it") from error
 

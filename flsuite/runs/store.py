@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flsuite.arguments import renamed
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.files import BackgroundTask, load_tensors, replace_tensors
 from flsuite.runs.checkpoint import load_checkpoint, publish_checkpoint, write_checkpoint
@@ -189,7 +188,7 @@ class RunStore:
             FlsuiteError: If the checkpoint cannot be read, or was written with other settings.
         """
         content = load_checkpoint(checkpoint)
-        saved = renamed(content["settings"])
+        saved = content["settings"]
         self.settings.update(with_contents(self.settings, saved))
         # Settings of both sides: a setting that is missing on one side differs.
         names = [
@@ -252,7 +251,7 @@ class RunStore:
         if path is None:
             return
         content = load_checkpoint(path)
-        theirs = renamed(content["settings"])
+        theirs = content["settings"]
         refuse_other_data(self.settings, theirs)
         refuse_other_privacy(self.settings, theirs)
         federation, home = self.federation, Path(self.parent.run)

@@ -19,7 +19,6 @@ import yaml
 
 from flsuite import __version__
 from flsuite.aggregators.objectives import SecondSteps
-from flsuite.commands.fit import build
 from flsuite.commands.main import main
 from flsuite.data import Digits, Dirichlet
 from flsuite.models import MLP, Classifier
@@ -193,25 +192,6 @@ def test_print_config_is_a_config(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert config["trainer"]["aggregator"]["class_path"].endswith("FedAdam")
     assert config["trainer"]["aggregator"]["init_args"]["lr"] == 0.5
     assert not list(tmp_path.iterdir())
-
-
-def test_the_older_name_of_batchnorm_is_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = yaml.safe_load(Path(QUICKSTART).read_text())
-    config["trainer"]["buffers"] = "reset"
-    (tmp_path / "old.yaml").write_text(yaml.safe_dump(config))
-    for args, value in (
-        (["--config", QUICKSTART], "average"),
-        (["--config", "old.yaml"], "reset"),
-        (["--config", "old.yaml", "--trainer.buffers", "local"], "local"),
-    ):
-        caplog.clear()
-        made = build(args)[0]
-        saved = yaml.safe_load(made.config or "")["trainer"]
-        assert made.options.batchnorm == saved["batchnorm"] == value and "buffers" not in saved
-        said = [line for line in caplog.messages if "older name of trainer.batchnorm" in line]
-        assert len(said) == (value != "average")
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from flsuite.aggregators import FedAdam, FedAvgM
-from flsuite.analysis import group_runs
 from flsuite.callbacks import RoundEarlyStopping
 from flsuite.data import Digits, Dirichlet
 from flsuite.engines import InProcess, Processes
@@ -93,33 +92,6 @@ def test_statistics_resume_under_every_policy(buffers: str, tmp_path: Path) -> N
         assert equal_states(
             resumed.federation.client_state(client), whole.federation.client_state(client)
         )
-
-
-def test_a_run_with_the_older_name_of_batchnorm_resumes(tmp_path: Path) -> None:
-    def fit(rounds: int, ckpt_path: str | None = None, **kwargs: Any) -> FederatedTrainer:
-        made = trainer(
-            rounds=rounds,
-            aggregator=FedAvgM(momentum=0.5),
-            run_dir=tmp_path / "run",
-            keep_updates=True,
-            **kwargs,
-        )
-        made.fit(Classifier(ResNet20(width=4)), digits(clients=2), ckpt_path=ckpt_path)
-        return made
-
-    fit(1, batchnorm="local")
-    last, table = tmp_path / "run/checkpoints/last.ckpt", tmp_path / "run/settings.yaml"
-    content = torch.load(last, weights_only=True)
-    content["settings"]["buffers"] = content["settings"].pop("batchnorm")
-    torch.save(content, last)
-    table.write_text(table.read_text().replace("batchnorm:", "buffers:"))
-
-    assert group_runs([tmp_path / "run"])[0].settings["batchnorm"] == "local"
-    assert fit(2, "last", buffers="local").options.batchnorm == "local"
-    with pytest.raises(FlsuiteError, match="batchnorm is 'average' here and 'local' there"):
-        fit(3, "last")
-    again = trainer(rounds=1, batchnorm="local", from_updates=str(tmp_path / "run"))
-    again.fit(Classifier(ResNet20(width=4)), digits(clients=2))
 
 
 @pytest.mark.long
