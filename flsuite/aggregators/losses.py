@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from flsuite.errors import FlsuiteError
-from flsuite.models.modes import evaluating, plain_attributes
+from flsuite.models.modes import PlainAttributes, evaluating
 from flsuite.state import State
 
 
@@ -122,12 +122,9 @@ def changes_attributes(module: LightningModule, tensors: Mapping[str, Tensor], b
     """
     step = {f"module.{name}": value.detach().clone() for name, value in tensors.items()}
     with _logging_to(module, lambda *args, **kwargs: None), _unchanged(module):
-        before = plain_attributes(module)
+        before = PlainAttributes(module)
         torch.func.functional_call(_Step(module), step, (batch, 0))
-        try:
-            return plain_attributes(module) != before
-        except RuntimeError:  # lists of tensors, which do not compare
-            return True
+        return before.have_changed()
 
 
 def loss_and_gradient(
@@ -245,7 +242,7 @@ class _Step(nn.Module):
 @contextmanager
 def _unchanged(module: LightningModule) -> Iterator[None]:
     """Restore the model's metrics and plain Python attributes on exit."""
-    kept = plain_attributes(module)
+    kept = PlainAttributes(module)
     parents = [
         (part, name, child)
         for part in module.modules()
@@ -259,8 +256,7 @@ def _unchanged(module: LightningModule) -> Iterator[None]:
     finally:
         for parent, name, metric in parents:
             setattr(parent, name, metric)
-        for name, value in kept.items():
-            setattr(module, name, value)
+        kept.restore()
 
 
 @contextmanager

@@ -44,6 +44,9 @@ _HOOKS = (
 )
 
 
+_AROUND_FIT = ("configure_callbacks", "on_fit_end", "on_fit_start", "setup", "teardown")
+
+
 class NeedsLightningLoopError(Exception):
     """A fit that is not the plain case after all, and must restart in Lightning's loop."""
 
@@ -72,7 +75,7 @@ class LocalLoop:
             and _steps_without_closure(trainer.optimizers[0])
             and not trainer.lr_scheduler_configs
             and trainer.accumulate_grad_batches == 1
-            and _is_every_batch(trainer.limit_train_batches)
+            and is_every_batch(trainer.limit_train_batches)
             and not trainer.overfit_batches  # type: ignore[attr-defined]
             and not trainer.fast_dev_run  # type: ignore[attr-defined]
             and trainer.max_steps == -1
@@ -208,7 +211,7 @@ def implements(obj: Any, base: type, hook: str) -> bool:
 
 def hooks_of(module: LightningModule) -> list[str]:
     """Return the hooks and methods of a fit that a model has overridden."""
-    names = (*_STEP_METHODS, *_HOOKS)
+    names = (*_AROUND_FIT, *_STEP_METHODS, *_HOOKS)
     return [name for name in names if implements(module, LightningModule, name)]
 
 
@@ -246,7 +249,7 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-def _is_every_batch(limit: int | float | None) -> bool:
+def is_every_batch(limit: int | float | None) -> bool:
     """Return whether Lightning uses every batch: 1.0 means all of them, 1 means one batch."""
     return limit is None or (isinstance(limit, float) and limit == 1.0)
 

@@ -1,6 +1,5 @@
 """The resident model of a worker: restore it between fits, and check each fit's changes."""
 
-import copy
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from flsuite.errors import FlsuiteError
-from flsuite.models.modes import plain_attributes
+from flsuite.models.modes import PlainAttributes
 
 
 @dataclass
@@ -42,7 +41,7 @@ class Resident:
     def __init__(self, model: LightningModule, frozen: Collection[str] = ()) -> None:
         self.model = model
         self._trainable = [(p, p.requires_grad) for p in model.parameters()]
-        self._attributes = plain_attributes(model)
+        self._attributes = PlainAttributes(model)
         self._buffers = [
             _Buffer(part, name, value.clone())
             for part in model.modules()
@@ -55,13 +54,12 @@ class Resident:
         self._versions: list[int] = []
 
     def restore(self) -> None:
-        """Restore the model's numbers, lists, dicts and unsaved buffers to their initial values.
+        """Restore the model's plain attributes and unsaved buffers to their initial values.
 
         A model may collect numbers in a list or in a metric over the steps of a fit. They must not
         leak into the next client, nor into a fit that restarts in Lightning's loop.
         """
-        for name, value in self._attributes.items():
-            setattr(self.model, name, copy.deepcopy(value))
+        self._attributes.restore()
         for buffer in self._buffers:
             buffer.restore()
         for metric in self._metrics:

@@ -276,7 +276,7 @@ class ClientRunner:
         """Load a trained model, and let the algorithm measure it."""
         load_(self.model.state_dict(), trained.state)
         load_(self.model.state_dict(), trained.memory.get("model", {}))
-        self.model.to(trainer.strategy.root_device).train()
+        self.model.to(trainer.strategy.root_device)
 
         for callback in callbacks:
             if isinstance(callback, AfterFit):

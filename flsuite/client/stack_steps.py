@@ -132,13 +132,17 @@ class StackSteps:
         return {k: torch.zeros_like(p[at]) for k, p in self._parameters.items()}
 
     def _log(self, step: int, group: Group, logged: Mapping[str, Tensor]) -> None:
-        """Add what the clients log to the sums over their last epochs, by sizes of batches."""
+        """Add what the clients log to the sums over their last epochs, by sizes of batches.
+
+        Of a value of a step, only the last one stays.
+        """
         for name, values in logged.items():
             samples = group.samples()
             for place, value, size in zip(group.places, values.tolist(), samples, strict=True):
                 member, sums = self.members[place], self._logged[place]
                 if step >= member.steps - len(member.loader):
-                    total, seen = sums.get(name, (0.0, 0))
+                    is_of_step = name in self.loss.of_step
+                    total, seen = (0.0, 0) if is_of_step else sums.get(name, (0.0, 0))
                     sums[name] = total + value * size, seen + size
 
     def _state_of(self, place: int) -> State:

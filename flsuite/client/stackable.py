@@ -7,17 +7,24 @@ from dataclasses import dataclass, replace
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim.lr_scheduler import LRScheduler
 
 from flsuite.aggregators.objectives.feature_term import FeatureCallback
 from flsuite.aggregators.objectives.held import StatedCallback
 from flsuite.aggregators.objectives.second_steps import SecondCallback
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.client.fits import callbacks_of_algorithm, context_of
-from flsuite.client.loop import hooks_of, hooks_of_callback, only_optimizer, takes_a_batch
+from flsuite.client.loop import (
+    hooks_of,
+    hooks_of_callback,
+    is_every_batch,
+    only_optimizer,
+    takes_a_batch,
+)
 from flsuite.client.setup import WorkerSetup
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import Broadcast, ClientContext, FitRequest
-from flsuite.models.declarations import extra_epochs
+from flsuite.models.declarations import extra_epochs, has_gradient_hooks
 
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 _HOOKS = {  # called by a stack
@@ -30,7 +37,6 @@ _HOOKS = {  # called by a stack
 }
 _ONE_BY_ONE = {  # arguments of Lightning's Trainer, and the value that a stack can train with
     "accumulate_grad_batches": (None, 1),
-    "limit_train_batches": (None, 1.0),
     "max_steps": (None, -1),
     "min_steps": (None, 0),
     "min_epochs": (None, 0),
@@ -172,6 +178,10 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
     for path, part in model.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and _has_options(part):
             yield f"{name}.{path} has padding_idx, max_norm or scale_grad_by_freq"
+    if has_gradient_hooks(model) or any(map(_has_backward_hooks, model.modules())):
+        yield f"{name} has hooks on gradients"
+    if not is_every_batch(limit := setup.trainer_kwargs.get("limit_train_batches")):
+        yield f"trainer.limit_train_batches is {limit!r}"
     for argument, values in _ONE_BY_ONE.items():
         if (value := setup.trainer_kwargs.get(argument)) not in values:
             yield f"trainer.{argument} is {value!r}"
@@ -179,9 +189,14 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
     if not _steps_are_stackable(replace(setup, attack=None)):
         yield f"{setup.aggregator.name} does more in a client's steps than a stack can"
     try:
-        optimizer_of(model)
+        optimizer = optimizer_of(model)
     except (RuntimeError, AttributeError) as error:
         yield f"{name}.configure_optimizers needs a Trainer ({one_line(error)})"
+        return
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        yield f"the optimizer of {name} has hooks"
+    if any(isinstance(value, (Optimizer, LRScheduler)) for value in vars(model).values()):
+        yield f"{name} keeps its optimizer as an attribute, where a step may change it"
 
 
 def _steps_are_stackable(setup: WorkerSetup) -> bool:
@@ -191,6 +206,10 @@ def _steps_are_stackable(setup: WorkerSetup) -> bool:
         with suppress(Exception):  # this client fails alone
             return candidate(setup, FitRequest(0, client, broadcast, {})) is not None
     return True
+
+
+def _has_backward_hooks(part: nn.Module) -> bool:
+    return bool(part._backward_hooks or part._backward_pre_hooks)
 
 
 def _has_options(part: nn.Embedding | nn.EmbeddingBag) -> bool:

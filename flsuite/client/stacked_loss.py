@@ -77,6 +77,9 @@ class StackedLoss:
         model: The structure. Its weights are not used.
         trainer: Gives the precision.
         term: A term of the features in each loss.
+
+    Attributes:
+        of_step: What the model logs as the value of a step. The rest are means over an epoch.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class StackedLoss:
         self.model, self.trainer, self.term = model, trainer, term
         self.head = term.head_in(model) if term else ""
         self.buffers = [name for name, _ in model.named_buffers()]
+        self.of_step: set[str] = set()
         is_large = any(_is_large(parameter) for parameter in model.parameters())
         self._layers: AbstractContextManager[Any] = _WeightsFirst() if is_large else nullcontext()
 
@@ -171,11 +175,34 @@ class StackedLoss:
         tensors = {**others, **buffers, **parameters}
         logged: State = {}
 
-        def log(name: str, value: Any, *args: Any, reduce_fx: Any = "mean", **kwargs: Any) -> None:
-            if reduce_fx not in ("mean", torch.mean):
-                raise RuntimeError(f"a step logs {name} with another reduce_fx than the mean")
+        size = tree_leaves(batch)[0].shape[0]
+
+        def log(
+            name: str,
+            value: Any,
+            prog_bar: bool = False,
+            logger: bool | None = None,
+            on_step: bool | None = None,
+            on_epoch: bool | None = None,
+            reduce_fx: Any = "mean",
+            *args: Any,
+            batch_size: int | None = None,
+            **kwargs: Any,
+        ) -> None:
+            is_mean = reduce_fx in ("mean", torch.mean) and batch_size in (None, size)
+            if on_epoch and not is_mean:
+                raise RuntimeError(f"a step logs {name} with a reduce_fx or batch_size of its own")
+            if logger is False:
+                return
             value = torch.as_tensor(value, device=self.trainer.strategy.root_device)
-            logged[name] = value.detach().float()
+            # As in Lightning, a step logs its own value unless it says otherwise.
+            of_step, of_epoch = on_step is not False, bool(on_epoch)
+            if of_step:
+                step_name = f"{name}_step" if of_epoch else name
+                self.of_step.add(step_name)
+                logged[step_name] = value.detach().float()
+            if of_epoch:
+                logged[f"{name}_epoch" if of_step else name] = value.detach().float()
 
         def features_of(weights: State) -> Tensor:
             at = {**tensors, **weights}

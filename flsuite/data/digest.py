@@ -30,6 +30,8 @@ def described(module: FederatedDataModule) -> dict[str, Any]:
 
 
 def _described(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, Tensor)) and (value.ndim == 0 or len(value) <= _LONGEST):
+        return value.tolist()
     if isinstance(value, (list, tuple, np.ndarray, Tensor)) and len(value) > _LONGEST:
         digest = hashlib.sha256()
         _add(digest, value)

@@ -24,6 +24,7 @@ from flsuite.engines.processes import Processes
 from flsuite.engines.vectorized import Vectorized
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.messages import Fault, FitRequest
+from flsuite.models.declarations import has_gradient_hooks
 
 log = logging.getLogger("flsuite")
 
@@ -109,7 +110,7 @@ class Auto(Delegate, Settings):
             self.chosen = Vectorized(**kept["init_args"])
             log.info("engine: %s (auto: the run began with it)", _name(self.chosen))
             return
-        if setup.aggregator.pools:
+        if setup.aggregator.pools or not _can_be_copied(setup):
             self.chosen = InProcess()
             return
         with isolate_rng():
@@ -201,6 +202,15 @@ def _seconds_stacked(
 
 def _gain(workers: int) -> float:
     return 1 + _SHARE * (workers - 1)
+
+
+def _can_be_copied(setup: WorkerSetup) -> bool:
+    """Return whether other processes or stacks can have copies of the model."""
+    try:
+        _copied(setup)
+    except Exception:
+        return False
+    return not has_gradient_hooks(setup.model)
 
 
 def _copied(setup: WorkerSetup) -> WorkerSetup:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flsuite.client.setup import WorkerSetup
+from flsuite.models import declarations
 
 CANNOT_PICKLE = (TypeError, AttributeError, pickle.PicklingError)
 """Errors raised for an object that cannot be serialized."""
@@ -71,7 +72,12 @@ def dump_without_data(setup: WorkerSetup) -> bytes:
     """Serialize a setup without its data, which workers share.
 
     Every worker has its own model, which it may change.
+
+    Raises:
+        PicklingError: If a part of it cannot be sent.
     """
+    if declarations.has_gradient_hooks(setup.model):
+        raise pickle.PicklingError("hooks on the gradients of parameters would get lost")
     setup.model.cpu()  # workers may see other GPUs or none
     return bytes(dumps(replace(setup, data=None)))  # type: ignore[arg-type]
 

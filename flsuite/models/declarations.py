@@ -194,6 +194,11 @@ def class_outputs(model: LightningModule, spec: DataSpec) -> Callable[[Any], Ten
     return method if callable(method) and spec.task != "other" else None
 
 
+def has_gradient_hooks(model: LightningModule) -> bool:
+    """Return whether a parameter has hooks on its gradient. Copies of the model have none."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+
+
 def require_trainable(model: LightningModule, spec: DataSpec) -> None:
     """Refuse a model that lacks something that a federation requires, before training.
 

@@ -1,11 +1,16 @@
-"""Saves the state of a module besides its tensors: modes, and plain Python attributes."""
+"""Keeps the state of a module that is not in its state dict: modes, and plain attributes."""
 
 import copy
+import random
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -32,14 +37,97 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         yield
 
 
-_OTHERS = ("training", "autograd_grad_sample_hooks")  # a mode, and the handles of Opacus
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, dict, set, deque, tuple)
+_GENERATORS = (torch.Generator, np.random.Generator, random.Random)
+_KEPT = (*_PLAIN, *_CONTAINERS, *_GENERATORS, Tensor, nn.Module)
+_LIBRARIES = ("torch.", "torchvision.", "torchmetrics.")  # their layers keep nothing here
+_OF_LIGHTNING = {*vars(LightningModule()), "autograd_grad_sample_hooks"}  # the handles of Opacus
 
 
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return copies of the module's attributes that are plain Python data."""
-    kinds = (bool, int, float, str, list, dict, set)
-    return {
-        name: copy.deepcopy(value)
-        for name, value in vars(module).items()
-        if type(value) in kinds and not name.startswith("_") and name not in _OTHERS
-    }
+class PlainAttributes:
+    """The attributes of a module and its parts that are plain data: numbers, lists, tensors, ...
+
+    Parameters, buffers and submodules are left out, also as parts of a list. So are other objects
+    than data, hidden modules and generators, and the private attributes of flsuite's own classes.
+
+    Args:
+        module: The module. What it has now is kept.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = list(module.modules())
+        self._registered = {id(one) for one in (*parts, *module.parameters(), *module.buffers())}
+        self._kept: list[tuple[dict[str, Any], str, Any]] = [
+            (vars(part), name, self._copied(value))
+            for part in parts
+            if not _is_of(part, _LIBRARIES)
+            for name, value in vars(part).items()
+            if name not in _OF_LIGHTNING
+            and _is_kept(value)
+            and not (name.startswith("_") and _is_of(part, ("flsuite.",)))
+        ]
+
+    def restore(self) -> None:
+        """Give the attributes their values back."""
+        for attributes, name, value in self._kept:
+            if _differs(attributes.get(name), value):
+                attributes[name] = self._copied(value)
+
+    def have_changed(self) -> bool:
+        """Return whether an attribute has another value now."""
+        return any(_differs(attributes.get(name), value) for attributes, name, value in self._kept)
+
+    def _copied(self, value: Any) -> Any:
+        """Return a copy. Registered tensors and modules in it, and other objects, stay the same."""
+        if id(value) in self._registered or isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, Tensor):
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        if isinstance(value, (nn.Module, *_GENERATORS)):
+            return copy.deepcopy(value)
+        if isinstance(value, tuple):
+            parts = [self._copied(part) for part in value]
+            is_same = all(a is b for a, b in zip(parts, value, strict=True))
+            return value if is_same else tuple(parts)
+        if not isinstance(value, _CONTAINERS):
+            return value
+        own: Any = copy.copy(value)  # of the same class
+        if isinstance(value, dict):
+            own.update({key: self._copied(part) for key, part in value.items()})
+        elif isinstance(value, (list, deque)):
+            own.clear()
+            own.extend(map(self._copied, value))
+        return own
+
+
+def _is_kept(value: Any) -> bool:
+    return isinstance(value, _KEPT)
+
+
+def _is_of(part: nn.Module, packages: tuple[str, ...]) -> bool:
+    return type(part).__module__.startswith(packages)
+
+
+def _differs(now: Any, before: Any) -> bool:
+    """Return whether plain data has other values than before. Other objects do not count."""
+    if now is before or not _is_kept(before):
+        return False
+    if now.__class__ != before.__class__:
+        return True
+    if isinstance(before, Tensor):
+        is_alike = now.shape == before.shape and now.dtype == before.dtype
+        return not (is_alike and torch.equal(now.detach().to(before.device), before.detach()))
+    if isinstance(before, nn.Module):
+        return _differs(dict(now.state_dict()), dict(before.state_dict()))
+    if isinstance(before, dict):
+        return now.keys() != before.keys() or any(_differs(now[k], before[k]) for k in before)
+    if isinstance(before, (list, tuple, deque)):
+        return len(now) != len(before) or any(map(_differs, now, before))
+    if isinstance(before, torch.Generator):
+        return not torch.equal(now.get_state(), before.get_state())
+    if isinstance(before, np.random.Generator):
+        return bool(now.bit_generator.state != before.bit_generator.state)
+    if isinstance(before, random.Random):
+        return bool(now.getstate() != before.getstate())
+    return bool(now != before)
