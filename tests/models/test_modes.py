@@ -1,10 +1,17 @@
-"""Context managers restore the modes of a module."""
+"""The modes and plain attributes of a module are restored."""
 
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 
-from flsuite.models.modes import evaluating, kept_modes
+from flsuite.models.modes import PlainAttributes, evaluating, kept_modes
 
 
 def mixed() -> nn.Sequential:
@@ -55,3 +62,58 @@ def test_evaluating_sets_evaluation_mode_and_kept_modes_sets_none() -> None:
         assert torch.equal(module[1][0](torch.ones(4)), torch.ones(4))
     with kept_modes(module):
         assert modes(module) == before
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self._first = 0, None  # type: int, Tensor | None
+        self.linear = nn.Linear(2, 2)
+        self.layers, self.center = [self.linear], torch.ones(2)
+        self.draws = torch.Generator().manual_seed(1)
+
+
+class Remembering(LightningModule):
+    def __init__(self, tau: float = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer, self._steps, self.recent = Layer(), 0, deque([1])
+        self.pair = (1, [2])
+        self.numbers, self.python = np.random.default_rng(1), random.Random(1)
+        vars(self)["hidden"] = nn.Linear(2, 2)
+
+
+CHANGES: dict[str, Callable[[Remembering], Any]] = {
+    "of a part": lambda m: setattr(m.layer, "calls", 1),
+    "private": lambda m: setattr(m, "_steps", 1),
+    "none at first": lambda m: setattr(m.layer, "_first", torch.ones(1)),
+    "tensor": lambda m: m.layer.center.add_(1),
+    "deque": lambda m: m.recent.append(2),
+    "list in a tuple": lambda m: m.pair[1].append(3),
+    "hyperparameter": lambda m: m.hparams.update(tau=0.5),
+    "hidden module": lambda m: m.hidden.weight.data.add_(1),
+    "torch": lambda m: torch.rand(1, generator=m.layer.draws),
+    "numpy": lambda m: m.numbers.random(),
+    "random": lambda m: m.python.random(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_plain_attributes_are_restored(change: Callable[[Remembering], Any]) -> None:
+    model = Remembering()
+    kept = PlainAttributes(model)
+    assert not kept.have_changed()
+    for _ in range(2):
+        change(model)
+        assert kept.have_changed()
+        kept.restore()
+        assert not kept.have_changed()
+
+
+def test_parameters_in_a_list_are_no_attributes() -> None:
+    model = Remembering()
+    kept = PlainAttributes(model)
+    model.layer.linear.weight.data.add_(1)
+    model.layer.layers.append(nn.Linear(1, 1))
+    kept.restore()
+    assert model.layer.layers[0] is model.layer.linear and len(model.layer.layers) == 1
