@@ -115,18 +115,6 @@ def step_loss(
     return loss
 
 
-def changes_attributes(module: LightningModule, tensors: Mapping[str, Tensor], batch: Any) -> bool:
-    """Return whether a training step changes plain attributes of the model, such as a counter.
-
-    They are restored, and the tensors do not change. For the arguments, see :func:`step_loss`.
-    """
-    step = {f"module.{name}": value.detach().clone() for name, value in tensors.items()}
-    with _logging_to(module, lambda *args, **kwargs: None), _unchanged(module):
-        before = PlainAttributes(module)
-        torch.func.functional_call(_Step(module), step, (batch, 0))
-        return before.have_changed()
-
-
 def loss_and_gradient(
     trainer: Trainer,
     module: LightningModule,

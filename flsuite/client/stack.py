@@ -3,21 +3,16 @@
 import copy
 import logging
 import math
-import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from flsuite.aggregators.losses import changes_attributes, step_loss
 from flsuite.aggregators.stateless import Stateless
 from flsuite.client.allocator import keep_freed_memory
 from flsuite.client.callbacks import KeepOptimizers
@@ -28,6 +23,7 @@ from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, TrainerOfOne, callbacks_of, stacked
 from flsuite.client.stack_samples import is_mean_over_samples, refuse_mixed_samples
 from flsuite.client.stack_steps import StackSteps
+from flsuite.client.stack_trial import used_parameters
 from flsuite.client.stackable import Candidate, by_sample, candidate, optimizer_of, phases
 from flsuite.client.stacked_optimizer import past_of
 from flsuite.client.trainer import ClientTrainer
@@ -152,7 +148,8 @@ class Stack:
         with attached(self.model, trainer_of_all):
             start = {name: value[0] for name, value in tensors.items()}
             reads_samples = by_sample(members[0].callbacks)
-            used = self._used(trainer, start, batches.first(), reads_samples)
+            # Anew for each stack, because a model may use other layers in another task or round.
+            used = used_parameters(self.model, trainer, start, batches.first(), reads_samples)
             with _told_of_errors(members):
                 steps = StackSteps(self.model, used, trainer, tensors, members)
                 if steps.by_sample:
@@ -179,34 +176,6 @@ class Stack:
         """Seed what a stack draws, as for dropout. It depends on who is in the stack."""
         stream = f"stack/{first.repeat}" if first.repeat else "stack"
         seed_process(self.setup.seed, stream, first.broadcast.round, first.client)
-
-    def _used(
-        self, trainer: ClientTrainer, start: State, batch: Any, reads_samples: bool
-    ) -> list[str]:
-        """Return the trainable parameters that the loss depends on. The others take no step.
-
-        Raises:
-            RuntimeError: If a step does something that a stack cannot do.
-        """
-        # Anew for each stack, because a model may use other layers in another task or round.
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        leaves = {k: v.detach().clone() for k, v in start.items()}
-        wanted = [leaves[name].requires_grad_() for name in names]
-        kind, buffers = type(self.model).__name__, {name for name, _ in self.model.named_buffers()}
-        with torch.random.fork_rng(), trainer.precision_plugin.train_step_context():
-            versions, ends = {k: v._version for k, v in leaves.items()}, dict[str, Tensor]()
-            with _own_draws_refused(kind), _EmbeddingOptionsRefused():
-                loss = step_loss(self.model, leaves, batch, 0, ends=ends)
-            changed = {k for k, v in leaves.items() if v._version != versions[k]}
-            changed |= {k for k in buffers if ends[k] is not leaves[k]}
-            if of_parameters := sorted(changed - buffers):
-                raise RuntimeError(f"a step of {kind} changes {of_parameters[0]} in place")
-            if reads_samples and changed:
-                raise RuntimeError(f"a step of {kind} changes {sorted(changed)[0]}, by sample")
-            if changes_attributes(self.model, start, batch):
-                raise RuntimeError(f"a step changes attributes of {kind}, which clients share")
-        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
-        return [k for k, g in zip(names, gradients, strict=True) if g is not None]
 
     def _tensors(self, starts: Sequence[State], device: torch.device) -> dict[str, Tensor]:
         """Return all tensors of the models, each ``(clients, ...)``. Tied weights occur once."""
@@ -250,31 +219,6 @@ class Stack:
         for group in member.optimizer.param_groups:
             group["lr"] *= decay.factor(member.client.round) if decay else 1.0
         member.trainer = module.trainer = TrainerOfOne(trainer, member)  # type: ignore[assignment]
-
-
-@contextmanager
-def _own_draws_refused(model: str) -> Iterator[None]:
-    """Refuse draws from Python's or NumPy's generator: all clients of a stack would share them."""
-    before = random.getstate(), repr(np.random.get_state())
-    yield
-    if before != (random.getstate(), repr(np.random.get_state())):
-        raise RuntimeError(f"a step of {model} draws from random or numpy; draw from torch instead")
-
-
-class _EmbeddingOptionsRefused(TorchFunctionMode):
-    """Refuses the options of embeddings that a batched program ignores."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        options = kwargs or {}
-        if func is F.embedding and (
-            options["padding_idx"] is not None
-            or options["max_norm"]
-            or options["scale_grad_by_freq"]
-        ):
-            raise RuntimeError("F.embedding has padding_idx, max_norm or scale_grad_by_freq")
-        return func(*args, **options)
 
 
 @contextmanager

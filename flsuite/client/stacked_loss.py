@@ -175,35 +175,6 @@ class StackedLoss:
         tensors = {**others, **buffers, **parameters}
         logged: State = {}
 
-        size = tree_leaves(batch)[0].shape[0]
-
-        def log(
-            name: str,
-            value: Any,
-            prog_bar: bool = False,
-            logger: bool | None = None,
-            on_step: bool | None = None,
-            on_epoch: bool | None = None,
-            reduce_fx: Any = "mean",
-            *args: Any,
-            batch_size: int | None = None,
-            **kwargs: Any,
-        ) -> None:
-            is_mean = reduce_fx in ("mean", torch.mean) and batch_size in (None, size)
-            if on_epoch and not is_mean:
-                raise RuntimeError(f"a step logs {name} with a reduce_fx or batch_size of its own")
-            if logger is False:
-                return
-            value = torch.as_tensor(value, device=self.trainer.strategy.root_device)
-            # As in Lightning, a step logs its own value unless it says otherwise.
-            of_step, of_epoch = on_step is not False, bool(on_epoch)
-            if of_step:
-                step_name = f"{name}_step" if of_epoch else name
-                self.of_step.add(step_name)
-                logged[step_name] = value.detach().float()
-            if of_epoch:
-                logged[f"{name}_epoch" if of_step else name] = value.detach().float()
-
         def features_of(weights: State) -> Tensor:
             at = {**tensors, **weights}
             return features_at(self.trainer, self.model, self.head, at, batch, index)
@@ -219,6 +190,7 @@ class StackedLoss:
                     outputs_of(self.model, self.head, lambda z: logits_of(term, z, batch, held))
                 )
             entered.enter_context(self.trainer.precision_plugin.train_step_context())
+            log = partial(self._log, logged, tree_leaves(batch)[0].shape[0])
             loss = step_loss(self.model, tensors, batch, index, log, ends := dict[str, Tensor]())
 
         if term and not seen:
@@ -228,6 +200,44 @@ class StackedLoss:
         total = sum((added for added in terms if added is not None), loss)
         after = {name: ends[name].detach() for name in self.buffers}
         return total, loss.detach(), after, logged
+
+    def _log(
+        self,
+        logged: State,
+        size: int,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add what a step logs, as ``self.log`` does in Lightning's ``training_step``.
+
+        Args:
+            logged: Receives the values.
+            size: The number of samples in the batch.
+            name: See :meth:`lightning.pytorch.LightningModule.log`, also for the other arguments.
+
+        Raises:
+            RuntimeError: If the mean over an epoch is not the one by sizes of batches.
+        """
+        is_mean = reduce_fx in ("mean", torch.mean) and batch_size in (None, size)
+        if on_epoch and not is_mean:
+            raise RuntimeError(f"a step logs {name} with a reduce_fx or batch_size of its own")
+        if logger is False:
+            return
+        number = torch.as_tensor(value, device=self.trainer.strategy.root_device).detach().float()
+        of_step, of_epoch = on_step is not False, bool(on_epoch)
+        if of_step:
+            step_name = f"{name}_step" if of_epoch else name
+            self.of_step.add(step_name)
+            logged[step_name] = number
+        if of_epoch:
+            logged[f"{name}_epoch" if of_step else name] = number
 
 
 def with_rows(whole: State, group: Group, rows: State, like: State) -> State:

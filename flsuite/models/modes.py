@@ -58,25 +58,25 @@ class PlainAttributes:
     def __init__(self, module: nn.Module) -> None:
         parts = list(module.modules())
         self._registered = {id(one) for one in (*parts, *module.parameters(), *module.buffers())}
-        self._kept: list[tuple[dict[str, Any], str, Any]] = [
-            (vars(part), name, self._copied(value))
-            for part in parts
-            if not _is_of(part, _LIBRARIES)
-            for name, value in vars(part).items()
-            if name not in _OF_LIGHTNING
-            and _is_kept(value)
-            and not (name.startswith("_") and _is_of(part, ("flsuite.",)))
+        self._parts = [part for part in parts if not _is_of(part, _LIBRARIES)]
+        self._kept = [
+            {name: self._copied(value) for name, value in _plain_of(part).items()}
+            for part in self._parts
         ]
 
     def restore(self) -> None:
-        """Give the attributes their values back."""
-        for attributes, name, value in self._kept:
-            if _differs(attributes.get(name), value):
-                attributes[name] = self._copied(value)
+        """Give the attributes their values back, and remove those that are new."""
+        for part, kept in zip(self._parts, self._kept, strict=True):
+            for name in _changed(part, kept):
+                if name in kept:
+                    vars(part)[name] = self._copied(kept[name])
+                else:
+                    del vars(part)[name]
 
-    def have_changed(self) -> bool:
-        """Return whether an attribute has another value now."""
-        return any(_differs(attributes.get(name), value) for attributes, name, value in self._kept)
+    def changed(self) -> list[str]:
+        """Return the names of attributes that have another value now, or are new."""
+        pairs = zip(self._parts, self._kept, strict=True)
+        return [name for part, kept in pairs for name in _changed(part, kept)]
 
     def _copied(self, value: Any) -> Any:
         """Return a copy. Registered tensors and modules in it, and other objects, stay the same."""
@@ -99,6 +99,23 @@ class PlainAttributes:
             own.clear()
             own.extend(map(self._copied, value))
         return own
+
+
+def _plain_of(part: nn.Module) -> dict[str, Any]:
+    """Return a part's attributes that count."""
+    is_ours = _is_of(part, ("flsuite.",))
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if _is_kept(value) and name not in _OF_LIGHTNING and not (is_ours and name.startswith("_"))
+    }
+
+
+def _changed(part: nn.Module, kept: dict[str, Any]) -> list[str]:
+    """Return the names of a part's attributes that differ from the kept ones."""
+    own = vars(part)
+    differing = [name for name, value in kept.items() if _differs(own.get(name), value)]
+    return differing + [name for name in _plain_of(part) if name not in kept]
 
 
 def _is_kept(value: Any) -> bool:

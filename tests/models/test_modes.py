@@ -86,6 +86,7 @@ class Remembering(LightningModule):
 CHANGES: dict[str, Callable[[Remembering], Any]] = {
     "of a part": lambda m: setattr(m.layer, "calls", 1),
     "private": lambda m: setattr(m, "_steps", 1),
+    "new": lambda m: setattr(m.layer, "seen", 1),
     "none at first": lambda m: setattr(m.layer, "_first", torch.ones(1)),
     "tensor": lambda m: m.layer.center.add_(1),
     "deque": lambda m: m.recent.append(2),
@@ -102,12 +103,12 @@ CHANGES: dict[str, Callable[[Remembering], Any]] = {
 def test_plain_attributes_are_restored(change: Callable[[Remembering], Any]) -> None:
     model = Remembering()
     kept = PlainAttributes(model)
-    assert not kept.have_changed()
+    assert not kept.changed()
     for _ in range(2):
         change(model)
-        assert kept.have_changed()
+        assert kept.changed()
         kept.restore()
-        assert not kept.have_changed()
+        assert not kept.changed()
 
 
 def test_parameters_in_a_list_are_no_attributes() -> None:
