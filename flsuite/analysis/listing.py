@@ -11,6 +11,7 @@ from flsuite.analysis.labels import Variation, flatten, partition_of
 from flsuite.analysis.runs import read_metrics, run_scores
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.files import is_locked
+from flsuite.runs.fork import may_stop_early
 
 State = Literal["finished", "interrupted", "running", "broken"]
 
@@ -100,7 +101,8 @@ def has_ended(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) ->
     """Return whether a run ended with the last round in its table.
 
     Either the round reached a limit, or a callback ended the run. The latter is visible from scores
-    by class or a picture of the curves, which are only written at the end.
+    by class or a picture of the curves, which are only written at the end. An extension that was
+    killed at once has them, too, from its earlier end.
 
     Args:
         folder: The run's folder.
@@ -111,6 +113,8 @@ def has_ended(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) ->
         limit = settings.get(name)
         if limit is not None and table[column].max() >= limit:
             return True
+    if not may_stop_early(settings):
+        return False
 
     last = table[table["round"] == table["round"].max()]
     names = last[(last["split"] == "test") & (last["scope"] == "global")]["metric"].astype(str)

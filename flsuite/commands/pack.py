@@ -6,8 +6,9 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from flsuite.commands.arguments import CommandParser
-from flsuite.commands.record import is_finished, last_round
+from flsuite.commands.record import is_finished, last_round, table_fault
 from flsuite.commands.run_folder import require_run
+from flsuite.errors import FlsuiteError
 
 
 def pack(args: list[str]) -> None:
@@ -19,12 +20,15 @@ def pack(args: list[str]) -> None:
     run = require_run("pack", Path(request.run))
     file = Path(request.output or f"{run.resolve().name}.zip")
 
-    last = last_round(run)  # refuses a run without rounds before a file is written
+    last = last_round(run)  # before a file is written: it refuses a run without rounds
+    if fault := table_fault(run):
+        raise FlsuiteError(f"pack: {fault}; restore it")
+    is_whole = is_finished(run)
 
     from flsuite.runs import packing  # imported late: it needs torch
 
     size = packing.pack(run, file)
-    if not is_finished(run):
+    if not is_whole:
         how = f"flsuite resume {run} goes on, and flsuite pack {run} packs it again"
         print(f"{run} was interrupted after round {last}: {how}", file=sys.stderr)
     print(f"{file}: {decimal(size)}; verify it with flsuite verify {file}")

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from flsuite.errors import FlsuiteError
-from flsuite.runs.fork import first_round, parent_settings
+from flsuite.runs.fork import first_round, may_stop_early, parent_settings
 
 Row = Mapping[str, str]
 
@@ -38,8 +38,11 @@ def ends(run: Path) -> list[int]:
 
 def is_finished(run: Path) -> bool:
     """Return whether a run has reached its end, instead of being killed before it."""
-    last, rounds = last_round(run), parent_settings(run).get("rounds")
-    return (rounds is not None and last >= rounds) or last in ends(run)
+    last, settings = last_round(run), parent_settings(run)
+    rounds = settings.get("rounds")
+    if rounds is not None and last >= rounds:
+        return True
+    return may_stop_early(settings) and last in ends(run)
 
 
 def is_virtual(run: Path) -> bool:
@@ -74,15 +77,35 @@ def environment_differences(run: Path) -> list[str]:
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """Yield the rows of a table, if it exists."""
+    """Yield the rows of a table, if it exists.
+
+    Raises:
+        FlsuiteError: If it is not text.
+    """
     if path.is_file():
-        with path.open(encoding="utf-8", newline="") as file:
-            yield from csv.DictReader(file)
+        yield from csv.DictReader(_text(path).splitlines())
 
 
-def cut_off(path: Path) -> int | None:
+def table_fault(run: Path) -> str | None:
+    """Return which table of a run is missing or cut off, or ``None``."""
+    for name in ("metrics.csv", "timeline.csv"):
+        if not (run / name).is_file():
+            return f"{name} is missing"
+        if line := _cut_off(run / name):
+            return f"{name}, line {line} is cut off"
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FlsuiteError(f"{path} is damaged at byte {error.start}; restore it") from error
+
+
+def _cut_off(path: Path) -> int | None:
     """Return the number of the first incomplete line of a table, or ``None`` without one."""
-    text = path.read_text(encoding="utf-8")
+    text = _text(path)
     rows = csv.DictReader(text.splitlines())
     for row in rows:
         if None in row.values():

@@ -48,7 +48,9 @@ def require_run(command: str, folder: Path) -> Path:
             hint = f"; did you mean --config {folder}?"
         raise FlsuiteError(f"{command}: {folder} is not a run, it {fault}{hint}")
     config = _read(folder / "config.yaml")
-    if not isinstance(config, dict) or not {"model", "data", "trainer"} <= config.keys():
+    if not isinstance(config, dict):
+        raise FlsuiteError(f"{command}: {folder / 'config.yaml'} is empty or damaged; restore it")
+    if not {"model", "data", "trainer"} <= config.keys():
         raise FlsuiteError(
             f"{command}: {folder} was run from Python, so its config.yaml cannot build the "
             "model; use trainer.fit or trainer.test with run_dir and ckpt_path there"

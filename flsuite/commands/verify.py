@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from flsuite.commands.arguments import CommandParser
 from flsuite.commands.record import (
-    cut_off,
     environment_differences,
     is_asynchronous,
     is_virtual,
     last_round,
     start_round,
+    table_fault,
 )
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FederationError, FlsuiteError
@@ -94,11 +94,8 @@ def _require_replayable(run: Path) -> None:
             f"verify: measured times have decided the order of {run}, and no replay has them "
             "again; set schedule.speeds to Stragglers in runs that others check"
         )
-    for name in ("metrics.csv", "timeline.csv"):
-        if not (run / name).is_file():
-            raise FederationError(f"{run} does not verify: {name} is missing")
-        if line := cut_off(run / name):
-            raise FederationError(f"{run} does not verify: {name}, line {line} is cut off")
+    if fault := table_fault(run):
+        raise FederationError(f"{run} does not verify: {fault}")
 
 
 def _starts(run: Path) -> list[int]:

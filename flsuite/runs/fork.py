@@ -82,6 +82,26 @@ def first_round(settings: Mapping[str, Any]) -> int:
     return int((settings.get("fork") or {"round": 0})["round"]) + 1
 
 
+def may_stop_early(settings: Mapping[str, Any]) -> bool:
+    """Return whether a run may end before its limits, from its settings: a callback may stop it."""
+    limits = ("rounds", "max_virtual_seconds", "max_client_updates")
+    has_limit = any(settings.get(name) is not None for name in limits)
+    return bool(settings.get("stopping") or settings.get("callbacks")) or not has_limit
+
+
+def memories_of(federation: Mapping[str, Any]) -> set[str]:
+    """Return the files of a run that the state of its federation refers to."""
+    clients = {f"clients/round-{round:06d}.pt" for round in federation["clients"].values()}
+    return clients | {f"in_flight/version-{n:06d}.pt" for n in versions_in_flight(federation)}
+
+
+def versions_in_flight(federation: Mapping[str, Any]) -> set[int]:
+    """Return the versions that clients in flight had started from."""
+    schedule = federation["schedule"] or {}
+    fits = schedule.get("schedule", schedule).get("in_flight", [])  # Faults wraps another one
+    return {fit["version"] for fit in fits if fit["outcome"] == "arrived"}
+
+
 def kept_rounds(run: Path) -> dict[int, Path]:
     """Return the checkpoints of a run by their round, also ``last.ckpt`` and ``best.ckpt``."""
     return {round_of(path): path for path in checkpoints_of(run)}
@@ -111,7 +131,7 @@ def round_of(path: Path) -> int:
     """Return the round of a checkpoint."""
     if path.stem.startswith("round-"):
         return int(path.stem.removeprefix("round-"))
-    content: Mapping[str, Any] = load_tensors(path, "name another run")
+    content: Mapping[str, Any] = load_tensors(path, "restore it or delete it")
     return int(content["federation"]["clock"]["round"])
 
 

@@ -6,8 +6,9 @@ import zipfile
 from pathlib import Path
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import make_folder
+from flsuite.files import load_tensors, locked, make_folder, replace_file
 from flsuite.runs.checkpoint import load_checkpoint
+from flsuite.runs.fork import checkpoints_of, memories_of
 
 _PARTS = (
     "*.yaml",
@@ -32,14 +33,32 @@ def pack(run: Path, file: Path) -> int:
         file: The file to write.
 
     Raises:
-        FlsuiteError: If the file exists, or a checkpoint of the run cannot be read.
+        FlsuiteError: If the file exists, the run goes on at this moment, or one of its checkpoints
+            cannot be read. No file is left.
     """
     if file.exists():
         raise FlsuiteError(f"pack: {file} exists; name another file with --output")
-    for checkpoint in sorted(run.glob("checkpoints/*.ckpt")):
-        if checkpoint.name != "model.ckpt":  # Lightning's
-            load_checkpoint(checkpoint)
     make_folder(file.parent)
+    with locked(run, shared=True) as is_ours:
+        if is_ours is False:
+            raise FlsuiteError(f"pack: {run} is still running; pack it when it has ended")
+        _require_readable(run)
+        replace_file(lambda path: _write(run, path), file)
+    return file.stat().st_size
+
+
+def _require_readable(run: Path) -> None:
+    """Refuse a run whose checkpoints or clients' memories are missing or damaged."""
+    if not (run / "checkpoints" / "last.ckpt").is_file():
+        raise FlsuiteError(f"pack: {run} has no checkpoints/last.ckpt; restore it")
+    memories: set[str] = set()
+    for checkpoint in checkpoints_of(run):
+        memories.update(memories_of(load_checkpoint(checkpoint)["federation"]))
+    for name in sorted(memories):
+        load_tensors(run / name, "restore it")
+
+
+def _write(run: Path, file: Path) -> None:
     paths = sorted({path for part in _PARTS for path in run.glob(part)})
     digests = {path.relative_to(run).as_posix(): digest(path) for path in paths}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as target:
@@ -50,7 +69,6 @@ def pack(run: Path, file: Path) -> int:
                 stored.add(content)
                 target.write(path, f"content/{content}")
         target.writestr(_MANIFEST, json.dumps(digests, indent=1))
-    return file.stat().st_size
 
 
 def unpack(file: Path, folder: Path) -> Path:

@@ -100,7 +100,12 @@ class ScoringTrainer(Trainer):
         Rows are rounds, and columns are named as in :attr:`callback_metrics`. To plot it:
         ``trainer.results.plot(y=["val/accuracy", "test/accuracy"])``.
         """
-        return self.run.folder.table.by_round() if self.run else None
+        if self.run is None:
+            return None
+        import pandas as pd  # not needed during a run
+
+        rounds = self.run.folder.table.by_round()
+        return pd.DataFrame.from_dict(rounds, orient="index").rename_axis("round")
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:

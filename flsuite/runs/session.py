@@ -181,7 +181,7 @@ def _begin_at_the_parent(run: Run) -> None:
                 f"trainer.fork: nothing is left to train after round {run.round}; begin at an "
                 f"earlier one, or raise {run.options.budget}"
             )
-    except FlsuiteError:
+    except Exception:
         run.folder.discard()
         raise
 
@@ -204,7 +204,8 @@ def _running(run: Run, is_resumed: bool) -> Iterator[Run]:
         run.status = "failed"
         run.store.roll_back()
         # Any other error, or a later one, leaves a run to resume.
-        is_useless = isinstance(error, FlsuiteError) and not run.round
+        has_trained = run.round >= first_round(run.settings)
+        is_useless = isinstance(error, FlsuiteError) and not has_trained
         raise
     finally:
         _close(run, is_useless)

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import BackgroundTask, load_tensors, replace_tensors
+from flsuite.files import (
+    BackgroundTask,
+    link_or_copy,
+    load_tensors,
+    replace_file,
+    replace_tensors,
+)
 from flsuite.runs.checkpoint import load_checkpoint, publish_checkpoint, write_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import (
@@ -20,12 +26,14 @@ from flsuite.runs.fork import (
     refuse_other_data,
     refuse_other_privacy,
     round_of,
+    versions_in_flight,
 )
 from flsuite.runs.hooks import Hooks
 from flsuite.runs.kept import KeptTensors
 from flsuite.runs.reuse import FROM_TRAINING
 from flsuite.runs.settings import WEIGHTS, refuse_mismatch, with_contents
 from flsuite.runs.summary import RunSummary
+from flsuite.runs.table import AppendedTable, MetricsTable
 from flsuite.server.federation import Federation
 from flsuite.state import State, mismatch
 
@@ -225,6 +233,9 @@ class RunStore:
                 f"{checkpoint} belongs to another run; resume it there, with run_dir {home.parent}"
             )
         content = self.restore(checkpoint, to_train=True)
+        if own is not None and checkpoint.name != "last.ckpt":
+            # The next round cuts off the rows of later rounds, which another last.ckpt would need.
+            replace_file(lambda twin: link_or_copy(checkpoint, twin), own / "last.ckpt")
         self.federation.versions.restore(self.versions_in_flight)
         for name, table in self.folder.tables.items():
             table.resume(content[name])
@@ -234,9 +245,9 @@ class RunStore:
                 continue
             before = load_tensors(kept, "restore it, or start a new run")["federation"]
             if kept.stem == "best":
-                self._best_flights = _flights(before)
+                self._best_flights = versions_in_flight(before)
             else:
-                self._kept[number] = before["clients"], _flights(before)
+                self._kept[number] = before["clients"], versions_in_flight(before)
                 self._tensors.add(before, kept.name)
         log.info("resumed after round %d from %s", self.federation.clock.round, checkpoint)
 
@@ -268,17 +279,18 @@ class RunStore:
         federation.initial |= self._frozen(path.parent / _FROZEN)
         if is_other(self.settings, theirs, "aggregator"):
             self._forget_the_algorithm()
-        if self.settings.get("monitor") == theirs.get("monitor"):
-            self.summary.load_state_dict(content["summary"])
-            self._take_best(home)
+        federation.first_round = federation.clock.round + 1
+        self.summary.load_state_dict(content["summary"])
+        if self.settings.get("monitor") != theirs.get("monitor"):
+            parents = MetricsTable(home / "metrics.csv")
+            parents.resume(content["table"])
+            self.summary.pick_again(parents.by_round())
+        self._take_best(home)
         self.settle()
         self._load_callbacks(content)
         federation.versions.restore(self.versions_in_flight)
         for name, table in self.folder.tables.items():
-            if table.path is not None:
-                parents = (home / table.path.name).read_bytes()
-                table.path.write_bytes(parents[: content[name]])
-                table.resume(content[name])
+            _copy_table(home, table, content[name])
         log.info("forked from %s after round %d", home, federation.clock.round)
 
     def _load_callbacks(self, content: dict[str, Any]) -> None:
@@ -298,8 +310,16 @@ class RunStore:
     def _take_best(self, parent: Path) -> None:
         """Keep the parent's picked round, until a round of this run is better."""
         best, own = self.summary.best.get("round"), self.folder.checkpoints
-        path = kept_rounds(parent).get(int(best)) if best is not None else None
-        if path is None or own is None:
+        if best is None or own is None:
+            return
+        path = kept_rounds(parent).get(int(best))
+        if path is None:
+            log.warning(
+                "%s has not kept round %d, which validation data picks so far: this run has no "
+                "best.ckpt until a later round is better",
+                parent,
+                best,
+            )
             return
         content = load_checkpoint(path)
         self._best_clients = content["federation"]["clients"]
@@ -322,8 +342,16 @@ class RunStore:
         return frozen
 
 
-def _flights(federation: dict[str, Any]) -> set[int]:
-    """Return the versions that clients in flight had started from."""
-    schedule = federation["schedule"]
-    fits = schedule.get("schedule", schedule).get("in_flight", [])  # Faults wraps another one
-    return {fit["version"] for fit in fits if fit["outcome"] == "arrived"}
+def _copy_table(parent: Path, table: AppendedTable, size: int) -> None:
+    """Begin a table with the first ``size`` bytes of the parent's.
+
+    Raises:
+        FlsuiteError: If the parent's table is missing or damaged.
+    """
+    if table.path is None:
+        return
+    source = parent / table.path.name
+    if not source.is_file():
+        raise FlsuiteError(f"trainer.fork: {source} is missing; restore it")
+    table.path.write_bytes(source.read_bytes()[:size])
+    table.resume(size)

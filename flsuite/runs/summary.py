@@ -84,6 +84,19 @@ class RunSummary:
             self._best_value, self._best_task = value, task
         return improved
 
+    def pick_again(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
+        """Pick one of a parent's rounds by the monitor of this run.
+
+        Args:
+            rounds: The global numbers of each scored round, as ``<split>/<metric>``.
+        """
+        self.best, self._best_value, self._best_task = {}, None, None
+        for round, named in rounds.items():
+            val, test = (_of_split(named, split) for split in ("val", "test"))
+            task = named.get("train/task")
+            if val and self.is_best(val, None if task is None else int(task)):
+                self.best = {"round": round, **test}
+
     def score(self, round: int, test: dict[str, float], is_best: bool) -> None:
         """Record the test scores of a round."""
         self.last = {"round": round, **test}
@@ -117,6 +130,12 @@ class RunSummary:
         """Restore the result of :meth:`state_dict`. Wall time continues from there."""
         vars(self).update(state)
         self._began += time.monotonic()
+
+
+def _of_split(named: Mapping[str, float], split: str) -> dict[str, float]:
+    """Return the numbers of a split by metric. Those that are NaN are left out."""
+    own = {name.partition("/")[2]: v for name, v in named.items() if name.startswith(f"{split}/")}
+    return {name: value for name, value in own.items() if not math.isnan(value)}
 
 
 def print_summary(summary: RunSummary, folder: Path | None) -> None:

@@ -5,14 +5,11 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.schedules import Clock
 from flsuite.server.federation import Federation
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 class AppendedTable:
@@ -145,16 +142,13 @@ class MetricsTable(AppendedTable):
         """Return the last value of each global number, as ``<split>/<metric>``."""
         return self._rows.latest("global")
 
-    def by_round(self) -> "pd.DataFrame":
-        """Return the global numbers of each scored round, one column per ``<split>/<metric>``."""
-        import pandas as pd  # not needed during a run
-
+    def by_round(self) -> dict[int, dict[str, float]]:
+        """Return the global numbers of each scored round, as ``<split>/<metric>``."""
         rounds: dict[int, dict[str, float]] = {}
         for row in self._rows:
             if row.scope == "global":
                 rounds.setdefault(row.round, {})[f"{row.split}/{row.metric}"] = row.value
-        scored = {n: row for n, row in rounds.items() if any(k.startswith("test/") for k in row)}
-        return pd.DataFrame.from_dict(scored, orient="index").rename_axis("round")
+        return {n: row for n, row in rounds.items() if any(k.startswith("test/") for k in row)}
 
     def resume(self, size: int) -> None:
         super().resume(size)

@@ -27,6 +27,7 @@ class RoundLog:
         server: Metrics of the aggregator.
         lost_down: Bytes received by clients whose update is not used.
         lost_up: Bytes of refused updates.
+        is_first: Whether it is the first round that this run trains itself.
     """
 
     round: int = 0
@@ -36,6 +37,7 @@ class RoundLog:
     server: dict[str, float] = field(default_factory=dict)
     lost_down: int = 0
     lost_up: int = 0
+    is_first: bool = False
 
     @property
     def bytes(self) -> int:
@@ -210,7 +212,7 @@ class Arrivals:
             return FederationError(f"round {record.round}: no client took part")
 
         first = failures[0]
-        if record.round == 1 and all(failure.before_first_step for failure in failures):
+        if record.is_first and all(failure.before_first_step for failure in failures):
             return FlsuiteError(
                 f"no client can train: client {first.client} failed before its first step with "
                 f"{first.reason}"

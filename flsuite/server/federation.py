@@ -48,6 +48,7 @@ class Federation:
         state: The shared part of the global model.
         initial: Initial values of entries that a fit receives from nowhere else, see
             :class:`~flsuite.client.setup.WorkerSetup`.
+        first_round: The first round that this run trains itself. A fork begins later.
         log: The updates and failures of the current round.
         uplink: Packs and unpacks the updates that clients send.
     """
@@ -73,6 +74,7 @@ class Federation:
         self.clients = clients
         self.versions = versions
         self.clock = Clock()
+        self.first_round = 1
         self.log = RoundLog()
         self._fit_samples = fit_samples
         self._resident = model
@@ -251,7 +253,8 @@ class Federation:
         round = self.clock.round + 1
         if self.log.round == round:
             return
-        self.log = RoundLog(round, self.schedule.declarations.is_asynchronous)
+        is_asynchronous = self.schedule.declarations.is_asynchronous
+        self.log = RoundLog(round, is_asynchronous, is_first=round == self.first_round)
         self._extras = self.aggregator.broadcast(self.server)
         size = nbytes(self.state)
         self._traffic = size + nbytes(self._extras), self._bytes_up

@@ -357,7 +357,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a stack decays what its loss does not depend on",
-        "client/stack.py",
+        "client/stack_trial.py",
         "if g is not None]",
         "]",
         "engines/test_vectorized.py",

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from flsuite.analysis import list_runs
+from flsuite.commands.record import is_finished
 from tests.commands.command import cli, refused
 from tests.commands.test_report import settings, write
 from tests.conftest import classifier, digits, trainer
@@ -66,6 +68,22 @@ def test_what_a_run_is_and_how_far_it_has_come(
     ]
     assert (rows["c"]["score"], rows["c"]["last"]) == ("loss", None)
     assert "settings.yaml is not valid YAML" in rows["d"]["error"]
+
+
+def test_an_extension_that_was_killed_at_once_is_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows and pictures of its earlier end are there, and no callback may have stopped it."""
+    run = tmp_path / "runs" / "a"
+    trainer(rounds=1, run_dir=run).fit(classifier(), digits())
+    assert [row["state"] for row in table(capsys=capsys)] == ["finished"]
+    path = run / "settings.yaml"
+    extended = yaml.safe_load(path.read_text()) | {"rounds": 5}
+    path.write_text(yaml.safe_dump(extended))
+    assert [row["state"] for row in table(capsys=capsys)] == ["interrupted"]
+    assert not is_finished(run)
+    path.write_text(yaml.safe_dump(extended | {"stopping": [{"class_path": "StopAt"}]}))
+    assert [row["state"] for row in table(capsys=capsys)] == ["finished"]
 
 
 def test_the_table_for_people(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import yaml
 
 from flsuite.analysis import read_metrics
 from flsuite.commands.parsing import config_name
-from flsuite.commands.run_folder import with_run_folder
+from flsuite.commands.run_folder import require_run, with_run_folder
 from flsuite.errors import FlsuiteError
 from tests.commands.command import QUICKSTART, cli, refused
 from tests.conftest import classifier, digits, trainer
@@ -81,6 +81,13 @@ def test_a_run_from_python_says_so(tmp_path: Path) -> None:
     trainer(rounds=1, run_dir=tmp_path / "run").fit(classifier(), digits())
     with pytest.raises(FlsuiteError, match="was run from Python"):
         with_run_folder("test", [str(tmp_path / "run")])
+
+
+def test_an_empty_config_is_damaged(tmp_path: Path) -> None:
+    for name in ("config.yaml", "metrics.csv"):
+        (tmp_path / name).touch()
+    with pytest.raises(FlsuiteError, match=r"config\.yaml is empty or damaged; restore it"):
+        require_run("test", tmp_path)
 
 
 def test_the_default_name_is_that_of_the_config_or_of_the_run(tmp_path: Path) -> None:

@@ -254,6 +254,59 @@ def test_measured_times_are_not_compared(run: Path, speeds: str) -> None:
     assert verified("other", "--at", "2")
 
 
+def cut(name: str) -> Callable[[Path], object]:
+    return lambda run: (run / name).write_text((run / name).read_text()[:-5])
+
+
+def empty(name: str) -> Callable[[Path], object]:
+    return lambda run: next(run.glob(name)).write_bytes(b"")
+
+
+UNPACKABLE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no settings": (lambda run: (run / "settings.yaml").unlink(), "no settings.yaml"),
+    "empty settings": (empty("settings.yaml"), "not valid YAML"),
+    "no last.ckpt": (lambda run: (run / "checkpoints/last.ckpt").unlink(), "no checkpoints/last"),
+    "no timeline": (lambda run: (run / "timeline.csv").unlink(), "timeline.csv is missing"),
+    "cut table": (cut("metrics.csv"), "is cut off; restore it"),
+    "damaged checkpoint": (empty("checkpoints/round-*.ckpt"), "cannot be read as a checkpoint"),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), UNPACKABLE.values(), ids=UNPACKABLE)
+def test_a_damaged_run_leaves_no_packed_file(
+    damage: Callable[[Path], object], words: str, run: Path, capsys: Any
+) -> None:
+    damage(run)
+    assert words in refused(capsys, "pack", str(run), "--output", "a.zip")
+    assert not [*Path().glob("*.zip*"), *Path().glob(".*.tmp")]
+
+
+def test_a_running_run_is_not_packed(run: Path, capsys: Any) -> None:
+    with RunFolder(run).locked():
+        assert "is still running" in refused(capsys, "pack", str(run), "--output", "a.zip")
+    assert not Path("a.zip").exists()
+    assert cli("pack", str(run), "--output", "a.zip") == 0
+
+
+def test_missing_memories_of_clients_are_not_packed(capsys: Any) -> None:
+    method = ["--trainer.aggregator", "SCAFFOLD"]
+    cli("fit", "--config", CONFIG, "--run_dir", "run", *SHORT, *method)
+    memory = max(Path("run/clients").glob("*.pt"))
+    memory.unlink()
+    assert f"{memory.name} is missing; restore it" in refused(capsys, "pack", "run")
+
+
+@pytest.mark.parametrize("command", ["pack", "verify", "fork", "contribution"])
+def test_a_damaged_byte_of_a_table_is_one_line(command: str, run: Path, capsys: Any) -> None:
+    path = run / "metrics.csv"
+    content = bytearray(path.read_bytes())
+    content[900] = 0xC4
+    path.write_bytes(bytes(content))
+    more = {"fork": ["--at", "3", "--run_dir", "fork"]}.get(command, [])
+    line = refused(capsys, command, str(run), *more)
+    assert "metrics.csv is damaged at byte 900; restore it" in line
+
+
 def test_what_cannot_be_done_again_is_said_in_one_line(run: Path, capsys: Any) -> None:
     cli("fork", str(run), "--at", "2", "--run_dir", "nothing")
     change_lines("settings.yaml", "round: 2", "round: 4")(Path("nothing"))
@@ -330,6 +383,17 @@ def test_a_run_is_forked_while_another_process_holds_it(run: Path, capsys: Any) 
         assert cli("fork", str(run), "--at", "2", "--run_dir", "fork") == 0
         line = refused(capsys, "fork", str(run), "--at", "3", "--run_dir", "other")
     assert "another process is writing" in line
+
+
+def test_a_fork_whose_first_round_fails_leaves_no_folder(run: Path, capsys: Any) -> None:
+    args = ["fork", str(run), "--at", "2", "--run_dir", "fork"]
+    line = refused(capsys, *args, "--model.optimizer.momentum", "-1")
+    assert "no client can train" in line and not Path("fork").exists()
+    shutil.move(run / "timeline.csv", "kept.csv")
+    assert "timeline.csv is missing; restore it" in refused(capsys, *args)
+    assert not Path("fork").exists()
+    shutil.move("kept.csv", run / "timeline.csv")
+    assert cli(*args) == 0
 
 
 def test_a_wrong_key_is_refused_before_a_replay(run: Path, capsys: Any) -> None:

@@ -22,14 +22,18 @@ from flsuite.aggregators import (
 )
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules import Mean
+from flsuite.analysis.groups import group_runs
+from flsuite.analysis.report import report_table
 from flsuite.attacks import SignFlip
 from flsuite.callbacks import FederationCallback, GradientDissimilarity, TaskMatrix, dissimilarity
 from flsuite.callbacks.dissimilarity import gradient_batches
 from flsuite.data import Digits, Dirichlet, TaskSequence
 from flsuite.engines import Auto, auto
 from flsuite.errors import FlsuiteError
+from flsuite.files import save_tensors
 from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
+from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.fork import Fork, kept_rounds
 from flsuite.schedules import Asynchronous, Stragglers, Synchronous
 from flsuite.state import State, Tree
@@ -388,3 +392,35 @@ def test_kept_rounds_outlive_a_resume(tmp_path: Path) -> None:
     fit(tmp_path, "parts", keep_rounds=2, ckpt_path="last", **parts("Ditto"))
     made = fit(tmp_path, "fork", fork=Fork(str(tmp_path / "parts"), 2), **parts("Ditto"))
     assert_same_models(made, whole)
+
+
+def test_a_fork_with_another_monitor_goes_on_counting(tmp_path: Path) -> None:
+    """It picks among the rounds of its parent, as the report does."""
+    fit(tmp_path, "parent", keep_rounds=1)
+    fork = Fork(run=str(tmp_path / "parent"), round=4)
+    same, other = (
+        fit(tmp_path, name, fork=fork, monitor=monitor)
+        for name, monitor in (("same", None), ("other", "loss"))
+    )
+    ours, theirs = other.run.summary, same.run.summary
+    assert (ours.bytes_up, ours.bytes_down) == (theirs.bytes_up, theirs.bytes_down)
+    seconds = [row.wall_s for row in other.run.folder.table.rows]
+    assert seconds == sorted(seconds)
+    scores = other.results
+    picked = scores["val/loss"].idxmin()
+    assert ours.best["round"] == picked
+    assert ours.best["loss"] == scores["test/loss"][picked]
+    (own,) = group_runs([tmp_path / "other"])
+    report = report_table([own], ["loss"])
+    assert report["picked_round"].item() == picked
+
+
+def test_a_picked_round_that_is_not_kept_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path, "parent", keep_rounds=3, data={"val_fraction": 0.3})
+    content = load_checkpoint(kept_rounds(tmp_path / "parent")[3])
+    content["summary"]["best"]["round"] = 2
+    save_tensors(content, kept_rounds(tmp_path / "parent")[3])
+    fit(tmp_path, "fork", fork=Fork(run=str(tmp_path / "parent"), round=3))
+    assert "has not kept round 2, which validation data picks so far" in caplog.text

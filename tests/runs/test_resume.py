@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from flsuite.aggregators import FedAdam, FedAvgM
-from flsuite.callbacks import RoundEarlyStopping
+from flsuite.callbacks import FederationCallback, RoundEarlyStopping
 from flsuite.data import Digits, Dirichlet
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
+from flsuite.files import save_tensors
 from flsuite.models import MLP, Classifier, ResNet20
-from flsuite.runs.checkpoint import write_checkpoint
+from flsuite.runs.checkpoint import load_checkpoint, write_checkpoint
 from flsuite.schedules import Synchronous
 from flsuite.server.stores import ClientStore
 from flsuite.trainer import FederatedTrainer
@@ -153,6 +154,41 @@ def test_a_run_whose_checkpoint_is_lost_does_not_start_over(tmp_path: Path) -> N
     assert (tmp_path / "run" / "metrics.csv").read_bytes() == table
     trainer(rounds=3, run_dir=tmp_path / "run").fit(classifier(), digits(), ckpt_path="best")
     assert rounds_on_disk(tmp_path / "run") == 3
+
+
+class _KilledAtSave(FederationCallback):
+    """Ends the process's work where a round has been trained and is not yet in a checkpoint."""
+
+    affects = "nothing"
+
+    def on_round_recorded(self, run: Any, *args: Any) -> None:
+        run.folder.table.append()  # cuts off what the picked round does not know
+        raise KeyboardInterrupt
+
+
+def test_a_run_that_goes_on_from_its_picked_round_may_be_killed(tmp_path: Path) -> None:
+    """The rows of later rounds are cut off, so last.ckpt must be the picked one by then."""
+
+    def fit(ckpt_path: str | None, **kwargs: Any) -> FederatedTrainer:
+        made = trainer(rounds=4, run_dir=tmp_path / "run", aggregator=FedAvgM(0.9), **kwargs)
+        made.fit(classifier(), digits(), ckpt_path=ckpt_path)
+        return made
+
+    whole = fit(None)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    content = load_checkpoint(checkpoints / "last.ckpt")
+    trainer(rounds=2, run_dir=tmp_path / "short", aggregator=FedAvgM(0.9)).fit(
+        classifier(), digits()
+    )
+    # The picked round is round 2, with the limits of the whole run.
+    early = load_checkpoint(tmp_path / "short" / "checkpoints" / "last.ckpt")
+    early["settings"] = content["settings"]
+    save_tensors(early, checkpoints / "best.ckpt")
+    with pytest.raises(KeyboardInterrupt):
+        fit("best", callbacks=[_KilledAtSave()])
+    again = fit("last")
+    assert equal_states(again.federation.state, whole.federation.state)
+    assert rounds_on_disk(tmp_path / "run") == 4
 
 
 @pytest.mark.parametrize("linked", [".best.ckpt.tmp", "best.ckpt"])
