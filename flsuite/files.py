@@ -39,6 +39,14 @@ def make_folder(path: Path) -> Path:
     return path
 
 
+def failure_reason(folder: Path) -> str:
+    """Return why a sweep's run failed, from its :data:`FAILED`, or an empty text if it did not."""
+    try:
+        return (folder / FAILED).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:  # there is none, or another process tries the run again
+        return ""
+
+
 def save_tensors(content: Any, path: Path) -> None:
     """Write plain data with tensors to one file in torch's format.
 

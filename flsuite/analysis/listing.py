@@ -10,10 +10,10 @@ from flsuite.analysis.groups import find_runs, monitor_of, read_settings
 from flsuite.analysis.labels import Variation, flatten, partition_of
 from flsuite.analysis.runs import read_metrics, run_scores
 from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import is_locked
+from flsuite.files import failure_reason, is_locked
 from flsuite.runs.fork import may_stop_early
 
-State = Literal["finished", "interrupted", "running", "broken"]
+State = Literal["finished", "interrupted", "running", "failed", "broken"]
 
 _COLUMNS = ["run", "method", "data", "partition", "seed", "state", "rounds", "of", "score"]
 _COLUMNS += ["last", "picked", "modified", "error"]
@@ -33,8 +33,8 @@ def list_runs(places: Iterable[str | Path]) -> pd.DataFrame:
         ``state``, ``rounds`` (done), ``of`` (maximum rounds), ``score`` (the name of its monitor),
         ``last`` and ``picked`` (that score on test data, in the last round and in the round picked
         on validation data), ``modified`` (when its table last grew) and ``error``. The state is
-        ``finished``, ``interrupted``, ``running`` or ``broken``. A broken run has an unreadable
-        file, which ``error`` names.
+        ``finished``, ``interrupted``, ``running``, ``failed`` or ``broken``. ``error`` says why a
+        run of a sweep failed, and which file of a broken run cannot be read.
 
     Raises:
         FlsuiteError: If there are no runs.
@@ -47,7 +47,8 @@ def _row(folder: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"run": folder, "modified": modified, "error": ""}
     try:
         settings = read_settings(folder)
-        return row | _described(settings) | _measured(folder, settings)
+        row |= _described(settings) | _measured(folder, settings)
+        return row | {"error": failure_reason(folder) if row["state"] == "failed" else ""}
     except (FlsuiteError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         return row | {"state": "broken", "error": one_line(error, 200)}
 
@@ -94,7 +95,9 @@ def _measured(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _state(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) -> State:
     if is_locked(folder):
         return "running"
-    return "finished" if len(table) and has_ended(folder, settings, table) else "interrupted"
+    if len(table) and has_ended(folder, settings, table):
+        return "finished"
+    return "failed" if failure_reason(folder) else "interrupted"
 
 
 def has_ended(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) -> bool:

@@ -9,7 +9,7 @@ from flsuite.analysis.axes import aligned, require_axis
 from flsuite.analysis.groups import Group
 from flsuite.analysis.listing import has_ended
 from flsuite.analysis.runs import curve, run_scores
-from flsuite.files import FAILED
+from flsuite.files import failure_reason
 
 _MOST_LINES = 5  # runs that are named one by one
 
@@ -61,9 +61,8 @@ def uneven(groups: Sequence[Group]) -> list[str]:
 
 def _why(folder: Path) -> str:
     """Return why a run of a sweep failed, if it did."""
-    mark = folder / FAILED
-    reason = mark.read_text(encoding="utf-8", errors="replace") if mark.is_file() else ""
-    return f" ({reason.strip()})" if reason else ""
+    reason = failure_reason(folder)
+    return f" ({reason})" if reason else ""
 
 
 def _share_budget(groups: Sequence[Group], setting: str, column: str) -> bool:

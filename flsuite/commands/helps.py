@@ -172,7 +172,7 @@ round and in the round picked on validation data, and the time since they last w
   FOLDER             default: runs
   --method NAME      only runs with this aggregator; likewise --data and --partition. Part of a
                      name is enough if no run has exactly that name
-  --state STATE      finished, interrupted, running or broken
+  --state STATE      finished, interrupted, running, failed (a run of a sweep) or broken
   --sort KEY         run (default), score (best first), rounds or age
   --json, --csv      write the list to standard output for other programs
 """

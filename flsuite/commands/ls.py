@@ -19,7 +19,8 @@ from flsuite.score_names import lower_is_better
 
 _FILTERS = ("method", "data", "partition")
 _SORTS = ("run", "score", "rounds", "age")
-_COLORS = {"finished": "green", "running": "cyan", "interrupted": "yellow", "broken": "red"}
+_COLORS = {"finished": "green", "running": "cyan", "interrupted": "yellow"}
+_COLORS |= {"failed": "red", "broken": "red"}
 _WIDE = 200  # characters per line when the output is not a terminal
 _AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))  # units in seconds
 
@@ -47,9 +48,8 @@ def ls(args: list[str]) -> None:
     states = [f"{counts[state]} {state}" for state in get_args(State) if state in counts]
     total = f"{len(chosen)} run{'s' * (len(chosen) != 1)}"
     print(", ".join([total, *states, *([f"{hidden} hidden"] if hidden else [])]))
-    broken = chosen[chosen["error"] != ""]
-    for folder, error in zip(broken["run"], broken["error"], strict=True):
-        print(f"broken: {_shown_path(folder)}: {error}")
+    for _, run in chosen[chosen["error"] != ""].iterrows():
+        print(f"{run['state']}: {_shown_path(run['run'])}: {run['error']}")
 
 
 def _parse(args: list[str]) -> argparse.Namespace:

@@ -47,6 +47,8 @@ def sweep(args: list[str]) -> None:
     content = read_sweep(request.config, _overrides(rest), request.workers)
     folder = Path(request.folder or Path("runs", content.name))
 
+    if folder.exists() and not folder.is_dir():
+        raise FlsuiteError(f"cannot write to {folder}: it is a file; name another folder")
     if request.status:
         print_status(Queue(content, folder, retries=False))
         return

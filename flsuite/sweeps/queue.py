@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import FAILED, is_locked, locked, make_folder, replace_text
+from flsuite.files import FAILED, failure_reason, is_locked, locked, make_folder, replace_text
 from flsuite.sweeps.outcome import Outcome, read_outcome, write_outcome
 from flsuite.sweeps.plan import Cell, cell
 from flsuite.sweeps.reading import Sweep
@@ -164,10 +164,7 @@ class Queue:
 
     def reason(self, cell: Cell) -> str:
         """Return the reason why a cell failed."""
-        try:
-            return (self.run_dir(cell) / FAILED).read_text(encoding="utf-8").strip()
-        except OSError:  # another process tries it again
-            return ""
+        return failure_reason(self.run_dir(cell))
 
     def note_tuning(self) -> None:
         """Write the current ``tuning.csv``, if there is tuning."""

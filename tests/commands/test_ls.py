@@ -86,6 +86,15 @@ def test_an_extension_that_was_killed_at_once_is_interrupted(
     assert [row["state"] for row in table(capsys=capsys)] == ["finished"]
 
 
+def test_a_run_of_a_sweep_that_failed_is_named_with_its_reason(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "b" / "failed.txt").write_text("RunFailedError: the mean is not finite\n")
+    assert names("--state", "failed", capsys=capsys) == ["b"]
+    assert cli("ls", "runs") == 0
+    assert "failed: runs/b: RunFailedError: the mean is not finite" in capsys.readouterr().out
+
+
 def test_the_table_for_people(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli("ls", "runs", "--method", "FedAvg") == 0
     out = capsys.readouterr().out
