@@ -47,8 +47,7 @@ def _row(folder: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"run": folder, "modified": modified, "error": ""}
     try:
         settings = read_settings(folder)
-        row |= _described(settings) | _measured(folder, settings)
-        return row | {"error": failure_reason(folder) if row["state"] == "failed" else ""}
+        return row | _described(settings) | _measured(folder, settings)
     except (FlsuiteError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         return row | {"state": "broken", "error": one_line(error, 200)}
 
@@ -82,8 +81,10 @@ def _measured(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     table = read_metrics(folder)
     monitor = monitor_of(settings)
     scores = run_scores(table, monitor, monitor, last=1) if len(table) else {}
+    state = _state(folder, settings, table)
     return {
-        "state": _state(folder, settings, table),
+        "state": state,
+        "error": failure_reason(folder) if state == "failed" else "",
         "rounds": int(table["round"].max()) if len(table) else 0,
         "of": settings.get("rounds"),
         "score": monitor,

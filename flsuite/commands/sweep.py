@@ -46,9 +46,9 @@ def sweep(args: list[str]) -> None:
     request, rest = parser.parse_known_args(args)
     content = read_sweep(request.config, _overrides(rest), request.workers)
     folder = Path(request.folder or Path("runs", content.name))
+    if folder.is_file():
+        raise FlsuiteError(f"sweep: {folder} is a file; name another folder with --folder")
 
-    if folder.exists() and not folder.is_dir():
-        raise FlsuiteError(f"cannot write to {folder}: it is a file; name another folder")
     if request.status:
         print_status(Queue(content, folder, retries=False))
         return
