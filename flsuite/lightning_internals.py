@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 INTERNALS = (
     "GradScaler._found_inf_per_device",
@@ -221,7 +222,10 @@ def _move_to_device(trainer: Trainer) -> None:
     if not _has_accelerator():
         return
     device, module = trainer.strategy.root_device, trainer.lightning_module
-    if any(tensor.device != device for tensor in chain(module.parameters(), module.buffers())):
+    # Lightning moves the metrics that a step has logged back to the CPU.
+    metrics = (part for part in module.modules() if isinstance(part, Metric))
+    tensors: Iterator[Any] = chain(module.parameters(), module.buffers(), metrics)
+    if any(tensor.device != device for tensor in tensors):
         module.to(device)
 
 

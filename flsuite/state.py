@@ -85,10 +85,22 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern + "*") for pattern in patterns)
 
 
-def clone(state: Mapping[str, Tensor]) -> State:
-    """Return a CPU snapshot. ``state_dict()`` itself aliases tensors that keep changing."""
-    # copy=True, because .to() returns the tensor itself if it is already on the CPU.
-    return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+def clone(state: Mapping[str, Tensor], device: str | None = "cpu") -> State:
+    """Return a snapshot. ``state_dict()`` itself aliases tensors that keep changing.
+
+    Args:
+        state: A state.
+        device: The device of the snapshot. With ``None``, each tensor stays on its device.
+    """
+    # copy=True, because .to() returns the tensor itself if it is already there.
+    return {
+        name: value.detach().to(device or value.device, copy=True) for name, value in state.items()
+    }
+
+
+def moved(tree: Mapping[str, Any], device: torch.device | str) -> Tree:
+    """Return nested data with its tensors on a device. Those that are there stay the same."""
+    return mapped(tree, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
 
 
 def load_(resident: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
@@ -247,7 +259,7 @@ class Sums:
 
     Floating-point tensors and numbers are summed in float64. Integer tensors, such as
     ``num_batches_tracked``, take their maximum, because summed counters are meaningless. At most
-    one client's data is held at a time.
+    one client's data is held at a time. A sum stays on the device of its first tensor.
 
     Attributes:
         values: The sums, nested like the data.
@@ -274,9 +286,10 @@ def _add_(sums: Tree, tree: Mapping[str, Any], scale: float) -> None:
         elif not isinstance(value, Tensor):
             sums[name] = sums.get(name, 0.0) + scale * value
         elif not value.is_floating_point():
-            sums[name] = torch.maximum(sums[name], value) if name in sums else value.clone()
+            greatest = sums.get(name, value)
+            sums[name] = torch.maximum(greatest, value.to(greatest.device))
         elif name in sums:
-            sums[name].add_(value, alpha=scale)
+            sums[name].add_(value.to(sums[name].device), alpha=scale)
         else:
             # Start from zero, so the first client's numbers are rounded like the others'.
             sums[name] = torch.zeros_like(value, dtype=torch.float64).add_(value, alpha=scale)

@@ -40,7 +40,7 @@ from flsuite.runs.preparation import (
 from flsuite.runs.reuse import Reuse
 from flsuite.runs.run import Run
 from flsuite.runs.scoring import ScoringTrainer
-from flsuite.runs.session import choose_engine, opened, started
+from flsuite.runs.session import choose_engine, left_on_cpu, opened, started
 from flsuite.runs.settings import run_settings
 from flsuite.schedules import Schedule, Synchronous
 from flsuite.server.federation import Federation
@@ -197,7 +197,7 @@ class FederatedTrainer(ScoringTrainer):
         run = self.prepare(model, datamodule, ckpt_path)
         setup = worker_setup(self, run)
         choose_engine(run, self.engine, setup, ckpt_path)
-        with opened(run, ckpt_path), started(run, self.engine, setup):
+        with left_on_cpu(model), opened(run, ckpt_path), started(run, self.engine, setup):
             clock = run.federation.clock
             while not run.finished:
                 # 1. Who starts training now, from the current version of the global model.

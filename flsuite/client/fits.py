@@ -3,14 +3,15 @@
 import copy
 from dataclasses import dataclass, replace
 
+import torch
 from lightning.pytorch import Callback
 
 from flsuite.client.entries import Entries
 from flsuite.client.setup import WorkerSetup
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
-from flsuite.messages import ClientContext, FitRequest, TrainedFit
-from flsuite.state import State
+from flsuite.messages import Broadcast, ClientContext, FitRequest, TrainedFit
+from flsuite.state import State, moved
 
 
 @dataclass
@@ -66,12 +67,34 @@ def loader_of(view: FederatedData, seed: int, request: FitRequest) -> TrainLoade
     return TrainLoader(view, request.client, seed, round, request.batches, request.repeat)
 
 
-def start_of(setup: WorkerSetup, entries: Entries, request: FitRequest) -> State:
-    """Return the entries that a client's fit starts from.
+class Starts:
+    """The entries that fits start from.
 
-    A client without private entries starts from the initial ones.
+    Those that are the same for all clients of a round are moved to the device once per round.
+
+    Args:
+        setup: The setup of the worker.
+        entries: The ownership of the model's entries.
     """
-    private = request.memory.get("model", {})
-    # Last, the initial ones again, because the shared state includes these buffers.
-    reset = {name: setup.initial[name] for name in entries.reset}
-    return {**setup.initial, **request.broadcast.state, **private, **reset}
+
+    def __init__(self, setup: WorkerSetup, entries: Entries) -> None:
+        self._setup, self._entries = setup, entries
+        self._shared: tuple[Broadcast, torch.device, State] | None = None
+
+    def of(self, request: FitRequest, device: torch.device) -> State:
+        """Return the entries that a client's fit starts from, the shared ones on a device.
+
+        A client without private entries starts from the initial ones.
+        """
+        shared = self._of_round(request.broadcast, device)
+        private = request.memory.get("model", {})
+        # Last, the initial ones again, because the shared state includes these buffers.
+        reset = {name: self._setup.initial[name] for name in self._entries.reset}
+        return {**shared, **private, **reset}
+
+    def _of_round(self, broadcast: Broadcast, device: torch.device) -> State:
+        kept = self._shared
+        if kept is None or kept[0] is not broadcast or kept[1] != device:
+            whole = moved({**self._setup.initial, **broadcast.state}, device)
+            kept = self._shared = broadcast, device, whole
+        return kept[2]

@@ -5,11 +5,13 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+import torch
+
 from flsuite.client.fits import StackedFit
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
 from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome, ScoreRequest
-from flsuite.state import Sums
+from flsuite.state import Sums, Tree, clone, moved
 
 
 class JobRunner:
@@ -40,8 +42,8 @@ class JobRunner:
         self._stacked = {}
         return outcomes
 
-    def _run(self, request: FitRequest) -> Outcome:
-        return self._runner.run(request, self._stacked.get(request.number))
+    def _run(self, request: FitRequest, is_summed: bool = False) -> Outcome:
+        return self._runner.run(request, self._stacked.get(request.number), is_summed)
 
     def _part(self, part: int | None, fits: Sequence[FitRequest]) -> list[Outcome]:
         """Return the outcomes of a part of the cohort."""
@@ -63,20 +65,36 @@ class JobRunner:
             reads_numbers: Whether to exclude models with non-finite numbers.
         """
         total, outcomes = Sums(), []
+        is_summed = not self._setup.uplink.chain.transforms  # these compute on the CPU
         last: ClientUpdate | None = None
         for request in requests:
-            outcome = self._run(request)
+            outcome = self._run(request, is_summed)
             if isinstance(outcome, ClientResult):
                 update = outcome.update
                 is_late = request.fault == "late"  # excluded from its part's sum
                 if not is_late and (read := self._readable(outcome, request, reads_numbers)):
-                    total.add(self._setup.uplink.contribution(read))
+                    total.add(self._contribution(read))
                     update.state, update.extras, update.partial, last = {}, {}, Sums(), update
+                else:
+                    update.state = clone(update.state)
             outcomes.append(outcome)
 
         if last is not None:
             last.partial = total
         return outcomes, total
+
+    def _contribution(self, update: ClientUpdate) -> Tree:
+        """Return what a client adds to the sums, on the device of its model."""
+        device = next((value.device for value in update.state.values()), torch.device("cpu"))
+        counts, extras = update.class_counts.to(device), moved(update.extras, device)
+        try:
+            here = replace(update, class_counts=counts, extras=extras)
+            return self._setup.uplink.contribution(here)
+        except RuntimeError:
+            if device.type == "cpu":
+                raise
+            # A rule of the user may have tensors of its own, on the CPU.
+            return self._setup.uplink.contribution(replace(update, state=clone(update.state)))
 
     def _readable(
         self, outcome: ClientResult, request: FitRequest, reads_numbers: bool

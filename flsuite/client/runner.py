@@ -22,10 +22,10 @@ from flsuite.client.entries import entries_of
 from flsuite.client.faults import carry_out
 from flsuite.client.fits import (
     StackedFit,
+    Starts,
     callbacks_of_algorithm,
     context_of,
     loader_of,
-    start_of,
 )
 from flsuite.client.loop import NeedsLightningLoopError, supports_local_loop
 from flsuite.client.placement import on_one_gpu
@@ -76,9 +76,12 @@ class ClientRunner:
         self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None
         self._counted: tuple[Broadcast, int] | None = None
-        self._stack = Stack(self.entries, setup) if setup.stack > 1 else None
+        self._starts = Starts(setup, self.entries)
+        self._stack = Stack(self._starts, setup) if setup.stack > 1 else None
 
-    def run(self, request: FitRequest, stacked: StackedFit | None = None) -> Outcome:
+    def run(
+        self, request: FitRequest, stacked: StackedFit | None = None, is_summed: bool = False
+    ) -> Outcome:
         """Train one client.
 
         An error of one client becomes a :class:`ClientFailure`.
@@ -86,6 +89,7 @@ class ClientRunner:
         Args:
             request: The request.
             stacked: The fit, if it has been trained with others, see :meth:`train_together`.
+            is_summed: Whether the model will only be summed up here, so it stays on its device.
 
         Raises:
             FlsuiteError: If no client can train with the settings of the run.
@@ -94,13 +98,13 @@ class ClientRunner:
         if stacked is None or stacked.measures:  # else the model is not needed
             self._resident.restore()
         try:
-            result = self._fit(request, loss, stacked)
+            result = self._fit(request, loss, stacked, is_summed)
             return result if request.fault is None else carry_out(request.fault, result)
         except NeedsLightningLoopError:
             # Restart the whole fit in Lightning's loop, from the same state and seed.
             self._use_local_loop, self._trainer = False, None
             self._resident.release()  # a callback may have frozen a part of the model
-            return self.run(request, stacked)
+            return self.run(request, stacked, is_summed)
         except FlsuiteError:
             raise
         except Exception as error:
@@ -148,21 +152,24 @@ class ClientRunner:
         except Exception as error:
             return request.failure(f"{type(error).__name__}: {error}", traceback.format_exc())
 
-    def _fit(self, request: FitRequest, loss: MeanLoss, stacked: StackedFit | None) -> ClientResult:
+    def _fit(
+        self, request: FitRequest, loss: MeanLoss, stacked: StackedFit | None, is_summed: bool
+    ) -> ClientResult:
         started = time.perf_counter()
         setup, broadcast = self.setup, request.broadcast
         view = setup.data.at(broadcast.round)
         client = stacked.own_client() if stacked else context_of(setup, request)
         if stacked and not stacked.measures:
             whole = stacked.trained
-            return self._result(request, client, started - whole.seconds, whole, whole.state)
+            began = started - whole.seconds
+            return self._result(request, client, began, whole, whole.state, is_summed)
 
         # Only an initialized device can be seeded.
-        self._started_trainer()
+        device = self._started_trainer().strategy.root_device
         # Before any draw, so the fit depends only on the seed, round, client and repeat.
         stream = f"fit/{request.repeat}" if request.repeat else "fit"
         seed_process(setup.seed, stream, client.round, client.id)
-        load_(self.model.state_dict(), start_of(setup, self.entries, request))
+        load_(self.model.state_dict(), self._starts.of(request, device))
         self._resident.mark()
         declarations.begin_task(self.model, view.stage)
         keeper, skips = KeepOptimizers(request.memory.get("optimizers")), CountSkips()
@@ -187,7 +194,7 @@ class ClientRunner:
         else:
             self._measure(trained, trainer, callbacks, loader)
         state = self.model.state_dict()
-        return self._result(request, client, started - trained.seconds, trained, state)
+        return self._result(request, client, started - trained.seconds, trained, state, is_summed)
 
     def _callbacks(
         self,
@@ -219,6 +226,7 @@ class ClientRunner:
         started: float,
         trained: TrainedFit,
         state: State,
+        is_summed: bool,
     ) -> ClientResult:
         """Return the outcome of a fit: the update and the client's memory.
 
@@ -228,6 +236,7 @@ class ClientRunner:
             started: Start of the fit, in seconds of ``time.perf_counter``.
             trained: The outcome of the training, without its state.
             state: All entries of the trained model.
+            is_summed: See :meth:`run`.
         """
         setup, broadcast = self.setup, request.broadcast
         shared, private = ({name: state[name] for name in part} for part in self.entries[:2])
@@ -237,7 +246,7 @@ class ClientRunner:
             samples=client.samples,
             steps=trained.steps,
             class_counts=client.class_counts,
-            state=clone(shared),
+            state=clone(shared, None if is_summed else "cpu"),
             extras=client.extras,
             metrics={**trained.metrics, **_numbers(client.metrics)},
             bytes_down=self._bytes_of(broadcast),

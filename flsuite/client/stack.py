@@ -16,8 +16,7 @@ from torch import Tensor
 from flsuite.aggregators.stateless import Stateless
 from flsuite.client.allocator import keep_freed_memory
 from flsuite.client.callbacks import KeepOptimizers
-from flsuite.client.entries import Entries
-from flsuite.client.fits import StackedFit, loader_of, start_of
+from flsuite.client.fits import StackedFit, Starts, loader_of
 from flsuite.client.setup import WorkerSetup
 from flsuite.client.stack_batches import StackBatches
 from flsuite.client.stack_member import Member, TrainerOfOne, callbacks_of, stacked
@@ -57,12 +56,12 @@ class Stack:
     round differently, so the weights differ in the last digits.
 
     Args:
-        entries: The ownership of the model's entries.
+        starts: The entries that its fits start from.
         setup: The setup of the worker.
     """
 
-    def __init__(self, entries: Entries, setup: WorkerSetup) -> None:
-        self.entries, self.setup = entries, setup
+    def __init__(self, starts: Starts, setup: WorkerSetup) -> None:
+        self.starts, self.setup = starts, setup
         self.model = setup.model
         self._modules: list[LightningModule] = []
         self._stateless = Stateless(setup.aggregator)
@@ -140,8 +139,9 @@ class Stack:
             declarations.begin_task(self.model, view.stage)
             self._modules = []  # copies of the model in its last task
 
-        starts = [start_of(setup, self.entries, request) for request in requests]
-        tensors = self._tensors(starts, trainer.strategy.root_device)
+        device = trainer.strategy.root_device
+        starts = [self.starts.of(request, device) for request in requests]
+        tensors = self._tensors(starts, device)
         members = [self._member(i, c, view, trainer, tensors) for i, c in enumerate(candidates)]
         batches = StackBatches(members, view, trainer)
         trainer_of_all = _NoTrainer(type(self.model).__name__)
@@ -180,8 +180,11 @@ class Stack:
     def _tensors(self, starts: Sequence[State], device: torch.device) -> dict[str, Tensor]:
         """Return all tensors of the models, each ``(clients, ...)``. Tied weights occur once."""
         own = chain(self.model.named_parameters(), self.model.named_buffers())
-        parts = {name: [s.get(name, value.detach()) for s in starts] for name, value in own}
-        return {name: stacked(p).to(device).contiguous() for name, p in parts.items()}
+        # On the device first, where what is the same for all clients is copied once.
+        return {
+            name: stacked([s.get(name, value.detach()).to(device) for s in starts]).contiguous()
+            for name, value in own
+        }
 
     def _member(
         self,

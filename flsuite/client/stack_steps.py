@@ -88,7 +88,7 @@ class StackSteps:
                 if step + 1 == self.members[place].steps:
                     self._callbacks.end(place)
                     end = self._state_of(place)
-                    ends[place] = end if step + 1 == last else clone(end)
+                    ends[place] = end if step + 1 == last else clone(end, device=None)
         return [(end, self._metrics(place)) for place, end in enumerate(ends)]
 
     def _step(self, step: int, groups: Sequence[Group]) -> None:

@@ -89,7 +89,8 @@ class StackedLoss:
         self.head = term.head_in(model) if term else ""
         self.buffers = [name for name, _ in model.named_buffers()]
         self.of_step: set[str] = set()
-        is_large = any(_is_large(parameter) for parameter in model.parameters())
+        on_cpu = trainer.strategy.root_device.type == "cpu"  # a GPU copies in any order
+        is_large = on_cpu and any(_is_large(parameter) for parameter in model.parameters())
         self._layers: AbstractContextManager[Any] = _WeightsFirst() if is_large else nullcontext()
 
     def step(

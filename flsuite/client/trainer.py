@@ -200,7 +200,8 @@ def _refuse_fused(optimizers: Iterable[Optimizer]) -> None:
 
 def quiet_lightning() -> None:
     """Silence Lightning's messages per fit, which here means per client."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    for name in ("utilities.rank_zero", "accelerators.cuda"):
+        logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.WARNING)
     for message in (
         ".*no `val_dataloader`.*",
         ".*LeafSpec.*",

@@ -35,6 +35,8 @@ def _rebuild(
 
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and obj.is_cuda:  # another process may see other GPUs
+            obj = obj.cpu()
         # Other tensors use torch's own format, because memory alone does not describe them.
         plain = (
             type(obj) is Tensor

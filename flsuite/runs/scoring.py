@@ -10,6 +10,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.messages import Split
 from flsuite.runs.predictions import predict
 from flsuite.runs.run import Run
+from flsuite.runs.session import left_on_cpu
 from flsuite.runs.summary import print_scores
 from flsuite.server.evaluation import GLOBAL
 
@@ -83,7 +84,8 @@ class ScoringTrainer(Trainer):
         pictures. Other predictions are written to ``predictions.pt``.
         """
         run = self._restored(model, datamodule, ckpt_path)
-        predictions, paths = predict(run.federation, run.evaluator, run.folder.path)
+        with left_on_cpu(run.evaluator.model):
+            predictions, paths = predict(run.federation, run.evaluator, run.folder.path)
         if run.options.show and paths:
             print(f"predictions of round {run.round}: {', '.join(map(str, paths))}")
         return predictions
@@ -162,7 +164,8 @@ class ScoringTrainer(Trainer):
     ) -> list[dict[str, float]]:
         run = self._restored(model, datamodule, ckpt_path)
         federation = run.federation
-        scores = run.evaluator.scores(federation, split, federation.present(), details=True)
+        with left_on_cpu(run.evaluator.model):
+            scores = run.evaluator.scores(federation, split, federation.present(), details=True)
         if not scores:
             raise FlsuiteError("there is no validation data: set data.val_fraction above 0")
         whole = scores.pop(GLOBAL)

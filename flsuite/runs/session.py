@@ -64,6 +64,15 @@ def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
 
 
 @contextmanager
+def left_on_cpu(model: LightningModule) -> Iterator[None]:
+    """Move a model to the CPU at the end, where Lightning leaves it too."""
+    try:
+        yield
+    finally:
+        model.cpu()
+
+
+@contextmanager
 def started(run: Run, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
     """Start the engine, which trains and scores the clients, and stop it at the end.
 
@@ -238,7 +247,8 @@ def _export_model(run: Run) -> None:
     if run.folder.checkpoints is None:
         return
     try:
-        export_model(run.evaluator.model, run.folder.checkpoints / "model.ckpt")
+        # A checkpoint of tensors on a GPU could not be read on a machine without one.
+        export_model(run.evaluator.model.cpu(), run.folder.checkpoints / "model.ckpt")
     except Exception as error:
         if run.status == "success":
             raise

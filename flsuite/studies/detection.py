@@ -198,9 +198,10 @@ def _energies(
     energies = []
     with evaluating(model):
         for x, _ in data.batches_of(split, rows.split(_BATCH)):
+            x = x.to(model.device)
             h = model.latent(x)
             density = model.class_logits(h)[:, known].logsumexp(1)
-            energies.append(model.reconstruction_error(h, x) - density)
+            energies.append((model.reconstruction_error(h, x) - density).cpu())
     return torch.cat(energies)
 
 

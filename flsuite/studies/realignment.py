@@ -77,6 +77,7 @@ def _warm_up(model: FusedSpaceFed, loader: TrainLoader, epochs: int) -> None:
     model.decoder.eval()  # its statistics are the aggregate's
     for _ in range(epochs):
         for x, _ in loader:
+            x = x.to(model.device)
             loss = reconstruction_error(model.reconstruct(x), x).mean()
             for parameter, gradient in zip(own, torch.autograd.grad(loss, own), strict=True):
                 parameter.grad = gradient
@@ -88,5 +89,8 @@ def _warm_up(model: FusedSpaceFed, loader: TrainLoader, epochs: int) -> None:
 def _accuracy(model: FusedSpaceFed, data: FederatedData) -> float:
     rows: Sequence[Tensor] = torch.arange(len(data.test.y)).split(_BATCH)
     with evaluating(model):
-        right = [(model(x).argmax(1) == y).sum() for x, y in data.batches_of(data.test, rows)]
+        right = [
+            (model(x.to(model.device)).argmax(1).cpu() == y).sum()
+            for x, y in data.batches_of(data.test, rows)
+        ]
     return float(sum(right)) / len(data.test.y)

@@ -232,7 +232,7 @@ def measured(run: Run, state: State, client: int) -> dict[str, float]:
 def _scored(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
     """Return whether each sample is classified correctly, its loss, and its class."""
     with evaluating(model):
-        pairs = [(model(x), y) for x, y in batches]
+        pairs = [(model(x.to(model.device)).cpu(), y) for x, y in batches]
     logits, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     return logits.argmax(1) == y, cross_entropy(logits, y, reduction="none"), y
 

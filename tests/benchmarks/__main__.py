@@ -43,7 +43,7 @@ from flsuite.aggregators import (
     PFedMe,
     QFedAvg,
 )
-from flsuite.engines import Engine, InProcess, Processes
+from flsuite.engines import InProcess, Processes
 from flsuite.metrics.fisher import fisher_diagonal, measuring
 from flsuite.models import (
     ACVAE,
@@ -57,7 +57,7 @@ from flsuite.models import (
 from flsuite.models.backbones import Backbone
 from flsuite.schedules import Asynchronous, Bernoulli, Schedule, Stragglers, Synchronous
 from tests.benchmarks import sides
-from tests.benchmarks.cifar import TwoConvs
+from tests.benchmarks.cifar import cifar
 from tests.benchmarks.fisher import SAMPLES, PredictivePasses
 from tests.benchmarks.loop import FusedLoop, HandWrittenLoop, TwoProcessLoop
 from tests.benchmarks.robust import measure_rules
@@ -160,31 +160,6 @@ def many(rounds: int) -> None:
     name = "LeNet-5, 1000 clients x 60, 100 a round"
     beside_processes(name, module, LeNet5(), rounds, 100)
     workers(f"{name}, workers", module, LeNet5(), rounds, 100)
-
-
-def cifar(rounds: int) -> None:
-    """Compare this process with two and four workers in pfl-research's CIFAR-10 setting."""
-    module = RandomImages(50_000, (3, 32, 32), clients=1000)
-    module.batch_size = 10
-    gpus = torch.cuda.device_count()
-    where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "no GPU"
-    sides: dict[str, Engine] = {
-        "in_process": InProcess(),
-        "two": Processes(2),
-        "four": Processes(4),
-    }
-    seconds: dict[str, list[float]] = {}
-    for name, engine in sides.items():
-        clock = Clock()
-        federation(
-            module, TwoConvs(), rounds, engine, clock, lr=0.1,
-            schedule=Synchronous(50), accelerator="auto",
-        )  # fmt: skip
-        seconds[name] = clock.seconds[1:]
-    report(f"two convolutions, 1000 clients x 50, 50 a round, 5 steps each, {where}", **seconds)
-    for name in ("two", "four"):
-        times = ratio(seconds["in_process"], seconds[name])
-        print(f"    {name} workers are {times:.2f} x as fast as this process")
 
 
 def precision(rounds: int) -> None:

@@ -139,7 +139,7 @@ MUTATIONS = [
     Mutation(
         "an update is not a copy",
         "client/runner.py",
-        "state=clone(shared),",
+        'state=clone(shared, None if is_summed else "cpu"),',
         "state=shared,",
         "client/test_runner.py engines/test_pool.py",
     ),
@@ -160,8 +160,8 @@ MUTATIONS = [
     Mutation(
         "private entries of another client stay",
         "client/fits.py",
-        "return {**setup.initial, **request",
-        "return {**request",
+        "moved({**self._setup.initial, **broadcast.state}, device)",
+        "moved(broadcast.state, device)",
         "client/test_runner.py models/test_fusedspacefed.py",
     ),
     Mutation(
@@ -265,8 +265,8 @@ MUTATIONS = [
     Mutation(
         "counters are summed over clients",
         "state.py",
-        "torch.maximum(sums[name], value) if name in sums",
-        "sums[name] + value if name in sums",
+        "torch.maximum(greatest, value.to(greatest.device))",
+        "greatest + value",
         "test_state.py",
     ),
     Mutation(

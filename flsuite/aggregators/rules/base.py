@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from flsuite.aggregators.part import Capability, Part, Server, Statistic
 from flsuite.aggregators.staleness import rebased
 from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, StateLayout, Sums, Tree
+from flsuite.state import State, StateLayout, Sums, Tree, moved
 
 
 def withheld_by(sends: str = "", are_matrices: bool = False) -> Mapping[Capability, str]:
@@ -184,7 +184,7 @@ def sum_by_parts(
         seen.append(replace(update, state={}, extras=extras, base={}, partial=None))
     if own is not sums:
         sums.add(own.values)
-    return sums.values, seen
+    return moved(sums.values, "cpu"), seen  # sums of this process lie where its clients train
 
 
 def combine_and_sum(
