@@ -11,6 +11,8 @@ import pickle
 import signal
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ def main() -> int:
     answer = _typos_of(sweep)
     if not answer:
         _import_all()
-        answer = _checked_in_fork(sweep, folder)
+        answer = _checked_in_forks(sweep, folder)
 
     print(json.dumps(answer), flush=True)
     if not sys.stdin.buffer.readline():
@@ -42,8 +44,8 @@ def main() -> int:
     return run_workers(Queue(sweep, folder), lambda arguments: run_command("fit", arguments))
 
 
-def check(sweep: Sweep, folder: Path) -> dict[str, Any]:
-    """Prepare the fits of the cells without running them.
+def check(sweep: Sweep, folder: Path, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Prepare the fits of some cells without running them.
 
     Experiments with a finished cell are skipped. An error of a source is listed once, not for each
     cell that merges its models.
@@ -51,18 +53,15 @@ def check(sweep: Sweep, folder: Path) -> dict[str, Any]:
     Args:
         sweep: The sweep.
         folder: Its folder.
+        cells: The cells.
 
     Returns:
         ``workers`` is the largest number of workers of any cell's engine. ``refused`` holds one
-        line per experiment that cannot start, with the name of its method.
-
-    Raises:
-        FlsuiteError: If two methods are the same.
+        line per experiment that cannot start, with the name of its method, by the cell's folder.
     """
-    require_distinct(sweep)
-    workers, refused = 1, []
+    workers, refused = 1, {}
     ready: dict[Cell, dict[str, Any] | None] = {}  # many cells may have one source
-    for cell in samples_of(sweep):
+    for cell in cells:
         if any((folder / cell.folder.parent).glob(f"*/{DONE}")):
             continue
         ready[cell] = None
@@ -74,7 +73,7 @@ def check(sweep: Sweep, folder: Path) -> dict[str, Any]:
                     _, ready[cell.source] = _make_ready(sweep, cell.source)
                 _refuse_other_training(settings, cell.source, folder, ready)
         except FlsuiteError as error:
-            refused.append(f"{_place(sweep, cell)}: {one_line(error)}")
+            refused[str(cell.folder)] = f"{_place(sweep, cell)}: {one_line(error)}"
     return {"workers": workers, "refused": refused}
 
 
@@ -147,23 +146,63 @@ def _import_all() -> None:
     gc.enable()
 
 
-def _checked_in_fork(sweep: Sweep, folder: Path) -> dict[str, Any]:
-    """Run :func:`check` in a fork, because what it builds starts threads and processes."""
+def _checked_in_forks(sweep: Sweep, folder: Path) -> dict[str, Any]:
+    """Run :func:`check` in forks, because what it builds starts threads and processes.
+
+    Each core checks a part of the samples. Cells that merge the models of one source are in one
+    part, because an error of the source is listed once.
+
+    Returns:
+        What :func:`check` returns, with the lines of ``refused`` in the order of the samples, or an
+        ``error``.
+    """
+    from flsuite.engines.pool import cores  # late, because the imports take a while
+
+    try:
+        require_distinct(sweep)
+    except FlsuiteError as error:
+        return {"error": one_line(error)}
+    samples, by_source = samples_of(sweep), dict[Cell, list[Cell]]()
+    for cell in samples:
+        by_source.setdefault(cell.source or cell, []).append(cell)
+    parts: list[list[Cell]] = [[] for _ in range(min(cores(), len(by_source)))]
+    for cells in by_source.values():
+        min(parts, key=len).extend(cells)
+
+    children = [_start(partial(check, sweep, folder, cells)) for cells in parts]
+    answers = [_end_of(*child) for child in children]
+    for answer in answers:
+        if "error" in answer:
+            return answer
+    refused = {place: line for answer in answers for place, line in answer["refused"].items()}
+    return {
+        "workers": max(answer["workers"] for answer in answers),
+        "refused": [refused[str(cell.folder)] for cell in samples if str(cell.folder) in refused],
+    }
+
+
+def _start(call: Callable[[], dict[str, Any]]) -> tuple[int, int]:
+    """Run a function in a fork, and return the process and the pipe that its answer comes from."""
     read, write = os.pipe()
-    child = fork(lambda: _answer(sweep, folder, write))
+    child = fork(partial(_answer, call, write))
     os.close(write)
-    with open(read, encoding="utf-8") as file:
+    return child, read
+
+
+def _end_of(child: int, descriptor: int) -> dict[str, Any]:
+    """Wait for the answer of a fork."""
+    with open(descriptor, encoding="utf-8") as file:
         answer = file.read()
     os.waitpid(child, 0)
     return json.loads(answer) if answer else {"error": "the check of the methods was killed"}
 
 
-def _answer(sweep: Sweep, folder: Path, descriptor: int) -> int:
+def _answer(call: Callable[[], dict[str, Any]], descriptor: int) -> int:
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # the libraries' messages appear again in every cell's log
         os.dup2(null, stream)
     try:
-        answer = check(sweep, folder)
+        answer = call()
     except FlsuiteError as error:
         answer = {"error": one_line(error)}
     except Exception as error:  # from a user's own class

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,7 +170,8 @@ def test_a_dry_run_lists_cells_and_time_and_runs_nothing(
 ) -> None:
     def in_this_process(sweep: Sweep, folder: Path) -> Any:
         """Return what can check a sweep, and cannot run it."""
-        return nullcontext(SimpleNamespace(check=partial(check, sweep, folder)))
+        answer = {"workers": 1, "refused": refused_lines(sweep, folder)}
+        return nullcontext(SimpleNamespace(check=lambda: answer))
 
     monkeypatch.setattr(command, "_CellProcess", in_this_process)
     before = files(folder)
@@ -228,24 +228,28 @@ UNBUILDABLE = {
 }
 
 
+def refused_lines(sweep: Sweep, folder: Path) -> list[str]:
+    return list(check(sweep, folder, samples_of(sweep))["refused"].values())
+
+
 @pytest.mark.parametrize("methods", UNBUILDABLE)
 def test_what_cannot_be_built_is_named_with_its_method(methods: str) -> None:
     sweep = read_sweep(write_sweep("s.yaml", methods))
-    (line,) = check(sweep, Path("runs"))["refused"]
+    (line,) = refused_lines(sweep, Path("runs"))
     assert all(part in line for part in UNBUILDABLE[methods]) and "\n" not in line
 
 
 def test_a_method_that_trains_otherwise_cannot_merge_anothers_models() -> None:
     methods = "{A: {}, B: {trainer.aggregator: OTFusion}, C: {model.optimizer.lr: 0.7}}"
     sweep = read_sweep(write_sweep("s.yaml", methods, "updates_from: A"))
-    (line,) = check(sweep, Path("runs"))["refused"]
+    (line,) = refused_lines(sweep, Path("runs"))
     assert line.startswith("method C") and "model.optimizer.lr is 0.7 here" in line
 
 
 def test_a_source_that_cannot_start_is_named_once() -> None:
     methods = "{A: {trainer.aggregator: FedProx}, B: {}, C: {trainer.aggregator: OTFusion}}"
     sweep = read_sweep(write_sweep("s.yaml", methods, "updates_from: A"))
-    (line,) = check(sweep, Path("runs"))["refused"]
+    (line,) = refused_lines(sweep, Path("runs"))
     assert line.startswith("method A: FedProx changes how clients train")
     assert line.endswith("or name another method in the updates_from of a sweep")
 
@@ -257,7 +261,7 @@ def test_a_finished_source_without_models_is_named_before_anything_runs() -> Non
     assert cli("sweep", "--config", name, "--folder", "runs") == 0
     for path in [*Path("runs").glob("B-*"), *Path("runs").glob("A-*/*/updates")]:
         shutil.rmtree(path)
-    (line,) = check(read_sweep(name), Path("runs"))["refused"]
+    (line,) = refused_lines(read_sweep(name), Path("runs"))
     assert line.startswith("method B: from_updates: runs/A-")
     assert "delete the folder if a sweep made it" in line
 
@@ -273,7 +277,7 @@ def test_all_that_cannot_begin_is_named_before_anything_runs(
     Path(name).write_text(Path(name).read_text().replace(", data.clients: 3", ""))
     Path(name).write_text(Path(name).read_text() + "grid: {data.clients: [3, 6]}\n")
     sweep = read_sweep(name)
-    refused = check(sweep, tmp_path)["refused"]
+    refused = refused_lines(sweep, tmp_path)
     assert [line.split(":")[0] for line in refused] == [
         "method K, data.clients 3",
         "method H, data.clients 3",
@@ -287,7 +291,7 @@ def test_all_that_cannot_begin_is_named_before_anything_runs(
         if cell.method == "H":
             (tmp_path / cell.folder).mkdir(parents=True)
             (tmp_path / cell.folder / "done.json").touch()
-    assert check(sweep, tmp_path)["refused"] == refused[:1]
+    assert refused_lines(sweep, tmp_path) == refused[:1]
 
     answer = {"workers": 1, "refused": refused}
     monkeypatch.setattr(
@@ -298,6 +302,18 @@ def test_all_that_cannot_begin_is_named_before_anything_runs(
     assert cli("sweep", "--config", name) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[-4:-1] == refused and "3 experiments cannot start" in lines[-1]
+
+
+def test_several_processes_check_in_the_order_of_the_methods(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = ", ".join(f"M{n}: {{data.clients: -{n}}}" for n in range(1, 5))
+    name = write_sweep("s.yaml", f"{{Right: {{}}, {wrong}}}")
+    assert cli("sweep", "--config", name, "--folder", "runs", "--dry-run") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines if "clients" in line] == ["method M1", "method M2",
+        "method M3", "method M4"]  # fmt: skip
+    assert "4 experiments cannot start" in lines[-1]
 
 
 def test_a_wrong_file_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,7 +345,7 @@ def test_the_check_keeps_no_cell_in_memory(tmp_path: Path) -> None:
     before = held()
     gc.disable()
     try:
-        assert check(read_sweep(path), tmp_path)["refused"] == []
+        assert refused_lines(read_sweep(path), tmp_path) == []
         assert held() <= before + 1, "only the last cell may be there"
     finally:
         gc.enable()
@@ -360,9 +376,9 @@ def test_the_tuned_setting_of_a_sweep_is_that_of_its_config(sweep: str, method: 
 def test_a_shipped_sweep_can_be_built(path: Path) -> None:
     name = f"configs/sweeps/{path.name}"
     assert path.read_text().startswith(f"# flsuite sweep --config {name}\n")
-    answer = check(read_sweep(path), Path("runs"))
+    sweep = read_sweep(path)
     # The cells have the cores for themselves.
-    assert answer == {"workers": 1, "refused": []}
+    assert check(sweep, Path("runs"), samples_of(sweep)) == {"workers": 1, "refused": {}}
 
 
 @pytest.mark.long
