@@ -89,8 +89,7 @@ class ClientRunner:
         Args:
             request: The request.
             stacked: The fit, if it has been trained with others, see :meth:`train_together`.
-            is_summed: Whether the caller sums up the model before the next fit. Then it is not
-                copied, and stays on its device.
+            is_summed: Whether the model will only be summed up here, so it stays on its device.
 
         Raises:
             FlsuiteError: If no client can train with the settings of the run.
@@ -247,7 +246,7 @@ class ClientRunner:
             samples=client.samples,
             steps=trained.steps,
             class_counts=client.class_counts,
-            state=shared if is_summed else clone(shared),
+            state=clone(shared, None if is_summed else "cpu"),
             extras=client.extras,
             metrics={**trained.metrics, **_numbers(client.metrics)},
             bytes_down=self._bytes_of(broadcast),

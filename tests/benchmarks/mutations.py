@@ -139,7 +139,7 @@ MUTATIONS = [
     Mutation(
         "an update is not a copy",
         "client/runner.py",
-        "state=shared if is_summed else clone(shared),",
+        'state=clone(shared, None if is_summed else "cpu"),',
         "state=shared,",
         "client/test_runner.py engines/test_pool.py",
     ),
