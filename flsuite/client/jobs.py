@@ -90,10 +90,10 @@ class JobRunner:
         try:
             here = replace(update, class_counts=counts, extras=extras)
             return self._setup.uplink.contribution(here)
-        except RuntimeError:
+        except (RuntimeError, TypeError):
             if device.type == "cpu":
                 raise
-            # A rule of the user may have tensors of its own, on the CPU.
+            # A rule of the user may have tensors of its own on the CPU, or use NumPy.
             return self._setup.uplink.contribution(replace(update, state=clone(update.state)))
 
     def _readable(

@@ -26,6 +26,8 @@ from flsuite.sweeps.queue import Queue
 from flsuite.sweeps.reading import Sweep
 from flsuite.sweeps.worker import die_with, fork, run_workers
 
+_CELLS_PER_CHECK, _MOST_CHECKS = 8, 8  # each process that checks cells loads their data
+
 
 def main() -> int:
     """Serve one sweep."""
@@ -149,8 +151,8 @@ def _import_all() -> None:
 def _checked_in_forks(sweep: Sweep, folder: Path) -> dict[str, Any]:
     """Run :func:`check` in forks, because what it builds starts threads and processes.
 
-    Each core checks a part of the samples. Cells that merge the models of one source are in one
-    part, because an error of the source is listed once.
+    If there are many samples, several cores check them. Cells that merge the models of one source
+    are in one part, because an error of the source is listed once.
 
     Returns:
         What :func:`check` returns, with the lines of ``refused`` in the order of the samples, or an
@@ -165,7 +167,8 @@ def _checked_in_forks(sweep: Sweep, folder: Path) -> dict[str, Any]:
     samples, by_source = samples_of(sweep), dict[Cell, list[Cell]]()
     for cell in samples:
         by_source.setdefault(cell.source or cell, []).append(cell)
-    parts: list[list[Cell]] = [[] for _ in range(min(cores(), len(by_source)))]
+    most = min(cores(), len(samples) // _CELLS_PER_CHECK, _MOST_CHECKS)
+    parts: list[list[Cell]] = [[] for _ in range(max(most, 1))]
     for cells in by_source.values():
         min(parts, key=len).extend(cells)
 

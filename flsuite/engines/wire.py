@@ -33,10 +33,14 @@ def _rebuild(
     return flat.reshape(shape) if strides is None else flat.as_strided(shape, strides)
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.is_cuda:  # another process may see other GPUs
-            obj = obj.cpu()
+            return _itself, (obj.detach().cpu(),)
         # Other tensors use torch's own format, because memory alone does not describe them.
         plain = (
             type(obj) is Tensor

@@ -244,11 +244,12 @@ def _close(run: Run, is_useless: bool) -> None:
 
 def _export_model(run: Run) -> None:
     run.evaluator.load(run.federation.client_state(None))
+    # A checkpoint of tensors on a GPU could not be read on a machine without one.
+    model = run.evaluator.model.cpu()
     if run.folder.checkpoints is None:
         return
     try:
-        # A checkpoint of tensors on a GPU could not be read on a machine without one.
-        export_model(run.evaluator.model.cpu(), run.folder.checkpoints / "model.ckpt")
+        export_model(model, run.folder.checkpoints / "model.ckpt")
     except Exception as error:
         if run.status == "success":
             raise

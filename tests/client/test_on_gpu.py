@@ -24,6 +24,7 @@ from flsuite.aggregators import (
     Server,
 )
 from flsuite.aggregators.part import ServerTools
+from flsuite.aggregators.rules import Mean
 from flsuite.aggregators.rules.base import LinearRule, sum_by_parts
 from flsuite.client.fits import Starts
 from flsuite.client.jobs import JobRunner
@@ -124,15 +125,26 @@ def _empty(templates: Mapping[str, Any]) -> Tree:
     return {**templates, **zeros}
 
 
-def test_a_rule_with_tensors_of_its_own_sums_on_the_cpu() -> None:
-    class Shifted(type(FedAvg().rule)):  # type: ignore[misc]
-        shift = torch.ones(3)
+class _OwnTensor(Mean):
+    """Has a tensor of its own."""
 
-        def terms(self, update: ClientUpdate, layout: Any) -> Tree:
-            return {"w": update.state["w"] + self.shift}
+    def terms(self, update: ClientUpdate, layout: Any) -> Tree:
+        return {"w": update.state["w"] + torch.ones(3)}
 
+
+class _NumPy(Mean):
+    """Reads the model as NumPy does, which refuses tensors on a GPU with a TypeError."""
+
+    def terms(self, update: ClientUpdate, layout: Any) -> Tree:
+        if update.state["w"].device != torch.device("cpu"):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        return {"w": update.state["w"]}
+
+
+@pytest.mark.parametrize("rule", [_OwnTensor, _NumPy])
+def test_a_rule_that_needs_the_cpu_sums_there(rule: type[Mean]) -> None:
     setup = runner(Classifier(MLP((8,))), FedAvg(), lean=True).setup
-    setup.aggregator.rule = Shifted()
+    setup.aggregator.rule = rule()
     jobs = JobRunner.__new__(JobRunner)
     jobs._setup = setup
     with FakeTensorMode(allow_non_fake_inputs=True):

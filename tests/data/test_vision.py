@@ -4,6 +4,8 @@ import gzip
 import hashlib
 import pickle
 import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from flsuite.data.datasets import vision
 from flsuite.data.datasets.medmnist import MedMNIST
 from flsuite.data.datasets.vision import (
     CIFAR10,
@@ -85,6 +88,28 @@ def test_mnist_unpacks_archives_without_network(
     monkeypatch.setattr(datasets.MNIST, "resources", resources)
     source = read_torchvision("MNIST", tmp_path, download=True)
     assert np.array_equal(source.train.x[..., 0].numpy(), images) and not offline
+
+
+def test_one_of_several_processes_downloads_and_the_others_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    images, calls = write_mnist(tmp_path / "there", "MNIST", rng), list[str]()
+
+    def slowly(make: Any, splits: Any, what: str) -> None:
+        calls.append(what)
+        for file in sorted((tmp_path / "there" / "MNIST" / "raw").iterdir()):
+            own = tmp_path / "here" / "MNIST" / "raw" / file.name
+            own.parent.mkdir(parents=True, exist_ok=True)
+            own.touch()  # it exists before it is complete
+            time.sleep(0.05)
+            own.write_bytes(file.read_bytes())
+
+    monkeypatch.setattr(vision, "_download", slowly)
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(read_torchvision, "MNIST", tmp_path / "here", True) for _ in range(3)]
+    for load in loads:
+        assert np.array_equal(load.result().train.x[..., 0].numpy(), images)
+    assert len(calls) == 1
 
 
 def test_mnist_truncated(tmp_path: Path, rng: np.random.Generator, offline: list[str]) -> None:

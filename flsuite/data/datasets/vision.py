@@ -7,7 +7,9 @@ digits in natural images with unsupervised feature learning", 2011 (SVHN); Stall
 German Traffic Sign Recognition Benchmark: a multi-class classification competition", 2011 (GTSRB).
 """
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -19,6 +21,7 @@ from flsuite.arguments import PositiveInt, check_init
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.errors import FlsuiteError, one_line
+from flsuite.files import locked
 
 _Unpacked = tuple[Any, Any, "list[str]"]
 """Images ``(n, height, width, channels)``, labels, class names."""
@@ -75,6 +78,25 @@ def stacked(images: Iterable[Any]) -> np.ndarray:
     return np.stack([np.asarray(image.convert("RGB")) for image in images])
 
 
+@contextmanager
+def _no_other_download(root: Path, makes: bool) -> Iterator[None]:
+    """Wait for another process that downloads or unpacks files in a folder, and keep others out.
+
+    Several processes may start with an empty folder. There is no lock in a folder that is missing
+    or cannot be read, nor on a disk without locks.
+
+    Args:
+        root: The folder.
+        makes: Whether to make it.
+    """
+    if makes:
+        with suppress(OSError):  # the download says why
+            root.mkdir(parents=True, exist_ok=True)
+    has_lock = root.is_dir() and os.access(root, os.R_OK)
+    with locked(root, wait=True) if has_lock else nullcontext():
+        yield
+
+
 class _Torchvision(FederatedDataModule):
     """A dataset that torchvision reads, in ``root`` or by default in ``~/.cache/flsuite``.
 
@@ -105,15 +127,16 @@ class _Torchvision(FederatedDataModule):
         cls = getattr(torchvision.datasets, name)
         files, make = self._files(cls), partial(cls, root, **self._options())
 
-        # Checked here, so existing files are read without network access for any ``download``.
-        missing = [file for file in files if not (root / file).exists()]
-        if missing:
-            what = f"{name} is not in {root} ({missing[0]} is missing)"
-            if not self.download:
-                raise FlsuiteError(
-                    f"{what}; set data.download, or data.root to torchvision's root folder"
-                )
-            _download(make, self.selections, what)
+        with _no_other_download(root, self.download):
+            # Checked here, so existing files are read without network access for any ``download``.
+            missing = [file for file in files if not (root / file).exists()]
+            if missing:
+                what = f"{name} is not in {root} ({missing[0]} is missing)"
+                if not self.download:
+                    raise FlsuiteError(
+                        f"{what}; set data.download, or data.root to torchvision's root folder"
+                    )
+                _download(make, self.selections, what)
 
         try:
             splits = [split_of(*self._unpack(make(**split))) for split in self.selections]
