@@ -34,6 +34,7 @@ def _rebuild(
 
 
 def _itself(tensor: Tensor) -> Tensor:
+    """Return a tensor. A tensor on a GPU is pickled as a call of this with its copy on the CPU."""
     return tensor
 
 
