@@ -174,8 +174,12 @@ class _Able:
         return self.evaluator.of_module(module, samples)["accuracy"]
 
     def module(self, state: State) -> nn.Module:
-        """Return a new module that holds a state."""
-        module = _copied(self.evaluator.model)
+        """Return a new module that holds a state, on the device that scores.
+
+        The resident model lies on a GPU only after a fit in this process, so a copy alone would
+        compute on another device with other engines.
+        """
+        module = _copied(self.evaluator.model).to(self.evaluator.device)
         load_(module.state_dict(), state)
         module.forward = _Logits(module)  # type: ignore[method-assign]
         return module.eval()

@@ -26,6 +26,7 @@ from flsuite.aggregators import (
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules import Mean
 from flsuite.aggregators.rules.base import LinearRule, sum_by_parts
+from flsuite.aggregators.rules.pfnm import expanded_module
 from flsuite.client.fits import Starts
 from flsuite.client.jobs import JobRunner
 from flsuite.engines import Engine, InProcess, Processes, Vectorized
@@ -115,6 +116,19 @@ def test_a_client_on_a_gpu_contributes_there(name: str) -> None:
         rule = cast(LinearRule, aggregator.rule)
         total, _ = sum_by_parts(rule, server, [update], uplink.contribution)
         assert devices(total) == {torch.device("cpu")}
+
+
+def test_modules_of_the_server_are_on_the_device_that_scores() -> None:
+    made = trainer(rounds=1, enable_checkpointing=False)
+    run = made.prepare(Classifier(MLP((8,))), digits(server_samples=20))
+    server, state = run.federation.server, run.federation.state
+    run.evaluator.device = torch.device("meta")
+    assert server.tools.module is not None
+    module = server.tools.module(state)
+    wider = expanded_module(module, server.layout.chain, state)
+    for each in (module, wider):
+        assert devices(each.state_dict()) == {torch.device("meta")}
+    assert devices(run.evaluator.model.state_dict()) == {torch.device("cpu")}
 
 
 def _empty(templates: Mapping[str, Any]) -> Tree:

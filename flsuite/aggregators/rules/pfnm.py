@@ -171,15 +171,15 @@ def expanded_module(module: nn.Module, chain: Sequence[Layer], weights: State) -
     expanded = copy.deepcopy(module)
     for layer in chain:
         part = expanded.get_submodule(layer.name)
-        weight = weights[layer.weight_name]
+        weight, device = weights[layer.weight_name], next(part.parameters()).device
         if isinstance(part, nn.Conv2d):
             part.out_channels, part.in_channels = weight.shape[:2]
         elif isinstance(part, nn.Linear):
             part.out_features, part.in_features = weight.shape
 
-        part.weight = nn.Parameter(weight.clone())
+        part.weight = nn.Parameter(weight.to(device, copy=True))
         if layer.bias:
-            part.bias = nn.Parameter(weights[layer.bias_name].clone())
+            part.bias = nn.Parameter(weights[layer.bias_name].to(device, copy=True))
     return expanded
 
 
