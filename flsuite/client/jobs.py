@@ -42,13 +42,20 @@ class JobRunner:
         self._stacked = {}
         return outcomes
 
-    def _run(self, request: FitRequest, is_summed: bool = False) -> Outcome:
-        return self._runner.run(request, self._stacked.get(request.number), is_summed)
+    def _run(self, request: FitRequest) -> Outcome:
+        return self._runner.run(request, self._stacked.get(request.number))
+
+    def _whole(self, request: FitRequest) -> Outcome:
+        """Return the outcome of a fit, with its model on the CPU."""
+        outcome = self._run(request)
+        if isinstance(outcome, ClientResult):
+            outcome.update.state = moved(outcome.update.state, "cpu")
+        return outcome
 
     def _part(self, part: int | None, fits: Sequence[FitRequest]) -> list[Outcome]:
         """Return the outcomes of a part of the cohort."""
         if part is None or len(fits) < 2 or not self._setup.sums_parts:
-            return [self._run(request) for request in fits]
+            return [self._whole(request) for request in fits]
 
         # NaN and infinity propagate to the sum, so checking the sum is enough. If it fails, run the
         # same fits again to find the client.
@@ -65,10 +72,9 @@ class JobRunner:
             reads_numbers: Whether to exclude models with non-finite numbers.
         """
         total, outcomes = Sums(), []
-        is_summed = not self._setup.uplink.chain.transforms  # these compute on the CPU
         last: ClientUpdate | None = None
         for request in requests:
-            outcome = self._run(request, is_summed)
+            outcome = self._run(request)
             if isinstance(outcome, ClientResult):
                 update = outcome.update
                 is_late = request.fault == "late"  # excluded from its part's sum
@@ -76,7 +82,7 @@ class JobRunner:
                     total.add(self._contribution(read))
                     update.state, update.extras, update.partial, last = {}, {}, Sums(), update
                 else:
-                    update.state = clone(update.state)
+                    update.state = moved(update.state, "cpu")
             outcomes.append(outcome)
 
         if last is not None:

@@ -79,17 +79,15 @@ class ClientRunner:
         self._starts = Starts(setup, self.entries)
         self._stack = Stack(self._starts, setup) if setup.stack > 1 else None
 
-    def run(
-        self, request: FitRequest, stacked: StackedFit | None = None, is_summed: bool = False
-    ) -> Outcome:
+    def run(self, request: FitRequest, stacked: StackedFit | None = None) -> Outcome:
         """Train one client.
 
-        An error of one client becomes a :class:`ClientFailure`.
+        An error of one client becomes a :class:`ClientFailure`. The update stays on the device of
+        the model, unless a transform computes on it.
 
         Args:
             request: The request.
             stacked: The fit, if it has been trained with others, see :meth:`train_together`.
-            is_summed: Whether the model will only be summed up here, so it stays on its device.
 
         Raises:
             FlsuiteError: If no client can train with the settings of the run.
@@ -98,13 +96,13 @@ class ClientRunner:
         if stacked is None or stacked.measures:  # else the model is not needed
             self._resident.restore()
         try:
-            result = self._fit(request, loss, stacked, is_summed)
+            result = self._fit(request, loss, stacked)
             return result if request.fault is None else carry_out(request.fault, result)
         except NeedsLightningLoopError:
             # Restart the whole fit in Lightning's loop, from the same state and seed.
             self._use_local_loop, self._trainer = False, None
             self._resident.release()  # a callback may have frozen a part of the model
-            return self.run(request, stacked, is_summed)
+            return self.run(request, stacked)
         except FlsuiteError:
             raise
         except Exception as error:
@@ -152,9 +150,7 @@ class ClientRunner:
         except Exception as error:
             return request.failure(f"{type(error).__name__}: {error}", traceback.format_exc())
 
-    def _fit(
-        self, request: FitRequest, loss: MeanLoss, stacked: StackedFit | None, is_summed: bool
-    ) -> ClientResult:
+    def _fit(self, request: FitRequest, loss: MeanLoss, stacked: StackedFit | None) -> ClientResult:
         started = time.perf_counter()
         setup, broadcast = self.setup, request.broadcast
         view = setup.data.at(broadcast.round)
@@ -162,7 +158,7 @@ class ClientRunner:
         if stacked and not stacked.measures:
             whole = stacked.trained
             began = started - whole.seconds
-            return self._result(request, client, began, whole, whole.state, is_summed)
+            return self._result(request, client, began, whole, whole.state)
 
         # Only an initialized device can be seeded.
         device = self._started_trainer().strategy.root_device
@@ -194,7 +190,7 @@ class ClientRunner:
         else:
             self._measure(trained, trainer, callbacks, loader)
         state = self.model.state_dict()
-        return self._result(request, client, started - trained.seconds, trained, state, is_summed)
+        return self._result(request, client, started - trained.seconds, trained, state)
 
     def _callbacks(
         self,
@@ -226,7 +222,6 @@ class ClientRunner:
         started: float,
         trained: TrainedFit,
         state: State,
-        is_summed: bool,
     ) -> ClientResult:
         """Return the outcome of a fit: the update and the client's memory.
 
@@ -236,7 +231,6 @@ class ClientRunner:
             started: Start of the fit, in seconds of ``time.perf_counter``.
             trained: The outcome of the training, without its state.
             state: All entries of the trained model.
-            is_summed: See :meth:`run`.
         """
         setup, broadcast = self.setup, request.broadcast
         shared, private = ({name: state[name] for name in part} for part in self.entries[:2])
@@ -246,7 +240,8 @@ class ClientRunner:
             samples=client.samples,
             steps=trained.steps,
             class_counts=client.class_counts,
-            state=clone(shared, None if is_summed else "cpu"),
+            # Transforms compute on the CPU.
+            state=clone(shared, "cpu" if setup.uplink.chain.transforms else None),
             extras=client.extras,
             metrics={**trained.metrics, **_numbers(client.metrics)},
             bytes_down=self._bytes_of(broadcast),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flsuite.client.runner import ClientRunner
+from flsuite.client.jobs import JobRunner
 from flsuite.engines.base import threads_set
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientResult, ClientUpdate, Split
@@ -99,7 +99,7 @@ def read_rounds(
     refuse_unkept(trainer, run, folder, remedy)
     federation, store, kept = run.federation, UpdateStore(folder / UPDATES), kept_rounds(folder)
     starts = {} if 0 in kept else {0: copy.deepcopy(federation.state_dict())}
-    runner, rounds = ClientRunner(worker_setup(trainer, run)), []
+    runner, rounds = JobRunner(worker_setup(trainer, run)), []
     trained = [n for n in range(after, max(kept, default=0)) if store.clients(n + 1)]
     if missing := [n for n in trained if n not in {0, *kept}]:
         raise FlsuiteError(
@@ -121,14 +121,14 @@ def read_rounds(
 
 
 def _updates(
-    run: Run, runner: ClientRunner, store: UpdateStore, round: int
+    run: Run, runner: JobRunner, store: UpdateStore, round: int
 ) -> tuple[ClientUpdate, ...]:
     """Return the updates of a round, made again from the kept models."""
     clients = store.clients(round)
     fits = [Fit(n, client, round - 1, 0, 0.0) for n, client in enumerate(clients)]
     requests = run.federation.requests(fits)
     trained = [replace(r, trained=store.read(round, r.client)) for r in requests]
-    outcomes = run.federation.accept(runner.run(request) for request in trained)
+    outcomes = run.federation.accept(o for request in trained for o in runner.answer([request]))
     return tuple(o.update for o in outcomes if isinstance(o, ClientResult))
 
 

@@ -14,8 +14,8 @@ from flsuite.aggregators import Aggregator
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.uplink import Uplink
 from flsuite.client.entries import BatchNorm
+from flsuite.client.jobs import JobRunner
 from flsuite.client.lr_decay import LRDecay
-from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
 from flsuite.data.federated import FederatedData
 from flsuite.data.rows import RaggedIndex
@@ -82,7 +82,7 @@ class ServerFit:
         )
         with isolate_rng():
             request = FitRequest(0, 0, Broadcast(round, state, {}), {})
-            outcome = ClientRunner(setup).run(request)
+            (outcome,) = JobRunner(setup).answer([request])
         if isinstance(outcome, ClientFailure):
             raise FederationError(
                 f"round {round}: the server's own training failed: {outcome.reason}; the state of "

@@ -139,7 +139,7 @@ MUTATIONS = [
     Mutation(
         "an update is not a copy",
         "client/runner.py",
-        'state=clone(shared, None if is_summed else "cpu"),',
+        'state=clone(shared, "cpu" if setup.uplink.chain.transforms else None),',
         "state=shared,",
         "client/test_runner.py engines/test_pool.py",
     ),
