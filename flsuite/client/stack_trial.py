@@ -1,5 +1,6 @@
 """One step of one client, which shows whether a stack can train a model."""
 
+import pickle
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -62,9 +63,9 @@ def used_parameters(
 @contextmanager
 def _other_draws_refused(kind: str) -> Iterator[None]:
     """Refuse draws from Python's or NumPy's generator: all clients of a stack would share them."""
-    before = random.getstate(), repr(np.random.get_state())
+    before = random.getstate(), pickle.dumps(np.random.get_state())
     yield
-    if before != (random.getstate(), repr(np.random.get_state())):
+    if before != (random.getstate(), pickle.dumps(np.random.get_state())):
         raise RuntimeError(f"a step of {kind} draws from random or numpy; draw from torch instead")
 
 
