@@ -12,7 +12,13 @@ from torch import Tensor
 from flsuite.commands.record import Row, ends, is_finished, is_virtual, round_of_row, rows_of
 from flsuite.files import load_tensors
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.fork import checkpoints_of, kept_rounds, parent_settings, round_of
+from flsuite.runs.fork import (
+    checkpoints_of,
+    is_inherited,
+    kept_rounds,
+    parent_settings,
+    round_of,
+)
 from flsuite.runs.settings import differences
 
 _TIMES = {"virtual_s", "started_s", "ended_s", "merged_s"}
@@ -81,9 +87,10 @@ def compare(run: Path, again: Path, start: int, stop: int) -> Comparison:
 
 def _other_settings(run: Path, again: Path) -> Iterator[str]:
     written = parent_settings(run)
+    read = ((path.name, load_checkpoint(path)) for path in checkpoints_of(run))
     for what, other in (
         ("its config.yaml", parent_settings(again)),
-        *((path.name, load_checkpoint(path)["settings"]) for path in checkpoints_of(run)),
+        *((name, one["settings"]) for name, one in read if not is_inherited(one, written)),
     ):
         ours, theirs = (
             {k: v for k, v in settings.items() if k not in _OPEN} for settings in (written, other)

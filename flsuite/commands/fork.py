@@ -51,8 +51,8 @@ def _must_replay(parent: Path, at: int) -> bool:
         return False
     if at <= first:
         raise FlsuiteError(
-            f"fork: {parent} is a fork that begins at round {first}; fork its parent, which is "
-            "named in its settings.yaml"
+            f"fork: {parent} is a fork that begins at round {first}; fork its parent, "
+            f"{parent_settings(parent)['forked_from']}"
         )
     if at > (last := last_round(parent)):
         raise FlsuiteError(f"fork: {parent} has {last} rounds; give --at up to {last}")

@@ -68,7 +68,11 @@ class Fork(Settings):
             checkpoint: The run's own checkpoint, if it is resumed. The parent may then be gone.
         """
         if checkpoint is not None:
-            own = load_tensors(checkpoint, "start a new run")["settings"]
+            folder = checkpoint.absolute().parents[1]
+            if (folder / "settings.yaml").is_file():  # its best.ckpt may be the parent's
+                own = parent_settings(folder)
+            else:
+                own = load_tensors(checkpoint, "start a new run")["settings"]
             return {"fork": own.get("fork"), "forked_from": own.get("forked_from")}
         parent = parent_settings(Path(self.run))
         kept = {name: value for name, value in parent.items() if name not in _NOT_OF_THE_PARENT}
@@ -80,6 +84,18 @@ class Fork(Settings):
 def first_round(settings: Mapping[str, Any]) -> int:
     """Return the first round of a run, from its settings. Earlier ones are its parent's."""
     return int((settings.get("fork") or {"round": 0})["round"]) + 1
+
+
+def is_inherited(checkpoint: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Return whether a fork has a checkpoint from its parent: the round that is picked so far.
+
+    Args:
+        checkpoint: The content of the checkpoint. Its settings are the parent's.
+        settings: The settings of the fork.
+    """
+    round = int(checkpoint["federation"]["clock"]["round"])
+    is_other_run = checkpoint["settings"].get("fork") != settings.get("fork")
+    return is_other_run and round < first_round(settings)
 
 
 def may_stop_early(settings: Mapping[str, Any]) -> bool:
@@ -199,7 +215,6 @@ def adapted(
     state = dict(before)
     for name, empty in (("aggregator", {}), ("schedule", None)):
         if is_other(ours, theirs, name):
-            log.info("fork: %s starts anew, because it was another one", name)
             state[name] = empty
     return state
 

@@ -200,8 +200,8 @@ def _require_plain_training(federation: Federation) -> None:
     if aggregator.pools or aggregator.private:
         raise FlsuiteError(
             f"{name} does not train one model per client, so there are none to reuse; set "
-            "trainer.keep_updates to false, and leave out from_updates, or name another method in "
-            "the updates_from of a sweep"
+            "trainer.keep_updates to false, and leave out from_updates; in a sweep, leave out "
+            "this method, or name another one in updates_from"
         )
 
     client = ClientContext(
@@ -217,6 +217,6 @@ def _require_plain_training(federation: Federation) -> None:
     if not all(isinstance(c, AfterFit) for c in aggregator.callbacks(client)):
         raise FlsuiteError(
             f"{name} changes how clients train, so other aggregators cannot reuse their models; "
-            "set trainer.keep_updates to false, and leave out from_updates, or name another method "
-            "in the updates_from of a sweep"
+            "set trainer.keep_updates to false, and leave out from_updates; in a sweep, leave out "
+            "this method, or name another one in updates_from"
         )

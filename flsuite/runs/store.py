@@ -21,6 +21,7 @@ from flsuite.runs.fork import (
     adapted,
     checkpoints_of,
     copy_files,
+    is_inherited,
     is_other,
     kept_rounds,
     refuse_other_data,
@@ -44,7 +45,8 @@ _FROZEN = "frozen.pt"
 # Settings that a resumed run may change.
 _LIMITS = ("rounds", "max_virtual_seconds", "max_client_updates", "stopping")
 _MAY_DIFFER = (*_LIMITS, "forked_from", *WEIGHTS)
-_DECIDE_SCORES = ("seed", "model", "data", "batchnorm", "aggregator")  # for a given state
+_OF_STATE = ("seed", "model", "data", "batchnorm")
+_DECIDE_SCORES = (*_OF_STATE, "aggregator")  # for a given state
 
 
 class RunStore:
@@ -196,24 +198,34 @@ class RunStore:
             FlsuiteError: If the checkpoint cannot be read, or was written with other settings.
         """
         content = load_checkpoint(checkpoint)
-        saved = content["settings"]
+        saved, before = content["settings"], content["federation"]
         self.settings.update(with_contents(self.settings, saved))
+        decide: tuple[str, ...] = _DECIDE_SCORES
+        if is_inherited(content, self.settings):
+            if to_train:
+                round, parent = before["clock"]["round"], self.settings["forked_from"]
+                raise FlsuiteError(
+                    f"{checkpoint} is round {round} of {parent}, which this run was forked from; "
+                    f"to train from there, fork it: flsuite fork {parent} --at {round}"
+                )
+            # The parent may have had another algorithm, which scores do not need.
+            decide, before = _OF_STATE, adapted(before, self.settings, saved)
         # Settings of both sides: a setting that is missing on one side differs.
         names = [
             name
             for name in {**self.settings, **saved}
-            if (name not in _MAY_DIFFER if to_train else name in _DECIDE_SCORES)
+            if (name not in _MAY_DIFFER if to_train else name in decide)
         ]
         ours, theirs = ({k: s.get(k) for k in names} for s in (self.settings, saved))
         refuse_mismatch(ours, theirs, checkpoint)
         # Settings may not describe the whole network.
-        if fault := mismatch(content["federation"]["state"], self.federation.state):
+        if fault := mismatch(before["state"], self.federation.state):
             raise FlsuiteError(
                 f"the model is not that of {checkpoint}: {fault}; use the run's model, or start a "
                 "new run"
             )
 
-        self.federation.load_state_dict(content["federation"])
+        self.federation.load_state_dict(before)
         self.federation.initial |= self._frozen(checkpoint.parent / _FROZEN)
         self.summary.load_state_dict(content["summary"])
         self.settle()
@@ -266,6 +278,9 @@ class RunStore:
         refuse_other_data(self.settings, theirs)
         refuse_other_privacy(self.settings, theirs)
         federation, home = self.federation, Path(self.parent.run)
+        for name in ("aggregator", "schedule"):
+            if is_other(self.settings, theirs, name):
+                log.info("fork: %s starts anew, because it was another one", name)
         state = adapted(content["federation"], self.settings, theirs)
         if fault := mismatch(state["state"], federation.state):
             raise FlsuiteError(f"trainer.fork: the model is not the parent's: {fault}")

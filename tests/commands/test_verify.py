@@ -13,6 +13,7 @@ import yaml
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.main import main
 from flsuite.files import save_tensors
+from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import kept_on_disk, kept_rounds
 from flsuite.runs.run import Run
@@ -238,6 +239,27 @@ def test_a_run_that_was_killed_is_verified_as_far_as_it_came(run: Path, capsys: 
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{run} was interrupted after round 4: flsuite resume" in line
     assert verified("killed.zip", "--at", "2")
+
+
+def test_a_fork_keeps_the_round_that_its_parent_picked(run: Path, capsys: Any) -> None:
+    flip = ("SignFlip", "--trainer.attack.fraction", "0.9", "--trainer.attack.scale", "20")
+    changed = ("--trainer.aggregator", "SCAFFOLD", "--trainer.attack", *flip)
+    cli("fork", str(run), "--at", "4", *changed, "--trainer.rounds", "5", "--run_dir", "fork")
+    picked = load_checkpoint(Path("fork/checkpoints/best.ckpt"))
+    assert "attack" not in picked["settings"] or not picked["settings"]["attack"]
+    assert verified("fork")
+    capsys.readouterr()
+    tables = []
+    for folder in ("fork", str(run)):
+        cli("test", folder, "--ckpt_path", "best")
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1]
+
+    again = ("--config", "fork/config.yaml", "--run_dir", "fork", "--ckpt_path")
+    round = picked["federation"]["clock"]["round"]
+    assert f"flsuite fork {run} --at {round}" in refused(capsys, "fit", *again, "best")
+    cli("fit", *again, "last", "--trainer.rounds", "6")
+    assert verified("fork")
 
 
 def test_a_fork_is_without_whom_its_parent_is_without(run: Path) -> None:

@@ -251,7 +251,7 @@ def test_a_source_that_cannot_start_is_named_once() -> None:
     sweep = read_sweep(write_sweep("s.yaml", methods, "updates_from: A"))
     (line,) = refused_lines(sweep, Path("runs"))
     assert line.startswith("method A: FedProx changes how clients train")
-    assert line.endswith("or name another method in the updates_from of a sweep")
+    assert line.endswith("or name another one in updates_from")
 
 
 @pytest.mark.long
