@@ -83,7 +83,7 @@ class ClientRunner:
         """Train one client.
 
         An error of one client becomes a :class:`ClientFailure`. The update stays on the device of
-        the model, unless a transform computes on it.
+        the model. With transforms, it is on the CPU.
 
         Args:
             request: The request.

@@ -68,7 +68,7 @@ class Fork(Settings):
             checkpoint: The run's own checkpoint, if it is resumed. The parent may then be gone.
         """
         if checkpoint is not None:
-            folder = checkpoint.absolute().parents[1]
+            folder = checkpoint.absolute().parent.parent
             if (folder / "settings.yaml").is_file():  # its best.ckpt may be the parent's
                 own = parent_settings(folder)
             else:
@@ -87,7 +87,7 @@ def first_round(settings: Mapping[str, Any]) -> int:
 
 
 def is_inherited(checkpoint: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Return whether a fork has a checkpoint from its parent: the round that is picked so far.
+    """Return whether a checkpoint in a fork's folder is the parent's: the round picked so far.
 
     Args:
         checkpoint: The content of the checkpoint. Its settings are the parent's.
@@ -200,23 +200,15 @@ def refuse_other_privacy(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
         )
 
 
-def adapted(
-    before: Mapping[str, Any], ours: Mapping[str, Any], theirs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return a parent's state of the federation for a fork.
-
-    The state of an algorithm or a schedule of another class is left out, so that it starts anew.
+def anew(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the empty states of an algorithm and a schedule of another class than the parent's.
 
     Args:
-        before: The parent's state.
         ours: The settings of the fork.
         theirs: The settings of the parent.
     """
-    state = dict(before)
-    for name, empty in (("aggregator", {}), ("schedule", None)):
-        if is_other(ours, theirs, name):
-            state[name] = empty
-    return state
+    empty: dict[str, Any] = {"aggregator": {}, "schedule": None}
+    return {name: state for name, state in empty.items() if is_other(ours, theirs, name)}
 
 
 def is_other(ours: Mapping[str, Any], theirs: Mapping[str, Any], part: str) -> bool:

@@ -18,11 +18,10 @@ from flsuite.runs.checkpoint import load_checkpoint, publish_checkpoint, write_c
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import (
     Fork,
-    adapted,
+    anew,
     checkpoints_of,
     copy_files,
     is_inherited,
-    is_other,
     kept_rounds,
     refuse_other_data,
     refuse_other_privacy,
@@ -208,8 +207,8 @@ class RunStore:
                     f"{checkpoint} is round {round} of {parent}, which this run was forked from; "
                     f"to train from there, fork it: flsuite fork {parent} --at {round}"
                 )
-            # The parent may have had another algorithm, which scores do not need.
-            decide, before = _OF_STATE, adapted(before, self.settings, saved)
+            # Scores do not need the parent's algorithm.
+            decide, before = _OF_STATE, {**before, **anew(self.settings, saved)}
         # Settings of both sides: a setting that is missing on one side differs.
         names = [
             name
@@ -278,10 +277,10 @@ class RunStore:
         refuse_other_data(self.settings, theirs)
         refuse_other_privacy(self.settings, theirs)
         federation, home = self.federation, Path(self.parent.run)
-        for name in ("aggregator", "schedule"):
-            if is_other(self.settings, theirs, name):
-                log.info("fork: %s starts anew, because it was another one", name)
-        state = adapted(content["federation"], self.settings, theirs)
+        fresh = anew(self.settings, theirs)
+        for name in fresh:
+            log.info("fork: %s starts anew, because it was another one", name)
+        state = {**content["federation"], **fresh}
         if fault := mismatch(state["state"], federation.state):
             raise FlsuiteError(f"trainer.fork: the model is not the parent's: {fault}")
         if own is not None:
@@ -292,7 +291,7 @@ class RunStore:
                 copy_files(home, own, "in_flight", (one.name for one in flights))
         federation.load_state_dict(state)
         federation.initial |= self._frozen(path.parent / _FROZEN)
-        if is_other(self.settings, theirs, "aggregator"):
+        if "aggregator" in fresh:
             self._forget_the_algorithm()
         federation.first_round = federation.clock.round + 1
         self.summary.load_state_dict(content["summary"])

@@ -246,7 +246,7 @@ def test_a_fork_keeps_the_round_that_its_parent_picked(run: Path, capsys: Any) -
     changed = ("--trainer.aggregator", "SCAFFOLD", "--trainer.attack", *flip)
     cli("fork", str(run), "--at", "4", *changed, "--trainer.rounds", "5", "--run_dir", "fork")
     picked = load_checkpoint(Path("fork/checkpoints/best.ckpt"))
-    assert "attack" not in picked["settings"] or not picked["settings"]["attack"]
+    assert not picked["settings"].get("attack")
     assert verified("fork")
     capsys.readouterr()
     tables = []
