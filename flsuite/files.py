@@ -1,4 +1,4 @@
-"""Atomic file writes, tensor files with checksums, locks, and background writing."""
+"""Atomic file writes, tensor files with checksums, YAML files, locks, background writing."""
 
 import errno
 import os
@@ -22,6 +22,38 @@ FAILED = "failed.txt"
 
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # some network disks cannot flush folders
 _FULL_DISK_BYTES = 1 << 16  # below this, the disk is taken to be full
+
+
+def read_yaml(path: Path, loader: Any = None) -> Any:
+    """Return the content of a YAML file.
+
+    Args:
+        path: The file.
+        loader: See :func:`parse_yaml`.
+
+    Raises:
+        FlsuiteError: If it is not plain YAML.
+    """
+    import yaml  # imported late: most commands that only print do not need it
+
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"), loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise FlsuiteError(
+            f"{path} is not valid YAML ({one_line(error)}); correct or restore it"
+        ) from error
+
+
+def parse_yaml(text: str, loader: Any = None) -> Any:
+    """Return the content of plain YAML.
+
+    Args:
+        text: The YAML.
+        loader: Default: the safe one of C if available, which is ten times as fast.
+    """
+    import yaml
+
+    return yaml.load(text, loader or getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def make_folder(path: Path) -> Path:

@@ -191,26 +191,15 @@ def leave_hooks(module: LightningModule) -> None:
 
 @contextmanager
 def attached(module: LightningModule, trainer: Any) -> Iterator[None]:
-    """Let the module have this object as its Trainer, and restore its own on exit."""
-    before, module._trainer = module._trainer, trainer
-    try:
-        yield
-    finally:
-        module._trainer = before
+    """Let the module have this object as its Trainer, and restore its own on exit.
 
-
-@contextmanager
-def detached(module: LightningModule) -> Iterator[None]:
-    """Detach the module from its Trainer, so it cannot log.
-
-    The Trainer is restored on exit.
+    Without a Trainer (``None``), it cannot log.
     """
-    trainer = module._trainer
-    module.trainer = None
+    before, module.trainer = module._trainer, trainer
     try:
         yield
     finally:
-        module._trainer = trainer
+        module.trainer = before
 
 
 def _move_to_device(trainer: Trainer) -> None:

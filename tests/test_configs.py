@@ -1,6 +1,7 @@
 """Every shipped config is complete, starts with its launch line, and runs."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ def stand_in_writers(self: FEMNIST) -> PublishedSplits:
     return PublishedSplits(DataSpec((1, 28, 28), 62), part, part.take(torch.arange(20)))
 
 
+@cache
 def stand_in_images(
     classes: int, side: int = 28, channels: int = 1
 ) -> Callable[..., PublishedSplits]:

@@ -10,7 +10,7 @@ from flsuite.analysis.results import only
 from flsuite.analysis.runs import run_scores
 from flsuite.errors import FlsuiteError, require_one_of
 
-Score = Literal["last", "picked", "mean_last"]
+Score = Literal["last", "picked"]
 
 
 def compare(
@@ -18,8 +18,6 @@ def compare(
     metric: str = "accuracy",
     score: Score | None = None,
     against: str | None = None,
-    monitor: str | None = None,
-    last: int = 10,
 ) -> pd.DataFrame:
     """Compare methods in pairs over their common seeds, within the same partition.
 
@@ -33,11 +31,9 @@ def compare(
     Args:
         results: A table from :func:`~flsuite.analysis.load`.
         metric: The score.
-        score: ``last`` round, round ``picked`` on validation data, or ``mean_last`` of rounds.
-            Default: as in a report, see :func:`default_score`.
+        score: ``last`` round, or round ``picked`` on validation data. Default: as in a report, see
+            :func:`default_score`.
         against: Compare with this method only. Default: all pairs.
-        monitor: The validation score that picks a round. Default: the runs' monitor.
-        last: Number of rounds in ``mean_last``.
 
     Returns:
         One row per pair, with the columns ``partition, method, other, seeds, difference, low, high,
@@ -46,7 +42,7 @@ def compare(
     Raises:
         FlsuiteError: If the score or method does not exist.
     """
-    scores = _seed_scores(results, metric, score, monitor, last)
+    scores = _seed_scores(results, metric, score)
     methods = list(dict.fromkeys(scores["method"]))
     if against is not None and against not in methods:
         raise FlsuiteError(
@@ -67,23 +63,17 @@ def compare(
     return table
 
 
-def _seed_scores(
-    results: pd.DataFrame,
-    metric: str,
-    score: Score | None,
-    monitor: str | None,
-    last: int,
-) -> pd.DataFrame:
+def _seed_scores(results: pd.DataFrame, metric: str, score: Score | None) -> pd.DataFrame:
     """Return one test score per run: columns ``method, partition, seed, value``.
 
     The arguments are the same as for :func:`compare`. Runs without the score are left out.
     """
-    default, monitor = default_score(results, metric, monitor)
+    default, monitor = default_score(results, metric)
     score = score or default
     require_one_of("compare", get_args(Score), score=score)
     rows, names = [], ["method", "partition", "seed"]
     for table in _tables(results):
-        scores = run_scores(table, metric, monitor, last)
+        scores = run_scores(table, metric, monitor, last=1)
         if score in scores:
             rows.append((*table[names].iloc[0], scores[score]))
     if not rows:
@@ -94,9 +84,7 @@ def _seed_scores(
     return pd.DataFrame(rows, columns=[*names, "value"])
 
 
-def default_score(
-    results: pd.DataFrame, metric: str, monitor: str | None = None
-) -> tuple[Score, str]:
+def default_score(results: pd.DataFrame, metric: str) -> tuple[Score, str]:
     """Return the score by which methods are compared, and the monitor that picks a round.
 
     Methods are compared in the round picked on validation data if all runs have one and use the
@@ -105,11 +93,10 @@ def default_score(
     Args:
         results: A table from :func:`~flsuite.analysis.load`.
         metric: The score.
-        monitor: The validation score that picks a round. Default: the runs' monitor.
     """
     compared = only(results, metric)["run"].unique()
     known = results.attrs.get("monitors", {})
-    monitors = sorted({monitor or known.get(run, "accuracy") for run in compared})
+    monitors = sorted({known.get(run, "accuracy") for run in compared})
     scores = [run_scores(table, metric, monitors[0], last=1) for table in _tables(results)]
     are_picked = len(monitors) == 1 and all("picked" in row for row in scores if row)
     return ("picked" if are_picked else "last"), monitors[0]
@@ -158,7 +145,6 @@ def comparison_note(table: pd.DataFrame, metric: str, score: Score) -> str:
     place = {
         "last": "of the last round",
         "picked": "of the round picked on validation data",
-        "mean_last": "as the mean of the last rounds",
     }[score]
     seeds = int(table["seeds"].max()) if len(table) else 0
     if seeds < 2:

@@ -20,7 +20,8 @@ from flsuite.analysis.labels import (
     partition_of,
 )
 from flsuite.analysis.runs import is_metrics, read_metrics
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.errors import FlsuiteError
+from flsuite.runs.fork import read_settings
 
 _CELL = re.compile(r"(?P<method>.+?)(?:-(?P<point>[\w.]+=.*))?-[0-9a-f]{8}")
 """The folder name of a sweep's cell: METHOD, the grid values if any, and a hash."""
@@ -160,40 +161,10 @@ def _text(settings: Any) -> str:
     return yaml.dump(settings, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper))
 
 
-def read_yaml(text: str) -> Any:
-    """Parse plain YAML, with the C parser if available, which is ten times as fast."""
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-
-
 def _is_trial(table: Path, root: Path) -> bool:
     """Return whether a run is below a folder ``tuning`` that is itself below the root."""
     parents = [root / part for part in table.relative_to(root).parents]
     return any(p.name == "tuning" and (p.parent / "tuning.csv").is_file() for p in parents[:-1])
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Read ``settings.yaml`` of a run: all settings that determine its result.
-
-    Raises:
-        FlsuiteError: If the file is missing or does not belong to a run.
-    """
-    path = folder / "settings.yaml"
-    if not path.is_file():
-        raise FlsuiteError(
-            f"{folder} has no settings.yaml: it is not the folder of a run, or an earlier version "
-            "of flsuite wrote it; name other folders, or run it again"
-        )
-    try:
-        content = read_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise FlsuiteError(f"{path} is not valid YAML ({one_line(error)})") from error
-    if not isinstance(content, dict) or not _is_seed(content.get("seed")):
-        raise FlsuiteError(f"{path} does not hold the settings of a run; leave the folder out")
-    return content
-
-
-def _is_seed(value: object) -> bool:
-    return value is None or (isinstance(value, int) and abs(value) < 1 << 63)
 
 
 def _without_seed(settings: Mapping[str, Any]) -> Any:

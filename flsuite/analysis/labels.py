@@ -151,8 +151,8 @@ def differing(all_settings: Sequence[Flat]) -> list[str]:
 
 
 def shown_value(value: Any) -> str:
-    """Return a setting's value as text. For a class, it is the name."""
-    return _last(value) if isinstance(value, _Class) else str(value)
+    """Return a setting's value as text on one line. For a class, it is the name."""
+    return _last(value) if isinstance(value, _Class) else " ".join(str(value).split())
 
 
 def _keys(all_settings: Sequence[Flat]) -> list[str]:

@@ -6,23 +6,17 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from flsuite.analysis.groups import find_runs, monitor_of, read_settings
+from flsuite.analysis.groups import find_runs, monitor_of
 from flsuite.analysis.labels import Variation, flatten, partition_of
 from flsuite.analysis.runs import read_metrics, run_scores
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.files import failure_reason, is_locked
-from flsuite.runs.fork import may_stop_early
+from flsuite.runs.fork import may_stop_early, reached_a_limit, read_settings
 
 State = Literal["finished", "interrupted", "running", "failed", "broken"]
 
 _COLUMNS = ["run", "method", "data", "partition", "seed", "state", "rounds", "of", "score"]
 _COLUMNS += ["last", "picked", "modified", "error"]
-# The limits of a run, and the columns that they limit.
-_LIMITS = {
-    "rounds": "round",
-    "max_virtual_seconds": "virtual_s",
-    "max_client_updates": "client_updates",
-}
 
 
 def list_runs(places: Iterable[str | Path]) -> pd.DataFrame:
@@ -113,14 +107,12 @@ def has_ended(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) ->
         settings: Its settings, which hold the limits.
         table: Its metrics.
     """
-    for name, column in _LIMITS.items():
-        limit = settings.get(name)
-        if limit is not None and table[column].max() >= limit:
-            return True
+    last = table[table["round"] == table["round"].max()]
+    if reached_a_limit(settings, last.iloc[-1].to_dict()):
+        return True
     if not may_stop_early(settings):
         return False
 
-    last = table[table["round"] == table["round"].max()]
     names = last[(last["split"] == "test") & (last["scope"] == "global")]["metric"].astype(str)
     picture, numbers = folder / "curves.png", folder / "metrics.csv"
     is_drawn = picture.is_file() and picture.stat().st_mtime >= numbers.stat().st_mtime

@@ -116,8 +116,9 @@ def measured(groups: Sequence[Group], x: str) -> list[str]:
 
 
 def _is_measured(group: Group) -> bool:
-    schedule = str(group.settings.get("schedule", ""))
-    speeds = group.settings.get("schedule.speeds")
+    settings = group.settings
+    key = "schedule.schedule" if "schedule.schedule" in settings else "schedule"  # in Faults
+    schedule, speeds = str(settings.get(key, "")), settings.get(f"{key}.speeds")
     # Without speeds, a synchronous round takes its measured time.
     return (speeds is None and schedule.endswith("Synchronous")) or str(speeds).endswith("Measured")
 

@@ -132,10 +132,7 @@ def report_markdown(
         x: As in the table.
         split: As in the table.
     """
-    titles = {"last": "last round", "picked": "picked on validation"}
-    if averaged := averaged_text(table):
-        titles["mean_last"] = f"mean of the {averaged}"
-    titles["best_on_test"] = "best on test"
+    titles = score_titles(table)
     headings = ["what differs", "metric", "runs", *titles.values()]
     if target is not None:
         metrics = table["metric"].unique()
@@ -143,12 +140,20 @@ def report_markdown(
 
     lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
     for row in table.to_dict("records"):
-        cells = [row["group"], row["metric"], str(row["runs"])]
+        cells = [row["group"].replace("|", "\\|"), row["metric"], str(row["runs"])]
         cells += [score_cell(row, name) for name in titles]
         if target is not None:
             cells.append(target_cell(row, x))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def score_titles(table: pd.DataFrame) -> dict[str, str]:
+    """Return the columns of scores in a table of :func:`report_table`, and their headings."""
+    titles = {"last": "last round", "picked": "picked on validation"}
+    if averaged := averaged_text(table):
+        titles["mean_last"] = f"mean of the {averaged}"
+    return titles | {"best_on_test": "best on test"}
 
 
 def averaged_text(table: pd.DataFrame) -> str:

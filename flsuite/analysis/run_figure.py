@@ -9,10 +9,11 @@ from matplotlib.figure import Figure
 
 from flsuite.analysis.axes import AXES, require_axis
 from flsuite.analysis.curves import label_axes
-from flsuite.analysis.groups import monitor_of, read_settings
+from flsuite.analysis.groups import monitor_of
 from flsuite.analysis.panels import panel_grid
 from flsuite.analysis.runs import curve, logged_scores, read_metrics, run_scores
 from flsuite.errors import FlsuiteError
+from flsuite.runs.fork import read_settings
 
 MOST_SCORES = 4
 """Number of scores that are shown by default."""

@@ -17,7 +17,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.loader import batch_bounds
 from flsuite.data.spec import Batch
 from flsuite.errors import FlsuiteError
-from flsuite.lightning_internals import detached
+from flsuite.lightning_internals import attached
 from flsuite.metrics.dissimilarity import RunningDissimilarity
 from flsuite.models.modes import kept_modes
 from flsuite.models.protocols import FusedModel
@@ -200,7 +200,7 @@ def _untouched(model: LightningModule) -> Iterator[None]:
     Inside, the model has no Trainer, so that it cannot log.
     """
     state = clone(model.state_dict())
-    with detached(model), kept_modes(model):
+    with attached(model, None), kept_modes(model):
         try:
             yield
         finally:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from flsuite.runs.predictions import predict
+from flsuite.runs.predictions import class_probabilities
 from flsuite.runs.run import Run
 from flsuite.score_names import score_of
 from flsuite.server.evaluation import GLOBAL
@@ -100,6 +100,6 @@ def confusion_counts(run: Run) -> "pd.DataFrame | None":
 
     from flsuite.analysis.confusion import count_pairs
 
-    probabilities, _ = predict(federation, run.evaluator, None)
+    probabilities = class_probabilities(federation, run.evaluator)
     run.evaluator.load(federation.client_state(None))  # the resident model is the global one again
     return count_pairs(targets.numpy(), probabilities.argmax(1).numpy(), list(data.spec.names))

@@ -108,7 +108,10 @@ class ClientRunner:
         except Exception as error:
             self._trainer = None  # an exception may leave the Trainer in any state
             reason = f"{type(error).__name__}: {with_place(error, longest=300)}"
-            return request.failure(reason, traceback.format_exc(), before_first_step=not loss.steps)
+            has_stepped = bool(loss.steps or stacked or request.trained)
+            return request.failure(
+                reason, traceback.format_exc(), before_first_step=not has_stepped
+            )
         finally:
             self._resident.release()
 

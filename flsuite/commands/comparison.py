@@ -13,16 +13,17 @@ from flsuite.commands.record import Row, ends, is_finished, is_virtual, round_of
 from flsuite.files import load_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.fork import (
+    LIMITS,
     checkpoints_of,
     is_inherited,
     kept_rounds,
-    parent_settings,
+    read_settings,
     round_of,
 )
 from flsuite.runs.settings import differences
 
 _TIMES = {"virtual_s", "started_s", "ended_s", "merged_s"}
-_OPEN = ("fork", "forked_from", "stopping", "rounds", "max_virtual_seconds", "max_client_updates")
+_OPEN = ("fork", "forked_from", "stopping", *LIMITS)
 
 # Tolerances in another environment (versions, threads or CPU).
 WEIGHTS = 1e-3  # of the distance between two tensors, relative to their norm
@@ -86,10 +87,10 @@ def compare(run: Path, again: Path, start: int, stop: int) -> Comparison:
 
 
 def _other_settings(run: Path, again: Path) -> Iterator[str]:
-    written = parent_settings(run)
+    written = read_settings(run)
     read = ((path.name, load_checkpoint(path)) for path in checkpoints_of(run))
     for what, other in (
-        ("its config.yaml", parent_settings(again)),
+        ("its config.yaml", read_settings(again)),
         *((name, one["settings"]) for name, one in read if not is_inherited(one, written)),
     ):
         ours, theirs = (

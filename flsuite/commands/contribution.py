@@ -22,7 +22,7 @@ from flsuite.commands.shares import leave_one_out, shapley
 from flsuite.commands.worlds import Rebuilt, Retrained, Worlds
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
-from flsuite.runs.fork import parent_settings
+from flsuite.runs.fork import read_settings
 from flsuite.score_names import lower_is_better
 
 _METHODS = ("leave-one-out", "shapley")
@@ -91,7 +91,7 @@ def _checked(request: Any) -> list[tuple[str, list[int], dict[str, Worlds]]]:
 
 def place_of(run: Path, at: int) -> str:
     """Return the folder of a run's forks: its name, and a hash of its settings and the round."""
-    text = json.dumps([parent_settings(run), at], sort_keys=True, default=str)
+    text = json.dumps([read_settings(run), at], sort_keys=True, default=str)
     return f"{run.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 

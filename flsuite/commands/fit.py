@@ -19,6 +19,7 @@ import flsuite.models
 import flsuite.schedules  # noqa: F401  (an imported class has a short name in configs)
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors, refuse_nulls
 from flsuite.errors import FlsuiteError, one_line, require_extra
+from flsuite.files import parse_yaml
 from flsuite.runs.folder import new_run_dir
 from flsuite.trainer import FederatedTrainer
 
@@ -234,5 +235,5 @@ def _speak() -> None:
 def _without(dump: str, keys: tuple[str, ...]) -> str:
     import yaml
 
-    content = yaml.safe_load(dump)
+    content = parse_yaml(dump)
     return yaml.safe_dump({k: v for k, v in content.items() if k not in keys}, sort_keys=False)

@@ -12,7 +12,7 @@ from flsuite.commands.replay import adopt, engine_of, replay
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FlsuiteError
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import kept_rounds, parent_settings
+from flsuite.runs.fork import kept_rounds, read_settings
 
 
 def fork(args: list[str]) -> None:
@@ -26,7 +26,7 @@ def fork(args: list[str]) -> None:
     if own.at < 0:
         raise FlsuiteError(f"fork: --at must be a round, 0 or above, got {own.at}")
 
-    gone = sorted({*own.without, *(parent_settings(parent).get("without") or ())})
+    gone = sorted({*own.without, *(read_settings(parent).get("without") or ())})
     without = ["--trainer.without", str(gone)] if gone else []
     config = ["--config", str(parent / "config.yaml")]
     moment = ["--trainer.fork.run", str(parent), "--trainer.fork.round", str(own.at)]
@@ -52,7 +52,7 @@ def _must_replay(parent: Path, at: int) -> bool:
     if at <= first:
         raise FlsuiteError(
             f"fork: {parent} is a fork that begins at round {first}; fork its parent, "
-            f"{parent_settings(parent)['forked_from']}"
+            f"{read_settings(parent)['forked_from']}"
         )
     if at > (last := last_round(parent)):
         raise FlsuiteError(f"fork: {parent} has {last} rounds; give --at up to {last}")

@@ -4,6 +4,7 @@ import importlib
 
 from flsuite.commands.request import option_values, read_configs
 from flsuite.errors import FlsuiteError, one_line
+from flsuite.files import parse_yaml
 
 
 def import_plugins(args: list[str]) -> None:
@@ -17,7 +18,7 @@ def import_plugins(args: list[str]) -> None:
     import yaml
 
     try:
-        typed = [yaml.safe_load(value) for value in option_values(args, "plugins")]
+        typed = [parse_yaml(value) for value in option_values(args, "plugins")]
     except yaml.YAMLError as error:
         raise FlsuiteError(f"plugins: not a list of modules ({one_line(error)})") from error
     for plugins in [*typed, *(config.get("plugins") for config in read_configs(args))]:

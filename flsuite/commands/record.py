@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from flsuite.errors import FlsuiteError
-from flsuite.runs.fork import first_round, may_stop_early, parent_settings
+from flsuite.runs.fork import first_round, may_stop_early, reached_a_limit, read_settings
 
 Row = Mapping[str, str]
 
 
 def start_round(run: Path) -> int:
     """Return the round after which a run begins: 0, or the round of its fork."""
-    return first_round(parent_settings(run)) - 1
+    return first_round(read_settings(run)) - 1
 
 
 def last_round(run: Path) -> int:
@@ -38,16 +38,16 @@ def ends(run: Path) -> list[int]:
 
 def is_finished(run: Path) -> bool:
     """Return whether a run has reached its end, instead of being killed before it."""
-    last, settings = last_round(run), parent_settings(run)
-    rounds = settings.get("rounds")
-    if rounds is not None and last >= rounds:
+    path, settings, last = run / "metrics.csv", read_settings(run), last_round(run)
+    row = next(row for row in rows_of(path) if round_of_row(path, row) == last)
+    if reached_a_limit(settings, row):
         return True
     return may_stop_early(settings) and last in ends(run)
 
 
 def is_virtual(run: Path) -> bool:
     """Return whether the times of a run come from a virtual clock instead of measurements."""
-    schedule = parent_settings(run)["schedule"]
+    schedule = read_settings(run)["schedule"]
     while "schedule" in schedule.get("init_args", {}):  # Faults wraps another one
         schedule = schedule["init_args"]["schedule"]
     speeds = schedule.get("init_args", {}).get("speeds")
@@ -58,7 +58,7 @@ def is_virtual(run: Path) -> bool:
 
 def is_asynchronous(run: Path) -> bool:
     """Return whether a run has no rounds."""
-    return "Asynchronous" in str(parent_settings(run)["schedule"])
+    return "Asynchronous" in str(read_settings(run)["schedule"])
 
 
 def environment_differences(run: Path) -> list[str]:

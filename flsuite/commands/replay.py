@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import yaml
-
 from flsuite.arguments import PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.main import run_command
 from flsuite.commands.record import Row, ends, round_of_row, rows_of
-from flsuite.files import replace_tensors
+from flsuite.files import read_yaml, replace_tensors
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.fork import copy_files, kept_rounds, parent_settings
+from flsuite.runs.fork import copy_files, kept_rounds, memories_of, read_settings
 from flsuite.runs.run import Run
 
 log = logging.getLogger("flsuite")
@@ -98,12 +96,12 @@ def arguments(run: Path, at: int, folder: Path) -> list[str]:
 
 def engine_of(run: Path) -> list[str]:
     """Return the arguments that name the engine which ``Auto`` chose for a run, if it did."""
-    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    config = read_yaml(run / "config.yaml")
     engine = (config.get("trainer") or {}).get("engine") or {}
     asked = engine.get("class_path", "") if isinstance(engine, dict) else str(engine)
     if asked.rpartition(".")[2] != "Auto":
         return []
-    chosen = parent_settings(run).get("engine")
+    chosen = read_settings(run).get("engine")
     if chosen is None:
         return ["--trainer.engine", "InProcess"]
     clients = str(chosen["init_args"]["clients"])
@@ -124,8 +122,7 @@ def adopt(again: Path, run: Path) -> None:
     content["table"] = _size(table, lambda row: round_of_row(table, row) <= round)
     fits = {row["fit"] for row in rows_of(again / "timeline.csv")}
     content["timeline"] = _size(run / "timeline.csv", lambda row: row["fit"] in fits)
-    for folder in ("clients", "in_flight"):
-        copy_files(again, run, folder, (path.name for path in (again / folder).glob("*.pt")))
+    copy_files(again, run, memories_of(content["federation"]))
     replace_tensors(content, run / "checkpoints" / f"round-{round:06d}.ckpt", flush=True)
 
 

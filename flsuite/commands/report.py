@@ -36,6 +36,8 @@ from flsuite.analysis.report import (
     report_markdown,
     report_table,
     require_score,
+    score_cell,
+    score_titles,
 )
 from flsuite.analysis.results import Results, results_of
 from flsuite.analysis.run_figure import MOST_SCORES
@@ -148,13 +150,10 @@ def _shown(table: pd.DataFrame) -> Table:
     for heading in filter(None, ("runs", "last", "picked", averaged, "best on test")):
         shown.add_column(heading, justify="right", overflow="fold")
 
-    for line in report_markdown(table).splitlines()[2:]:
-        label, metric, *numbers = (
-            cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")
-        )
-        shown.add_row(
-            label if len(metrics) == 1 else metric, *(number.replace(" ", "") for number in numbers)
-        )
+    for row in table.to_dict("records"):
+        label = row["group"] if len(metrics) == 1 else row["metric"]
+        numbers = (score_cell(row, name).replace(" ", "") for name in score_titles(table))
+        shown.add_row(label, str(row["runs"]), *numbers)
 
     mean = f"{averaged}: mean; " if averaged else ""
     shown.caption = f"picked: in the round best on validation; {mean}best on test: no honest choice"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from flsuite.errors import FlsuiteError
+from flsuite.files import parse_yaml, read_yaml
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -13,14 +14,9 @@ def read_config(path: str) -> dict[str, Any]:
     Raises:
         FlsuiteError: If the file does not exist or is not a YAML mapping.
     """
-    import yaml
-
     if not Path(path).is_file():
         raise FlsuiteError(f"there is no config file {path}")
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise FlsuiteError(f"{path} is not valid YAML: {error}") from error
+    content = read_yaml(Path(path))
     if not isinstance(content, dict):
         raise FlsuiteError(
             f"{path} is not a config: it must be a mapping with model, data and trainer"
@@ -61,7 +57,7 @@ def read_value(text: str) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except yaml.YAMLError:
         return text
 

@@ -1,9 +1,9 @@
 """Run folders as arguments: ``flsuite test RUN`` and ``flsuite resume RUN``."""
 
 from pathlib import Path
-from typing import Any
 
 from flsuite.errors import FlsuiteError, likeliest
+from flsuite.files import read_yaml
 
 _FILES = ("config.yaml", "metrics.csv")  # of a run from the command line
 _MOST = 3  # suggestions
@@ -47,7 +47,7 @@ def require_run(command: str, folder: Path) -> Path:
         if folder.is_file() and folder.suffix in (".yaml", ".yml"):
             hint = f"; did you mean --config {folder}?"
         raise FlsuiteError(f"{command}: {folder} is not a run, it {fault}{hint}")
-    config = _read(folder / "config.yaml")
+    config = read_yaml(folder / "config.yaml")
     if not isinstance(config, dict):
         raise FlsuiteError(f"{command}: {folder / 'config.yaml'} is empty or damaged; restore it")
     if not {"model", "data", "trainer"} <= config.keys():
@@ -60,15 +60,6 @@ def require_run(command: str, folder: Path) -> Path:
 
 def _is_run(folder: Path) -> bool:
     return all((folder / name).is_file() for name in _FILES)
-
-
-def _read(path: Path) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise FlsuiteError(f"{path} is not valid YAML; restore it") from error
 
 
 def _nearest(folder: Path) -> list[str]:

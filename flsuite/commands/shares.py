@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from flsuite.commands.worlds import Worlds
 from flsuite.random import numpy_generator
-from flsuite.runs.fork import parent_settings
+from flsuite.runs.fork import read_settings
 
 
 def leave_one_out(worlds: Worlds, clients: Sequence[int]) -> Iterator[tuple[int, float]]:
@@ -35,7 +35,7 @@ def shapley(
         tolerance: Once the score is this close to the score of the whole run, clients that join
             later count as adding nothing.
     """
-    seed = int(parent_settings(worlds.run)["seed"])
+    seed = int(read_settings(worlds.run)["seed"])
     whole, nobody = worlds.score(frozenset()), frozenset(clients)
     for number in range(permutations):
         order = numpy_generator(seed, "contribution", number).permutation(list(clients)).tolist()

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 from flsuite.analysis.runs import curve, read_metrics
 from flsuite.commands.fit import build
-from flsuite.commands.record import last_round, start_round
+from flsuite.commands.record import is_finished, last_round, start_round
 from flsuite.commands.replay import arguments
 from flsuite.errors import FlsuiteError
 from flsuite.messages import Split
-from flsuite.runs.fork import parent_settings
+from flsuite.runs.fork import read_settings
 from flsuite.runs.rounds import KeptRound, read_rounds, refuse_unkept
 
 _TRAINING = "use --by training"
@@ -43,7 +43,7 @@ class Worlds(ABC):
     def __init__(self, run: Path, metric: str, at: int) -> None:
         self.run, self._metric, self._at = run, metric, at
         self.made, self.seconds = 0, 0.0
-        self.absent = frozenset(parent_settings(run).get("without") or ())
+        self.absent = frozenset(read_settings(run).get("without") or ())
         self._scores: dict[frozenset[int], float] = {}
         if at >= (last := last_round(run)):
             raise FlsuiteError(
@@ -109,18 +109,12 @@ class Retrained(Worlds):
             begins = max(self._at, start_round(self.run))
             return self._at_the_fork(begins) if begins else self._untrained
         folder = self._folder / f"without-{'-'.join(map(str, sorted(absent)))}"
-        if not self._is_done(folder):
+        if not ((folder / "checkpoints" / "model.ckpt").is_file() and is_finished(folder)):
             trainer, model, data = self._built(absent | self.absent, folder)
             trainer.fit(model, data, ckpt_path="last")
         self.made += 1
         self.seconds += self._own_seconds(folder)
         return self._last(folder)
-
-    def _is_done(self, folder: Path) -> bool:
-        if not (folder / "checkpoints" / "model.ckpt").is_file():
-            return False
-        last, whole = (int(read_metrics(run)["round"].max()) for run in (folder, self.run))
-        return last == whole
 
     def _last(self, folder: Path) -> float:
         return float(curve(read_metrics(folder), self._metric, "test").iloc[-1])

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,15 +11,21 @@ from typing import Any
 
 from flsuite.arguments import NonNegativeInt, Settings
 from flsuite.errors import FlsuiteError
-from flsuite.files import link_or_copy, load_tensors
+from flsuite.files import link_or_copy, load_tensors, read_yaml
 
 log = logging.getLogger("flsuite")
 
 _PRIVATE = {"DPFedAvg", "GaussianMechanism", "DPSGD", "SampleNoise"}
 _OF_A_SAMPLE = ("batch_size", "augment", "val_fraction", "seed")
 """Arguments of the data that do not move samples between clients."""
+LIMITS = {
+    "rounds": "round",
+    "max_virtual_seconds": "virtual_s",
+    "max_client_updates": "client_updates",
+}
+"""The limits of a run, and the columns of its table that they limit."""
 _NOT_OF_THE_PARENT = (
-    *("rounds", "max_virtual_seconds", "max_client_updates", "stopping", "forked_from"),
+    *(*LIMITS, "stopping", "forked_from"),
     *("seed", "given_weights", "attackers"),
 )
 """Settings that the hash of a parent leaves out. Parents that differ only in their seed have the
@@ -70,11 +76,11 @@ class Fork(Settings):
         if checkpoint is not None:
             folder = checkpoint.absolute().parent.parent
             if (folder / "settings.yaml").is_file():  # its best.ckpt may be the parent's
-                own = parent_settings(folder)
+                own = read_settings(folder)
             else:
                 own = load_tensors(checkpoint, "start a new run")["settings"]
             return {"fork": own.get("fork"), "forked_from": own.get("forked_from")}
-        parent = parent_settings(Path(self.run))
+        parent = read_settings(Path(self.run))
         kept = {name: value for name, value in parent.items() if name not in _NOT_OF_THE_PARENT}
         text = json.dumps(kept, sort_keys=True, default=str)
         moment = {"round": self.round, "parent": hashlib.sha256(text.encode()).hexdigest()[:8]}
@@ -100,9 +106,14 @@ def is_inherited(checkpoint: Mapping[str, Any], settings: Mapping[str, Any]) -> 
 
 def may_stop_early(settings: Mapping[str, Any]) -> bool:
     """Return whether a run may end before its limits, from its settings: a callback may stop it."""
-    limits = ("rounds", "max_virtual_seconds", "max_client_updates")
-    has_limit = any(settings.get(name) is not None for name in limits)
+    has_limit = any(settings.get(name) is not None for name in LIMITS)
     return bool(settings.get("stopping") or settings.get("callbacks")) or not has_limit
+
+
+def reached_a_limit(settings: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Return whether a run ends with a row of its ``metrics.csv``, because of one of its limits."""
+    limits = ((column, settings.get(name)) for name, column in LIMITS.items())
+    return any(limit is not None and float(row[column]) >= limit for column, limit in limits)
 
 
 def memories_of(federation: Mapping[str, Any]) -> set[str]:
@@ -151,22 +162,26 @@ def round_of(path: Path) -> int:
     return int(content["federation"]["clock"]["round"])
 
 
-def parent_settings(run: Path) -> dict[str, Any]:
-    """Return the settings of a run.
+def read_settings(run: Path) -> dict[str, Any]:
+    """Read ``settings.yaml`` of a run: all settings that determine its result.
 
     Raises:
-        FlsuiteError: If the folder is not a run.
+        FlsuiteError: If the file is missing or does not belong to a run.
     """
-    import yaml
-
     path = run / "settings.yaml"
     if not path.is_file():
-        raise FlsuiteError(f"trainer.fork: {run} is not a run, it has no settings.yaml")
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return {str(name): value for name, value in settings.items()}
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
-        raise FlsuiteError(f"{path} is not valid YAML; restore it") from error
+        raise FlsuiteError(
+            f"{run} has no settings.yaml: it is not the folder of a run, or an earlier version "
+            "of flsuite wrote it; name other folders, or run it again"
+        )
+    content = read_yaml(path)
+    if not isinstance(content, dict) or not _is_seed(content.get("seed")):
+        raise FlsuiteError(f"{path} does not hold the settings of a run; leave the folder out")
+    return {str(name): value for name, value in content.items()}
+
+
+def _is_seed(value: object) -> bool:
+    return value is None or (isinstance(value, int) and abs(value) < 1 << 63)
 
 
 def refuse_other_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
@@ -228,10 +243,10 @@ def _classes(described: Any) -> Iterator[str]:
             yield from _classes(value)
 
 
-def copy_files(parent: Path, own: Path, folder: str, names: Iterator[str]) -> None:
+def copy_files(parent: Path, own: Path, names: Iterable[str]) -> None:
     """Link or copy files of the parent into the fork's folder. They never change in place."""
-    for name in names:
-        source, target = parent / folder / name, own / folder / name
+    for name in sorted(names):
+        source, target = parent / name, own / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
         try:

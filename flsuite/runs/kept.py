@@ -29,10 +29,6 @@ class KeptTensors:
     def __init__(self) -> None:
         self._places: dict[str, tuple[str, Keys]] = {}
 
-    def add(self, content: Any, name: str) -> None:
-        """Record the tensors that a checkpoint holds itself. ``name`` is the name of its file."""
-        self.shared(content, name)
-
     def shared(self, content: Any, name: str) -> Any:
         """Return a checkpoint's content with references, and record the tensors that are new.
 

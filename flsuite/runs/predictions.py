@@ -2,7 +2,7 @@
 
 import csv
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +47,9 @@ def predict(
     Raises:
         FlsuiteError: If the model offers neither.
     """
-    clients = federation.present() if federation.entries.personal else [None]
     own = None
     if has_step(evaluator.model, "predict_step"):
-        own = _own_predictions(federation, evaluator, clients)
+        own = _own_predictions(federation, evaluator)
         if not evaluator.has_classes:
             return own, _kept(own, folder)
     elif not evaluator.has_classes:
@@ -58,11 +57,7 @@ def predict(
             f"predict: {type(evaluator.model).__name__} offers no class probabilities; add a "
             "predict_step, or logits(x) for data whose targets are classes"
         )
-    total = torch.zeros(())
-    for client in clients:
-        evaluator.load(federation.client_state(client))
-        total = total + evaluator.outputs(federation.data.test)["scores"]
-    probabilities = total / len(clients)
+    probabilities = class_probabilities(federation, evaluator)
     predictions = probabilities if own is None else own
     if folder is None:
         return predictions, []
@@ -71,13 +66,28 @@ def predict(
     return predictions, [table, *_write_pictures(folder, _pictures(federation, evaluator))]
 
 
-def _own_predictions(
-    federation: Federation, evaluator: Evaluator, clients: Iterable[int | None]
-) -> list[Any]:
+def class_probabilities(federation: Federation, evaluator: Evaluator) -> Tensor:
+    """Return the class probabilities ``(n, classes)`` of the test data.
+
+    They are those of the global model, or the mean over the clients' models.
+    """
+    total, clients = torch.zeros(()), _models(federation)
+    for client in clients:
+        evaluator.load(federation.client_state(client))
+        total = total + evaluator.outputs(federation.data.test)["scores"]
+    return total / len(clients)
+
+
+def _models(federation: Federation) -> Sequence[int | None]:
+    """Return the clients whose models predict, or ``None`` alone for the global model."""
+    return federation.present() if federation.entries.personal else [None]
+
+
+def _own_predictions(federation: Federation, evaluator: Evaluator) -> list[Any]:
     """Return the results of the model's ``predict_step``, one list per client model."""
     batches = SplitLoader(federation.data, federation.data.test, federation.data.batch_size)
     by_client = []
-    for client in clients:
+    for client in _models(federation):
         evaluator.load(federation.client_state(client))
         by_client.append(evaluator.predictions(batches))
     return by_client if federation.entries.personal else by_client[0]

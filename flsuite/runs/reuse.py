@@ -10,10 +10,10 @@ import yaml
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.attacks import Attack
 from flsuite.errors import FlsuiteError
-from flsuite.files import load_tensors, make_folder, replace_tensors
+from flsuite.files import load_tensors, make_folder, parse_yaml, replace_tensors
 from flsuite.messages import ClientContext, ClientResult, FitRequest, TrainedFit
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import parent_settings
+from flsuite.runs.fork import read_settings
 from flsuite.runs.settings import WEIGHTS, refuse_mismatch
 from flsuite.server.federation import Federation
 from flsuite.state import plain
@@ -179,8 +179,8 @@ def trained_updates(run_dir: Path, settings: Mapping[str, Any]) -> UpdateStore:
             "--trainer.keep_updates true, or delete the folder if a sweep made it, which then fits "
             "it again"
         )
-    theirs = parent_settings(run_dir)
-    ours = yaml.safe_load(yaml.safe_dump(dict(settings)))  # tuples become lists, as in a file
+    theirs = read_settings(run_dir)
+    ours = parse_yaml(yaml.safe_dump(dict(settings)))  # tuples become lists, as in a file
     refuse_other_training(ours, theirs, run_dir)
     return UpdateStore(run_dir / UPDATES)
 

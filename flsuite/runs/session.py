@@ -17,7 +17,7 @@ from flsuite.errors import FederationError, FlsuiteError, one_line
 from flsuite.files import replace_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import first_round, parent_settings
+from flsuite.runs.fork import first_round, read_settings
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe, described_engine, init_args
 from flsuite.runs.summary import print_summary
@@ -103,7 +103,7 @@ def choose_engine(run: Run, engine: Engine, setup: WorkerSetup, ckpt_path: str |
     checkpoint = run.folder.find_checkpoint(ckpt_path)
     before = None if checkpoint is None else load_checkpoint(checkpoint)["settings"]
     if before is None and run.store.parent is not None and run.store.parent.round:
-        before = parent_settings(Path(run.store.parent.run))
+        before = read_settings(Path(run.store.parent.run))
     federation, budget = run.federation, run.options.budget
     declared = federation.schedule.declarations
     in_flight = declared.cohort or max(_IN_FLIGHT, declared.at_once)

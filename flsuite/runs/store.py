@@ -17,12 +17,14 @@ from flsuite.files import (
 from flsuite.runs.checkpoint import load_checkpoint, publish_checkpoint, write_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import (
+    LIMITS,
     Fork,
     anew,
     checkpoints_of,
     copy_files,
     is_inherited,
     kept_rounds,
+    memories_of,
     refuse_other_data,
     refuse_other_privacy,
     round_of,
@@ -42,7 +44,7 @@ log = logging.getLogger("flsuite")
 _FROZEN = "frozen.pt"
 
 # Settings that a resumed run may change.
-_LIMITS = ("rounds", "max_virtual_seconds", "max_client_updates", "stopping")
+_LIMITS = (*LIMITS, "stopping")
 _MAY_DIFFER = (*_LIMITS, "forked_from", *WEIGHTS)
 _OF_STATE = ("seed", "model", "data", "batchnorm")
 _DECIDE_SCORES = (*_OF_STATE, "aggregator")  # for a given state
@@ -80,10 +82,9 @@ class RunStore:
         self.summary = summary
         self.keep_rounds: int | None = None
         self.parent: Fork | None = None
-        self._kept: dict[int, tuple[dict[int, int], set[int]]] = {}
+        # What the checkpoints that stay need: memories of clients, and versions in flight.
+        self._held: dict[str, tuple[dict[int, int], set[int]]] = {}
         self._tensors = KeptTensors()
-        self._best_clients: dict[int, int] = {}
-        self._best_flights: set[int] = set()  # versions that clients in flight had started from
         self._publishing = BackgroundTask()
         self.settle()
 
@@ -136,22 +137,17 @@ class RunStore:
         if folder.checkpoints is None:
             return
 
-        # The picked round keeps its clients' memories, for ``--ckpt_path best``.
-        if is_best:
-            self._best_clients, self._best_flights = dict(clients.versions), set(in_flight)
         content = {
             "settings": self.settings,
             "federation": federation.state_dict(),
             "callbacks": {c.state_key: c.state_dict() for c in self.callbacks.federation},
             "summary": self.summary.state_dict(),
-            "best_clients": self._best_clients,
             **sizes,
         }
         path = write_checkpoint(content, folder.checkpoints)
         needed = [*written, *(table.path for table in folder.tables.values() if table.path)]
         others = {"best.ckpt": path} if is_best else {}
         if self.keep_rounds is not None and round % self.keep_rounds == 0:
-            self._kept[round] = dict(clients.versions), set(in_flight)
             name, whole = f"round-{round:06d}.ckpt", content["federation"]
             shared = self._tensors.shared(whole, name)
             smaller = {**content, "federation": shared}
@@ -161,14 +157,14 @@ class RunStore:
             )
 
         # A kill before the rename leaves the old checkpoint, whose files must still be there.
-        kept = list(self._kept.values())
-        used = [dict(clients.versions), dict(self._best_clients), *(own for own, _ in kept)]
-        started = in_flight.union(self._best_flights, *(flights for _, flights in kept))
+        now = dict(clients.versions), in_flight
+        self._held |= dict.fromkeys(others, now)
+        used, started = zip(now, *self._held.values(), strict=True)
 
         def publish() -> None:
             publish_checkpoint(path, others, needed)
             clients.remove_unused(*used)
-            versions.remove_unused(started)
+            versions.remove_unused(set[int]().union(*started))
 
         self._publishing.start(publish)
 
@@ -228,7 +224,6 @@ class RunStore:
         self.federation.initial |= self._frozen(checkpoint.parent / _FROZEN)
         self.summary.load_state_dict(content["summary"])
         self.settle()
-        self._best_clients = content["best_clients"]
         self._load_callbacks(content)
         return content
 
@@ -252,14 +247,12 @@ class RunStore:
             table.resume(content[name])
         for kept in checkpoints_of(self.folder.path) if self.folder.path else ():
             # Later ones belong to rounds that are repeated.
-            if kept.stem == "last" or (number := round_of(kept)) > self.federation.clock.round:
+            if kept.stem == "last" or round_of(kept) > self.federation.clock.round:
                 continue
             before = load_tensors(kept, "restore it, or start a new run")["federation"]
-            if kept.stem == "best":
-                self._best_flights = versions_in_flight(before)
-            else:
-                self._kept[number] = before["clients"], versions_in_flight(before)
-                self._tensors.add(before, kept.name)
+            self._held[kept.name] = before["clients"], versions_in_flight(before)
+            if kept.stem != "best":
+                self._tensors.shared(before, kept.name)
         log.info("resumed after round %d from %s", self.federation.clock.round, checkpoint)
 
     def fork(self) -> None:
@@ -284,11 +277,7 @@ class RunStore:
         if fault := mismatch(state["state"], federation.state):
             raise FlsuiteError(f"trainer.fork: the model is not the parent's: {fault}")
         if own is not None:
-            rounds = sorted({*state["clients"].values()})
-            copy_files(home, own, "clients", (f"round-{n:06d}.pt" for n in rounds))
-            if state["schedule"] is not None:
-                flights = sorted(home.glob("in_flight/version-*.pt"))
-                copy_files(home, own, "in_flight", (one.name for one in flights))
+            copy_files(home, own, memories_of(state))
         federation.load_state_dict(state)
         federation.initial |= self._frozen(path.parent / _FROZEN)
         if "aggregator" in fresh:
@@ -336,9 +325,9 @@ class RunStore:
             )
             return
         content = load_checkpoint(path)
-        self._best_clients = content["federation"]["clients"]
-        rounds = sorted({*self._best_clients.values()})
-        copy_files(parent, own.parent, "clients", (f"round-{n:06d}.pt" for n in rounds))
+        federation = content["federation"]
+        self._held["best.ckpt"] = federation["clients"], versions_in_flight(federation)
+        copy_files(parent, own.parent, memories_of(federation))
         own.mkdir(parents=True, exist_ok=True)
         replace_tensors(content, own / "best.ckpt")
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import get_args
 
 import torch
@@ -132,7 +131,7 @@ class Evaluator(Scorer):
             return {}
 
         self.load(state)
-        with self._seeded(split) if self._steps else nullcontext():
+        with self._seeded(split):
             whole, outputs = self._whole(samples, split)
             by_scope: Scores = {GLOBAL: whole}
             if details:

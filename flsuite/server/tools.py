@@ -20,7 +20,6 @@ from flsuite.client.setup import WorkerSetup
 from flsuite.data.federated import FederatedData
 from flsuite.data.rows import RaggedIndex
 from flsuite.errors import FederationError
-from flsuite.lightning_internals import detached
 from flsuite.messages import Broadcast, ClientFailure, FitRequest
 from flsuite.metrics import scores
 from flsuite.models.protocols import LogitModel
@@ -63,7 +62,7 @@ class ServerFit:
         federation = self.federation
         assert federation is not None
         if self._model is None:
-            self._model = _copied(self.evaluator.model)
+            self._model = copy.deepcopy(self.evaluator.model)
         # The clients' objective, without transforms of the change.
         algorithm = Aggregator(objective=federation.aggregator.objective)
         layout = federation.server.layout
@@ -89,12 +88,6 @@ class ServerFit:
                 f"round {round - 1} is kept"
             )
         return outcome.update.state
-
-
-def _copied(model: LightningModule) -> LightningModule:
-    """Return a copy of a model, without its Trainer."""
-    with detached(model):
-        return copy.deepcopy(model)
 
 
 def _of_one(data: FederatedData) -> FederatedData:
@@ -179,7 +172,7 @@ class _Able:
         The resident model lies on a GPU only after a fit in this process, so a copy alone would
         compute on another device with other engines.
         """
-        module = _copied(self.evaluator.model).to(self.evaluator.device)
+        module = copy.deepcopy(self.evaluator.model).to(self.evaluator.device)
         load_(module.state_dict(), state)
         module.forward = _Logits(module)  # type: ignore[method-assign]
         return module.eval()

@@ -60,8 +60,9 @@ def measure(run_dir: Path, seconds: float) -> Outcome:
         FlsuiteError: If a file of the run is damaged.
     """
     # Imported late: pandas and matplotlib are not needed earlier.
-    from flsuite.analysis.groups import monitor_of, read_settings
+    from flsuite.analysis.groups import monitor_of
     from flsuite.analysis.runs import curve, of_last_task, read_metrics
+    from flsuite.runs.fork import read_settings
     from flsuite.score_names import lower_is_better
 
     monitor = monitor_of(read_settings(run_dir))

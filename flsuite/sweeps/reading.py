@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from flsuite.errors import FlsuiteError, likeliest, one_line
+from flsuite.errors import FlsuiteError, likeliest
+from flsuite.files import read_yaml
 
 Overrides = dict[str, Any]
 """A mapping from dotted keys of a config, without ``init_args``, to values."""
@@ -122,10 +123,7 @@ class _Reader:
     def load(self, path: Path) -> dict[str, Any]:
         if not path.is_file():
             raise FlsuiteError(f"there is no file {path}")
-        try:
-            content = yaml.load(path.read_text(encoding="utf-8"), _UniqueLoader)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise FlsuiteError(f"{path} is not valid YAML: {one_line(error)}") from error
+        content = read_yaml(path, _UniqueLoader)
         if not isinstance(content, dict):
             raise FlsuiteError(f"{path} must be a mapping of keys to values")
         return content

@@ -21,10 +21,11 @@ def print_status(queue: Queue) -> None:
     table.add_column("method", overflow="fold")
     for seed in queue.sweep.seeds:
         table.add_column(f"seed {seed}", justify="right")
+    failed = queue.without_winner()
     for contest in queue.contests:
         name = _name(contest)
         results = queue.results(contest)
-        if contest in queue.without_winner():
+        if contest in failed:
             table.add_row(name, *("failed" for _ in queue.sweep.seeds))
         elif results is None:
             table.add_row(name, *("waiting" for _ in queue.sweep.seeds))

@@ -115,8 +115,10 @@ def by(kind: type[FeatureCallback], head: str = HEAD) -> Aggregator:
 PAIRS = (None, Ditto(lam=0.5), PerFedAvg(0.05), PerFedAvg(0.05, "hessian_free", delta=0.1))
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("other", PAIRS, ids=["alone", "Ditto", "first order", "Hessian-free"])
+@pytest.mark.parametrize(
+    ("other", "is_first"),
+    [(PAIRS[0], True), *((pair, is_first) for pair in PAIRS[1:] for is_first in (True, False))],
+)
 @pytest.mark.parametrize("kind", [Scaled, Squares])
 def test_it_changes_the_models_own_loss_alone(
     kind: type[FeatureTerm], other: Aggregator | None, is_first: bool, stacks: list[int]

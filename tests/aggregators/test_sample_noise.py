@@ -88,8 +88,23 @@ def test_the_samples_are_drawn_one_by_one() -> None:
 
 
 def test_a_client_whose_samples_are_not_drawn_answers_with_noise() -> None:
+    """As with so few samples in any case: whether one was drawn must not show."""
     answers = [noisy_mean(SampleNoise(1.0), torch.ones(3, 4), 1, seed)["a"] for seed in range(20)]
-    assert any(0 < float(answer.abs().max()) < 1e-9 for answer in answers)
+    assert all(0 < float(answer.abs().max()) < 1e-9 for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("samples", "multiplier"), [(30, 1.0), (100, 1.0), (400, 1.0), (2000, 8.0)]
+)
+def test_the_noise_of_empty_bins_does_not_raise_the_bound(samples: int, multiplier: float) -> None:
+    noise, names = SampleNoise(multiplier), [str(i) for i in range(10)]
+    ones = dict.fromkeys(names, torch.ones(()))
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        bounds = noise._bounds(iter([ones] * samples), names, samples, generator)
+        assert all(bound <= 1.0 for bound in bounds.values())
+        if samples >= 400:
+            assert all(bound == 1.0 for bound in bounds.values())
 
 
 @pytest.mark.parametrize("most", [None, 50, 1000])
@@ -108,8 +123,8 @@ def test_epsilon_is_that_of_two_gaussian_mechanisms_on_one_draw(most: int | None
 # Federations
 
 
-def fit(aggregator: FedFisher, rounds: int = 1, **settings: Any) -> Any:
-    data = digits(clients=3, server_samples=30, train_samples=300)
+def fit(aggregator: FedFisher, rounds: int = 1, samples: int = 300, **settings: Any) -> Any:
+    data = digits(clients=3, server_samples=30, train_samples=samples)
     model = Classifier(MLP(hidden=(8,)))
     return federation(aggregator, rounds=rounds, model=model, data=data, **settings)
 
@@ -117,15 +132,21 @@ def fit(aggregator: FedFisher, rounds: int = 1, **settings: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_form_stays_semidefinite(kind: Any) -> None:
     """The noise alone would make half of the entries or eigenvalues negative."""
-    made, updates = fit(FedFisher(kind, noise=SampleNoise(3.0)))
-    again, _ = fit(FedFisher(kind, noise=SampleNoise(3.0)))
-    assert equal_states(made.federation.state, again.federation.state), "the noise has a seed"
+    _, updates = fit(FedFisher(kind, noise=SampleNoise(3.0)), samples=150)
     for update in updates:
         assert 0 < update.metrics["fisher_epsilon"] < 10
         fisher = update.extras["fisher"]
         for part in flatten_tree({"": fisher}).values():
             numbers = part.flatten() if kind == "diag" else torch.linalg.eigvalsh(part.double())
             assert float(numbers.min()) >= -1e-6 * float(numbers.max()) < 0
+
+
+def test_the_noise_has_a_seed() -> None:
+    states = [
+        fit(FedFisher("diag", noise=SampleNoise(3.0)), samples=150)[0].federation.state
+        for _ in range(2)
+    ]
+    assert equal_states(*states)
 
 
 def test_less_noise_moves_the_model_less() -> None:

@@ -23,6 +23,7 @@ from flsuite.callbacks import RoundLogger, StopAt
 from flsuite.callbacks.pictures import client_rounds, confusion_counts
 from flsuite.client.entries import Entries
 from flsuite.data.spec import DataSpec, DataSplit
+from flsuite.models import MLP, Classifier
 from flsuite.schedules import Asynchronous, Stragglers
 from tests.callbacks.wandb_files import Recorded, recorded
 from tests.callbacks.wandb_server import WandbServer
@@ -154,6 +155,17 @@ def test_pictures_and_the_confusion_matrix(tmp_path: Path) -> None:
     scores = client_rounds(made.run, "accuracy")
     assert list(scores.columns) == [1, 2] and list(scores.index) == [0, 1, 2, 3, 4]
     assert scores.notna().all(axis=None)
+
+
+def test_a_model_with_predictions_of_its_own_has_a_confusion_matrix_too() -> None:
+    class Predicts(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+            return {"own": batch[0].sum(1)}
+
+    made = trainer(rounds=1)
+    made.fit(Predicts(MLP((4,)), lambda p: torch.optim.SGD(p, lr=0.1)), digits())
+    counts = confusion_counts(made.run)
+    assert counts is not None and counts.to_numpy().sum() == len(made.federation.data.test)
 
 
 def test_the_resident_model_stays_the_global_one(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ class Draws(Classifier):
 def test_what_an_evaluation_draws_depends_on_the_client_alone() -> None:
     here = rows(fit(InProcess(), Draws))
     assert rows(fit(Processes(2), Draws)) == rows(fit(Processes(3), Draws)) == here
+
+
+def test_what_the_shared_model_draws_is_the_same_on_every_engine() -> None:
+    tables = []
+    for engine in (InProcess(), Processes(2)):
+        made = trainer(rounds=2, engine=engine)
+        made.fit(Draws(MLP(hidden=(16,)), optimizer=partial(torch.optim.SGD, lr=0.1)), digits())
+        tables.append(rows(made))
+    assert tables[0] == tables[1]
 
 
 class Faulty(Classifier):

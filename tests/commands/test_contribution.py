@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 from flsuite.analysis.contribution import rank_correlation
 from flsuite.commands import shares
@@ -17,14 +18,28 @@ from flsuite.commands.shares import leave_one_out, shapley
 from flsuite.commands.worlds import Rebuilt, Retrained
 from flsuite.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.fork import parent_settings
+from flsuite.runs.fork import read_settings
 from tests.commands.command import QUICKSTART, cli, files, refused
-from tests.conftest import equal_states
+from tests.conftest import THREADS, equal_states
 
 SHORT = [
     *("--trainer.rounds", "2", "--trainer.max_epochs", "1", "--data.clients", "4"),
     *("--trainer.enable_progress_bar", "false", "--trainer.engine", "InProcess"),
 ]
+KEEPS = ["--trainer.keep_updates", "true", "--trainer.keep_rounds", "1"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("contribution") / "run"
+    torch.set_num_threads(THREADS)  # as in each test, but earlier
+    cli("fit", "--config", QUICKSTART, "--run_dir", str(folder), *SHORT, *KEEPS)
+    return folder
+
+
+@pytest.fixture
+def kept(finished: Path) -> Path:
+    return Path(shutil.copytree(finished, "run"))
 
 
 def game(score: Callable[[frozenset[int]], float], players: int) -> Any:
@@ -41,9 +56,9 @@ def game(score: Callable[[frozenset[int]], float], players: int) -> Any:
 
 @pytest.fixture(autouse=True)
 def _seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = shares.parent_settings
+    before = shares.read_settings
     monkeypatch.setattr(
-        shares, "parent_settings", lambda run: before(run) if run.name else {"seed": 3}
+        shares, "read_settings", lambda run: before(run) if run.name else {"seed": 3}
     )
 
 
@@ -89,9 +104,6 @@ def test_a_federation_without_each_client(capsys: Any) -> None:
     cli("contribution", "run", "--output", "out", "--method", "shapley", "--clients", "1,2")
     after = {path: path.stat().st_mtime_ns for path in Path("out").rglob("last.ckpt")}
     assert before.items() <= after.items() and len(after) == len(before) + 1, "one more pair"
-
-
-KEEPS = ["--trainer.keep_updates", "true", "--trainer.keep_rounds", "1"]
 
 
 def scores(run: str, split: str, metric: str = "accuracy") -> list[float]:
@@ -162,8 +174,7 @@ def test_the_rank_correlation_is_that_of_ranks_within_a_run() -> None:
     assert rank_correlation(two, ["a", "c"]).isna().all(), "two clients have no ranks to speak of"
 
 
-def test_of_a_loss_a_useful_client_is_positive_and_first(capsys: Any) -> None:
-    cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, *KEEPS)
+def test_of_a_loss_a_useful_client_is_positive_and_first(kept: Path, capsys: Any) -> None:
     request = ["--by", "updates", "--metric", "loss", "--output", "out"]
     cli("contribution", "run", *request)
     out = capsys.readouterr().out
@@ -179,8 +190,7 @@ def test_of_a_loss_a_useful_client_is_positive_and_first(capsys: Any) -> None:
     assert shown == order
 
 
-def test_the_ranks_of_two_clients_are_not_printed(capsys: Any) -> None:
-    cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, *KEEPS)
+def test_the_ranks_of_two_clients_are_not_printed(kept: Path, capsys: Any) -> None:
     cli("contribution", "run", "--by", "both", "--clients", "0,1", "--output", "out")
     assert "rank correlation" not in capsys.readouterr().out
 
@@ -222,7 +232,7 @@ def test_forks_of_another_run_or_moment_are_not_taken_for_ones_own() -> None:
 def test_forks_use_the_engine_that_auto_chose() -> None:
     cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, "--trainer.engine", "Auto")
     trainer, _, _ = Retrained(Path("run"), "accuracy", 0, Path())._built(frozenset({1}), Path("a"))
-    chosen = parent_settings(Path("run")).get("engine", {}).get("class_path", "InProcess")
+    chosen = read_settings(Path("run")).get("engine", {}).get("class_path", "InProcess")
     assert type(trainer.engine).__name__ == chosen.rpartition(".")[2]
 
 
@@ -257,8 +267,6 @@ def test_runs_that_cannot_be_compared_are_refused_before_training(capsys: Any) -
         (["run", "--permutations", "0"], "at least 1"),
     ],
 )
-def test_a_wrong_request_is_one_line(args: list[str], reason: str, capsys: Any) -> None:
-    if args[0] == "run":
-        cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT)
+def test_a_wrong_request_is_one_line(args: list[str], reason: str, kept: Path, capsys: Any) -> None:
     Path("contribution").mkdir()
     assert reason in refused(capsys, "contribution", *args)

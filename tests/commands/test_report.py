@@ -13,7 +13,7 @@ from flsuite.aggregators import FedAvg
 from flsuite.analysis import curves_figure, find_runs, group_runs, report_markdown, report_table
 from flsuite.analysis.axes import AXES
 from flsuite.analysis.curves import seed_curves
-from flsuite.analysis.notes import apart
+from flsuite.analysis.notes import apart, measured
 from flsuite.analysis.results import only, results_of
 from flsuite.analysis.runs import curve
 from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping, RoundProgress
@@ -100,6 +100,29 @@ def test_a_parameter_of_another_class_is_not_compared(tmp_path: Path) -> None:
     write(tmp_path / "one", settings(1), [0.1])
     write(tmp_path / "two", other, [0.1])
     assert [group.label for group in group_runs(find_runs([tmp_path]))] == ["ACVAE", "Classifier"]
+
+
+def test_a_value_of_several_lines_is_shown_on_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("a", "def adam(p):\n    return p | q"), ("b", "sgd")):
+        own = settings(1)
+        own["model"]["init_args"]["optimizer"] = text
+        write(tmp_path / name, own, [0.1])
+    table = report_table(group_runs(find_runs([tmp_path])))
+    first, *_, last = report_markdown(table).splitlines()
+    assert len(report_markdown(table).splitlines()) == 4 and last.count(" | ") == first.count(" | ")
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path)])
+    assert "sgd" in capsys.readouterr().out
+
+
+def test_times_that_are_measured_within_faults_are_noted(tmp_path: Path) -> None:
+    inner = {"class_path": "flsuite.schedules.Synchronous", "init_args": {}}
+    faults = {"class_path": "flsuite.schedules.Faults", "init_args": {"schedule": inner}}
+    write(tmp_path / "a", settings(1, schedule=faults), [0.1])
+    (line,) = measured(group_runs(find_runs([tmp_path])), "virtual_s")
+    assert "were measured on the machine" in line
 
 
 def test_a_mapping_is_named_as_a_whole(tmp_path: Path) -> None:

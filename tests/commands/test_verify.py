@@ -10,12 +10,16 @@ import pytest
 import torch
 import yaml
 
+from flsuite.analysis.listing import list_runs
 from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.commands.comparison import compare
 from flsuite.commands.main import main
+from flsuite.commands.record import is_finished
+from flsuite.commands.replay import replay
 from flsuite.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import kept_on_disk, kept_rounds
+from flsuite.runs.fork import kept_on_disk, kept_rounds, memories_of, versions_in_flight
 from flsuite.runs.run import Run
 from tests.commands.command import cli, refused
 from tests.conftest import THREADS
@@ -181,11 +185,38 @@ EDITS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", EDITS)
-def test_an_edited_record_is_found(name: str, run: Path, capsys: Any) -> None:
+# Edits that the replay itself meets, and one of the others.
+REPLAYED = ("the last digit", "a weight at the start", "a config", "the timeline")
+
+
+@pytest.fixture(scope="module")
+def again(finished: Path) -> Path:
+    folder = finished.parent / "again"
+    assert not replay(finished, 2, 4, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name in EDITS if name not in REPLAYED])
+def test_an_edited_record_is_found(name: str, run: Path, again: Path) -> None:
+    assert not compare(run, again, 2, 4).faults
+    EDITS[name](run)
+    assert compare(run, again, 2, 4).faults
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_an_edited_record_does_not_verify(name: str, run: Path, capsys: Any) -> None:
     EDITS[name](run)
     assert not verified(str(run), "--at", "2")
     assert "does not verify" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("limit", "is_reached"), [(16, True), (17, False)])
+def test_a_run_may_end_by_its_work(run: Path, limit: int, is_reached: bool) -> None:
+    path = run / "settings.yaml"
+    settings = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump(settings | {"rounds": None, "max_client_updates": limit}))
+    assert is_finished(run) == is_reached
+    assert [row["state"] == "finished" for _, row in list_runs([run]).iterrows()] == [is_reached]
 
 
 @pytest.mark.long
@@ -262,6 +293,19 @@ def test_a_fork_keeps_the_round_that_its_parent_picked(run: Path, capsys: Any) -
     assert verified("fork")
 
 
+def test_a_fork_keeps_what_was_in_flight_in_the_round_that_its_parent_picked() -> None:
+    schedule = ("Asynchronous", "--trainer.schedule.concurrency", "4")
+    schedule += ("--trainer.schedule.buffer_size", "2", "--trainer.schedule.speeds", "Stragglers")
+    cli("fit", "--config", CONFIG, "--run_dir", "one", *SHORT, "--trainer.schedule", *schedule)
+    flip = ("SignFlip", "--trainer.attack.fraction", "0.9", "--trainer.attack.scale", "20")
+    more = ("--trainer.rounds", "8", "--run_dir", "fork")
+    cli("fork", "one", "--at", "4", "--trainer.attack", *flip, *more)
+    picked = load_checkpoint(Path("fork/checkpoints/best.ckpt"))["federation"]
+    assert picked["clock"]["round"] <= 4 and versions_in_flight(picked)
+    assert all((Path("fork") / name).is_file() for name in memories_of(picked))
+    cli("pack", "fork")
+
+
 def test_a_fork_is_without_whom_its_parent_is_without(run: Path) -> None:
     cli("fork", str(run), "--at", "2", "--without", "2", "--run_dir", "one")
     cli("fork", "one", "--at", "3", "--without", "1", "--run_dir", "two")
@@ -286,7 +330,7 @@ def empty(name: str) -> Callable[[Path], object]:
 
 UNPACKABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no settings": (lambda run: (run / "settings.yaml").unlink(), "no settings.yaml"),
-    "empty settings": (empty("settings.yaml"), "not valid YAML"),
+    "empty settings": (empty("settings.yaml"), "does not hold the settings of a run"),
     "no last.ckpt": (lambda run: (run / "checkpoints/last.ckpt").unlink(), "no checkpoints/last"),
     "no timeline": (lambda run: (run / "timeline.csv").unlink(), "timeline.csv is missing"),
     "cut table": (cut("metrics.csv"), "is cut off; restore it"),

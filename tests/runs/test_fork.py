@@ -278,7 +278,7 @@ def test_who_left_has_no_part_in_the_accuracy_by_task(tmp_path: Path) -> None:
         ({"without": [6]}, "there is no client 6; there are 0 to 5"),
         ({"without": [0, 1, 2, 3, 4, 5]}, "no client is left"),
         ({"fork": ("parent", 5)}, "has no checkpoint of round 5 (it has "),
-        ({"fork": ("nowhere", 2)}, "is not a run"),
+        ({"fork": ("nowhere", 2)}, "it is not the folder of a run"),
         ({"fork": ("parent", 2), "seed": 5}, "hold the samples of the parent"),
         ({"fork": ("parent", 2), "data": {"train_samples": 100}}, "hold the samples of the parent"),
         ({"keep_rounds": 0}, "keep_rounds must be at least 1"),

@@ -60,7 +60,7 @@ def test_classes_that_cannot_be_left_out_are_refused(classes: list[int]) -> None
 def test_a_federation_finds_what_it_has_not_seen(aggregator: Any) -> None:
     model = ACVAE(latent_dim=8, optimizer=partial(AdamW, lr=3e-3))
     made = trainer(
-        rounds=8,
+        rounds=3,
         max_epochs=3,
         aggregator=aggregator(),
         callbacks=[Detection()],

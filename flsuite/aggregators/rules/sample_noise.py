@@ -5,7 +5,7 @@ appendix A.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from flsuite.state import State, flatten_tree, nested_like
 
 _LEAST, _MOST = -40, 40  # powers of two that a tensor's norm is searched among
 _ABOVE = 0.1  # fraction of the samples whose tensors are clipped
+_NOISE = 5.0  # standard deviations; a bin with fewer samples counts as empty
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class SampleNoise(Settings):
     Each sample's share of the mean is measured alone. First, a noisy histogram of the shares' norms
     gives each tensor a bound that about a tenth of the samples exceed. Then each sample's tensors
     are clipped to their bounds, summed, and noise is added. Both steps have the same noise, and
-    count as one Gaussian mechanism with ``noise_multiplier / sqrt(2)``.
+    count as one Gaussian mechanism with ``noise_multiplier / sqrt(2)``. A client with too few
+    samples to see their norms through the noise answers with almost nothing.
 
     Each sample is used independently, with the same probability. Neighboring datasets differ in one
     sample that is added or removed. The number of a client's samples is taken as public.
@@ -80,11 +82,9 @@ class SampleNoise(Settings):
             one_by_one = (part for batch in batches() for part in _singles(batch))
             return (share(one) for one, is_used in zip(one_by_one, used, strict=True) if is_used)
 
-        bounds, like = self._bounds(shares(), expected, generator)
-        if like is None:  # no sample was drawn: the answer is pure noise
-            like = share(next(_singles(next(batches()))))
-            bounds = dict.fromkeys(_flat(like), 2.0**_LEAST)
+        like = share(next(_singles(next(batches()))))  # for names and shapes, drawn or not
         sums = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in _flat(like).items()}
+        bounds = self._bounds(shares(), list(sums), expected, generator)
         for one in shares():
             for name, value in _flat(one).items():
                 norm = float(value.double().norm())
@@ -98,26 +98,27 @@ class SampleNoise(Settings):
         return _like(like, {name: total.float() for name, total in sums.items()})
 
     def _bounds(
-        self, shares: Iterator[Any], expected: float, generator: Generator
-    ) -> tuple[dict[str, float], Any]:
-        """Return a bound on each tensor's norm from a noisy histogram, and a template."""
-        counts: dict[str, Tensor] = {}
-        like = None
+        self, shares: Iterator[Any], names: Sequence[str], expected: float, generator: Generator
+    ) -> dict[str, float]:
+        """Return a bound on each tensor's norm from a noisy histogram of all samples' norms."""
+        counts = {name: torch.zeros(_MOST - _LEAST + 1).double() for name in names}
         for one in shares:
-            like = one if like is None else like
             for name, value in _flat(one).items():
                 power = math.ceil(math.log2(max(float(value.double().norm()), 2.0**_LEAST)))
-                histogram = counts.setdefault(name, torch.zeros(_MOST - _LEAST + 1).double())
-                histogram[min(max(power, _LEAST), _MOST) - _LEAST] += 1
+                counts[name][min(max(power, _LEAST), _MOST) - _LEAST] += 1
 
-        deviation = self.noise_multiplier * math.sqrt(max(len(counts), 1))
+        deviation = self.noise_multiplier * math.sqrt(len(counts))
         bounds = {}
         for name, histogram in counts.items():
             noise = torch.randn(len(histogram), generator=generator, dtype=torch.float64)
-            above = (histogram + deviation * noise).flip(0).cumsum(0).flip(0)
+            noisy = histogram + deviation * noise
+            # Most bins are empty. Their noise would add up to a bound far above all norms.
+            clear = torch.where(noisy < _NOISE * deviation, 0.0, noisy)
+            above = clear.flip(0).cumsum(0).flip(0)
             over = (above > _ABOVE * expected).nonzero()
-            bounds[name] = 2.0 ** (_LEAST + (int(over.max()) if len(over) else 0))
-        return bounds, like
+            highest = int(over.max()) if len(over) else int(clear.argmax())
+            bounds[name] = 2.0 ** (_LEAST + highest)
+        return bounds
 
 
 def _singles(batch: Batch) -> Iterator[Batch]:

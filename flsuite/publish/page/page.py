@@ -13,12 +13,12 @@ import pandas as pd
 import flsuite
 import flsuite.publish.page.tables as tables
 from flsuite.analysis.comparison import compare, comparison_note, default_score
-from flsuite.analysis.groups import Group, read_yaml
+from flsuite.analysis.groups import Group
 from flsuite.analysis.report import require_score
 from flsuite.analysis.results import results_of, short_path
 from flsuite.analysis.target import own_targets
 from flsuite.errors import FlsuiteError
-from flsuite.files import replace_text
+from flsuite.files import parse_yaml, replace_text
 from flsuite.publish.page.data import gather
 from flsuite.publish.page.headline import headline
 
@@ -76,7 +76,7 @@ def _read(path: Path) -> str:
 def _is_request(config: str) -> bool:
     """Return whether a text is a config of the command. Runs from Python leave settings instead."""
     try:
-        content = read_yaml(config)
+        content = parse_yaml(config)
     except Exception:  # the page shows the text unchanged
         return False
     return isinstance(content, dict) and "trainer" in content

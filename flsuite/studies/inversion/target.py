@@ -12,7 +12,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from flsuite.data.images import Scaling
-from flsuite.lightning_internals import detached
 from flsuite.models.layers import read_layers
 from flsuite.state import Layer, State, load_
 from flsuite.studies.inversion.knowledge import Factors, require_logits
@@ -37,8 +36,7 @@ class Target:
         self, model: LightningModule, state: State, scaling: Scaling, factors: Factors | None = None
     ) -> None:
         require_logits(model)
-        with detached(model):
-            self.model = copy.deepcopy(model)
+        self.model = copy.deepcopy(model)
         load_(self.model.state_dict(), state)
         self.model.eval().requires_grad_(False)
         self.scaling = scaling
