@@ -71,7 +71,7 @@ _SCHEDULE_HELP = """usage: flsuite schedule --config FILE [--output FOLDER] [--K
 
 Draw which clients train when on the virtual clock, without training. Writes NAME-timeline.png, and
 the same fits to NAME-timeline.csv with the columns fit, client, version, started_s, ended_s,
-outcome, round, staleness, weight. NAME is the name of the config.
+outcome, round, merged_s, staleness, weight. NAME is the name of the config.
 
   --config FILE      a config as for flsuite fit
   --output FOLDER    where to write; default: the working folder

@@ -81,15 +81,12 @@ class FisherMean(LinearRule, Settings):
 
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         fisher = {name: value.double() for name, value in update.extras["fisher"].items()}
-        model = {name: update.state[name].double() for name in fisher}
-        products = {name: f * model[name] for name, f in fisher.items()}
+        products = {name: f * update.state[name].double() for name, f in fisher.items()}
         share = float(update.samples) if self.by_samples else 1.0
         return {
             **scaled({"weight": 1.0, "model": update.state}, self.weight(update)),
             **scaled({"share": 1.0, "fisher": fisher, "product": products}, share),
             # For the log only.
-            "plain": model,
-            "square": {name: float(w.square().sum()) for name, w in model.items()},
             "mass": {name: float(f.sum()) for name, f in fisher.items()},
         }
 
@@ -115,12 +112,7 @@ class FisherMean(LinearRule, Settings):
         for group, members in self._members(server.layout).items():
             size = sum(new[name].numel() for name in members)
             covered = sum(int((sums["fisher"][name] > least).sum()) for name in members)
-            distance = sum(
-                _squared_distance(sums["plain"][name], sums["square"][name], new[name], clients)
-                for name in members
-            )
             server.metrics[f"fisher_covered/{group}"] = covered / size
-            server.metrics[f"spread/{group}"] = max(distance, 0.0) / size
 
     def _members(self, layout: StateLayout) -> dict[str, tuple[str, ...]]:
         """Return the names of the parameters of each group."""
@@ -161,11 +153,6 @@ def _fisher_mean(product: Tensor, fisher: Tensor, least: float, otherwise: Tenso
     return torch.where(known, product / torch.where(known, fisher, 1.0), otherwise)
 
 
-def _squared_distance(total: Tensor, squares: float, new: Tensor, clients: int) -> float:
-    """Return the mean over clients of ``||w_k - new||^2``, from ``sum w_k`` and ``sum |w_k|^2``."""
-    return (squares - 2 * float((total * new).sum())) / clients + float(new.square().sum())
-
-
 @dataclass(frozen=True)
 class FisherAveraging(FisherMean):
     """FedAvg with the Fisher-weighted mean for the named groups of parameters.
@@ -183,8 +170,8 @@ class FisherAveraging(FisherMean):
 
     - ``fisher_mass``: the trace of F_k over the parameters in the groups;
     - ``fisher_mass/<layer>``: its mean over clients;
-    - ``fisher_covered/<group>``: the fraction of parameters above the damping;
-    - ``spread/<group>``: the mean squared distance of the clients' parameters to the aggregate.
+    - ``fisher_covered/<group>``: the fraction of parameters above the damping. Near zero, this is
+      FedAvg.
 
     Args:
         groups: Names of the model's ``parameter_groups``. ``null`` means all parameters, logged as
@@ -234,9 +221,7 @@ class FisherMerge(FisherMean):
     divides each Fisher by its norm, searches the models' coefficients, and applies a floor to the
     first model only. These are omitted.
 
-    Logged in addition to the metrics of :class:`~flsuite.aggregators.FisherAveraging`:
-
-    - ``fisher_floor``: the fraction of parameters on the floor. Near one, this is FedAvg.
+    It logs the metrics of :class:`~flsuite.aggregators.FisherAveraging`.
 
     Args:
         floor: The value of ``sum p_i F_i`` up to which a parameter takes FedAvg's value. Default:
@@ -272,13 +257,6 @@ class FisherMerge(FisherMean):
     def least(self, clients: float) -> float:
         # The sums are over n_i F_i, which is N times the sum over p_i F_i.
         return self.floor * clients
-
-    def result(self, server: Server, sums: Tree, updates: Sequence[ClientUpdate]) -> State:
-        new, least = super().result(server, sums, updates), self.least(sums["share"])
-        fishers = sums["fisher"].values()
-        covered = sum(int((fisher > least).sum()) for fisher in fishers)
-        server.metrics["fisher_floor"] = 1.0 - covered / sum(f.numel() for f in fishers)
-        return new
 
 
 class _EmpiricalPass(Callback):
