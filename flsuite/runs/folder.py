@@ -25,6 +25,7 @@ from flsuite.runs.table import MetricsTable, TimelineTable
 
 log = logging.getLogger("flsuite")
 
+_STORES = ("checkpoints", "clients", "in_flight")
 _FILES = (
     "config.yaml",
     "settings.yaml",
@@ -76,6 +77,7 @@ class RunFolder:
         self.tables = {"table": self.table, "timeline": self.timeline}
         self._made: list[Path] = []
         self._written: list[Path] = []
+        self._found: set[Path] = set()
 
     @property
     def checkpoints(self) -> Path | None:
@@ -128,8 +130,9 @@ class RunFolder:
         """
         if self.checkpoints is None:
             return
-        parents = (self.checkpoints, *self.checkpoints.parents)
-        self._made = [folder for folder in parents if not folder.exists()]
+        folders = (*self._stores(), *self.checkpoints.parents)
+        self._made = [folder for folder in folders if not folder.exists()]
+        self._found = self._stored()
         make_folder(self.checkpoints)
 
     def create(
@@ -196,9 +199,16 @@ class RunFolder:
             return
         if self.path in self._made:
             shutil.rmtree(self.path, ignore_errors=True)
-        for path in self._written:
+        for path in [*self._written, *(self._stored() - self._found)]:  # a fork copies some
             path.unlink(missing_ok=True)
         self._remove_empty()
+
+    def _stores(self) -> list[Path]:
+        """Return the folders of checkpoints, clients' memories and versions in flight."""
+        return [self.path / name for name in _STORES] if self.path else []
+
+    def _stored(self) -> set[Path]:
+        return {path for folder in self._stores() for path in folder.glob("*")}
 
     def _remove_empty(self) -> None:
         """Remove the empty folders that :meth:`make` created."""

@@ -451,6 +451,14 @@ def test_a_run_is_forked_while_another_process_holds_it(run: Path, capsys: Any) 
     assert "another process is writing" in line
 
 
+def test_a_refused_fork_leaves_nothing_in_a_folder_that_was_there(run: Path, capsys: Any) -> None:
+    Path("out/clients").mkdir(parents=True)
+    Path("out/clients/mine.txt").write_text("mine")
+    request = ("fork", str(run), "--at", "4", "--trainer.rounds", "4", "--run_dir", "out")
+    assert "nothing is left to train" in refused(capsys, *request)
+    assert [str(path) for path in Path("out").rglob("*")] == ["out/clients", "out/clients/mine.txt"]
+
+
 def test_a_fork_whose_first_round_fails_leaves_no_folder(run: Path, capsys: Any) -> None:
     args = ["fork", str(run), "--at", "2", "--run_dir", "fork"]
     line = refused(capsys, *args, "--model.optimizer.momentum", "-1")
