@@ -100,6 +100,7 @@ def choose_engine(run: Run, engine: Engine, setup: WorkerSetup, ckpt_path: str |
     """
     if not isinstance(engine, Auto):
         return
+    run.settings.pop("engine", None)  # what it chose for another run
     checkpoint = run.folder.find_checkpoint(ckpt_path)
     before = None if checkpoint is None else load_checkpoint(checkpoint)["settings"]
     if before is None and run.store.parent is not None and run.store.parent.round:

@@ -95,6 +95,17 @@ def test_an_injected_death_needs_processes(costs: dict[str, float]) -> None:
     assert "dies" in chosen.declarations.survives
 
 
+def test_what_it_chose_for_another_run_is_not_recorded(costs: dict[str, float]) -> None:
+    engine, records = Auto(), []
+    for stacked in (0.1, 10.0):
+        costs["stacked"] = stacked
+        made = trainer(rounds=10, engine=engine)
+        run = made.prepare(model(), digits(clients=6))
+        choose_engine(run, engine, worker_setup(made, run), None)
+        records.append(run.settings.get("engine", {}).get("class_path"))
+    assert records == ["flsuite.engines.Vectorized", None]
+
+
 def test_training_in_one_place_is_one_fit(costs: dict[str, float]) -> None:
     costs["alone"] = 1e9
     assert isinstance(choice(aggregator=Centralized())[0], InProcess)

@@ -316,6 +316,13 @@ def test_several_processes_check_in_the_order_of_the_methods(
     assert "16 experiments cannot start" in lines[-1]
 
 
+def test_an_engine_that_is_chosen_later_is_not_refused_before() -> None:
+    faults = "{class_path: Faults, init_args: {schedule: Synchronous, dies: 0.1}}"
+    methods = f"{{A: {{trainer.engine: Auto, trainer.schedule: {faults}}}}}"
+    sweep = read_sweep(write_sweep("s.yaml", methods))
+    assert not check(sweep, Path("runs"), samples_of(sweep))["refused"]
+
+
 def test_a_wrong_file_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
     methods = "{FedAvg: {}, FedProx: {trainer.aggregator: FedProxx}}"
     name = write_sweep("s.yaml", methods)
