@@ -403,6 +403,14 @@ def test_merging_equal_fishers_is_fedavg_and_one_fisher_wins() -> None:
     assert won["w"].item() == 1.0
 
 
+def test_targets_that_are_no_classes_are_refused() -> None:
+    """Of one output, a softmax's Fisher is zero, and the aggregate would silently be FedAvg's."""
+    model = nn.Linear(4, 1)
+    model.spec = DataSpec((4,), 0, "other")
+    with pytest.raises(FlsuiteError, match="needs predictions of classes or labels"):
+        predictive_diagonal(model, ["weight"], [(torch.randn(3, 4),)])
+
+
 def test_on_the_floor_it_is_fedavg() -> None:
     """The floor is one on sum p_i F_i, here (1 * 2 + 3 * 4) / 4 = 3.5."""
     updates = whole(0, 1.0, 2.0, 1), whole(1, 8.0, 4.0, 3)

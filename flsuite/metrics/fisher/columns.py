@@ -64,6 +64,11 @@ def task_of(module: nn.Module, task: PredictionTask | None) -> PredictionTask:
             f"the Fisher of {type(module).__name__} needs its task: build the model for data, or "
             "pass task"
         )
+    if chosen == "other":
+        raise FlsuiteError(
+            f"the Fisher of {type(module).__name__} needs predictions of classes or labels, but "
+            "the data has other targets; choose another aggregator"
+        )
     tasks = [name for literal in get_args(PredictionTask) for name in get_args(literal)]
     require_one_of(f"the Fisher of {type(module).__name__}", tasks, task=chosen)
     return chosen
