@@ -176,7 +176,9 @@ def read_settings(run: Path) -> dict[str, Any]:
         )
     content = read_yaml(path)
     if not isinstance(content, dict) or not _is_seed(content.get("seed")):
-        raise FlsuiteError(f"{path} does not hold the settings of a run; restore it or leave it out")
+        raise FlsuiteError(
+            f"{path} does not hold the settings of a run; restore it or leave it out"
+        )
     return {str(name): value for name, value in content.items()}
 
 
