@@ -439,6 +439,7 @@ BAD_LINES = {
         "data.clients: expected a whole number (at least 1), got 'ten'",
     ),
     "not_yaml": ("model:", "model: [", "is not valid YAML"),
+    "no_date": ("model:", "x: 2024-13-45\nmodel:", "is not valid YAML (month must be in 1..12)"),
 }
 
 
