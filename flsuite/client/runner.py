@@ -287,7 +287,6 @@ class ClientRunner:
 
         for callback in callbacks:
             if isinstance(callback, AfterFit):
-                callback.on_fit_start(trainer, self.model)
                 callback.measure(self.model, loader)
 
     def _rewound_trainer(

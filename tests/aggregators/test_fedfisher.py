@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from flsuite import FederatedTrainer, FlsuiteError
-from flsuite.aggregators import FedAvg, FedFisher
+from flsuite.aggregators import FedAvg, FedFisher, FisherMerge
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.fisher_forms import FORMS
 from flsuite.aggregators.rules.layer_matrices import matrix
@@ -488,6 +489,43 @@ class WithoutLogits(ClientModel):
 def test_a_model_without_logits_is_refused_before_its_first_step() -> None:
     with pytest.raises(FlsuiteError, match="FedFisher needs the logits of the model, but"):
         fit(FedFisher(), model=WithoutLogits(), data=GivenTable())
+
+
+class PlainLabels(LightningModule):
+    """A plain LightningModule with a sigmoid per label, whose ``spec`` is its own affair."""
+
+    spec = DataSpec((7,), 2, "multiclass")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.binary_cross_entropy_with_logits(self.layer(x), y.float())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("rule", [FedFisher("kfac"), FedFisher("diag"), FisherMerge()])
+def test_the_task_of_a_fisher_is_that_of_the_data(rule: Any) -> None:
+    """A Fisher per label, on any LightningModule with logits."""
+    made, updates = fit(rule, model=PlainLabels(), data=GivenTable(multilabel=True))
+    own = made.federation.data
+    for update in updates:
+        model = PlainLabels()
+        model.load_state_dict(update.state)
+        x, _ = next(own.batches_of(own.train, [own.train_rows(update.client)]))
+        p = model.logits(x).sigmoid().detach()
+        fisher = update.extras["fisher"]
+        if "layer" in fisher:
+            torch.testing.assert_close(fisher["layer"]["g"], (p * (1 - p)).mean(0).diag())
+        else:
+            torch.testing.assert_close(fisher["layer.bias"], (p * (1 - p)).mean(0))
 
 
 class Normalised(Backbone):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite import FederatedTrainer, FlsuiteError
-from flsuite.aggregators import FedAvg, FisherAveraging, FisherMerge
+from flsuite.aggregators import FedAvg, FedFisher, FisherAveraging, FisherMerge
+from flsuite.aggregators.part import ServerTools
 from flsuite.data import DataSpec, Dirichlet, Synthetic
 from flsuite.data.loader import TrainLoader
 from flsuite.engines import Processes
@@ -31,6 +32,7 @@ from tests.aggregators.federations import (
     ServerHalf,
     Updates,
     federation,
+    server_of,
     signature,
 )
 from tests.conftest import classifier, digits, equal_states, trainer
@@ -405,10 +407,9 @@ def test_merging_equal_fishers_is_fedavg_and_one_fisher_wins() -> None:
 
 def test_targets_that_are_no_classes_are_refused() -> None:
     """Of one output, a softmax's Fisher is zero, and the aggregate would silently be FedAvg's."""
-    model = nn.Linear(4, 1)
-    model.spec = DataSpec((4,), 0, "other")
-    with pytest.raises(FlsuiteError, match="needs predictions of classes or labels"):
-        predictive_diagonal(model, ["weight"], [(torch.randn(3, 4),)])
+    for rule in (FisherMerge(), FedFisher("diag")):
+        with pytest.raises(FlsuiteError, match="needs predictions of classes or labels"):
+            rule.prepare(server_of({"w": torch.zeros(1)}, tools=ServerTools(task="other")))
 
 
 def test_on_the_floor_it_is_fedavg() -> None:
@@ -429,7 +430,7 @@ def test_merging_linear_regressions_of_orthogonal_inputs_is_least_squares_of_all
     for client, (x, y) in enumerate(zip(inputs, targets, strict=True)):
         model = nn.Linear(4, 1, bias=False)
         model.weight.data = torch.linalg.lstsq(x, y).solution.T
-        fisher = predictive_diagonal(model, ["weight"], [(x,)], task="regression")
+        fisher = predictive_diagonal(model, ["weight"], [(x,)], task="other")
         state = {"weight": model.weight.data}
         updates.append(
             ClientUpdate(client, 1, len(x), 1, torch.tensor([len(x)]), state, {"fisher": fisher})
@@ -463,7 +464,7 @@ def test_merging_measures_the_trained_model_on_the_clients_own_samples() -> None
         built.load_state_dict(update.state)
         names = [name for name, _ in built.named_parameters()]
         (batch,) = own.batches_of(own.train, [own.train_rows(update.client)])
-        expected = predictive_diagonal(built.eval(), names, [batch])
+        expected = predictive_diagonal(built.eval(), names, [batch], own.spec.task)
         assert update.extras["fisher"].keys() == set(names)
         assert update.metrics["fisher_mass"] > 0
         for name in names:

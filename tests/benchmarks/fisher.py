@@ -28,12 +28,13 @@ class PredictivePasses(Callback):
         names = [name for name, _ in pl_module.named_parameters()]
         layers, _ = read_layers(pl_module, names)
         batches = trainer.train_dataloader.plain_batches
+        task = trainer.train_dataloader.data.spec.task
 
         def kfac(samples: int | None, expectation: Any) -> Callable[[], Any]:
-            return lambda: kfac_factors(pl_module, layers, batches(samples), expectation)
+            return lambda: kfac_factors(pl_module, layers, batches(samples), task, expectation)
 
         passes = {
-            "diagonal_all": lambda: predictive_diagonal(pl_module, names, batches(None)),
+            "diagonal_all": lambda: predictive_diagonal(pl_module, names, batches(None), task),
             "kfac_all": kfac(None, "exact"),
             "kfac_2000": kfac(2000, "exact"),
             "kfac_sampled": kfac(None, "sampled"),

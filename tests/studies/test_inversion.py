@@ -189,7 +189,7 @@ def test_factors_are_those_that_a_client_measures(bias: bool) -> None:
     found = batch_factors(model, layers, x, groups=2)
 
     for group, part in enumerate(x.split(3)):
-        expected = kfac_factors(model, layers, [(part,)])
+        expected = kfac_factors(model, layers, [(part,)], "multiclass")
         for name, pair in expected.items():
             for kind, factor in pair.items():
                 torch.testing.assert_close(found[name][kind][group], factor)
@@ -199,7 +199,8 @@ def test_the_distance_is_zero_for_images_with_the_clients_factors() -> None:
     model = classifier(LeNet5(bias=False)).eval()
     layers, _ = read_layers(model, model.state_dict())
     own, others = images(4), images(4, seed=1)
-    target = Target(model, model.state_dict(), PLAIN, kfac_factors(model, layers, [(own,)]))
+    factors = kfac_factors(model, layers, [(own,)], "multiclass")
+    target = Target(model, model.state_dict(), PLAIN, factors)
 
     same, different = target.distances(torch.stack([own.flip(0), others])).tolist()
     assert same == pytest.approx(0, abs=1e-6 * different)
@@ -211,7 +212,7 @@ def test_the_distance_is_zero_for_images_with_the_clients_factors() -> None:
 def test_the_distance_has_the_gradient_of_its_finite_differences() -> None:
     model = classifier(LeNet5(bias=False, channels=(2, 2), hidden=(4,))).double().eval()
     layers, _ = read_layers(model, model.state_dict())
-    factors = kfac_factors(model, layers, [(images(3, seed=1).double(),)])
+    factors = kfac_factors(model, layers, [(images(3, seed=1).double(),)], "multiclass")
     factors = {n: {k: v.double() for k, v in pair.items()} for n, pair in factors.items()}
     target = Target(model, model.state_dict(), PLAIN, factors)
     x = images(2).double()[None].requires_grad_()
@@ -226,7 +227,7 @@ def test_a_relative_distance_counts_every_factor_alike() -> None:
     """Images with no ink are at distance 1 from each factor of the inputs."""
     model = classifier(LeNet5(bias=False)).eval()
     layers, _ = read_layers(model, model.state_dict())
-    factors = kfac_factors(model, layers, [(images(4),)])
+    factors = kfac_factors(model, layers, [(images(4),)], "multiclass")
     target = Target(model, model.state_dict(), PLAIN, factors)
     black = torch.zeros(1, 2, 1, 16, 16)
     found = batch_factors(model, layers, black[0])
@@ -245,7 +246,7 @@ def test_factors_pull_images_towards_the_clients() -> None:
     layers, _ = read_layers(model, model.state_dict())
     model.spec = DataSpec((1, 2, 2), 2)  # type: ignore[assignment]
     own = torch.tensor([0.9, 0.1, 0.1, 0.9]).view(1, 1, 2, 2)
-    factors = kfac_factors(model, layers, [(own,)])
+    factors = kfac_factors(model, layers, [(own,)], "multiclass")
     found = Inversion(steps=300, factors=1.0, relative=False, lr=0.05, restarts=1)(
         pixels(2), Target(model, model.state_dict(), PLAIN, factors), 0, images=1, seed=0
     )

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from flsuite.aggregators.part import Server
 from flsuite.data.loader import TrainLoader
-from flsuite.data.spec import Batch
+from flsuite.data.spec import Batch, Task
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
 from flsuite.metrics.fisher import measuring
 from flsuite.models.protocols import LogitModel
 from flsuite.random import torch_generator
 
-Measure = Callable[[Any, Iterator[Batch], torch.Generator], Any]
-"""Measures a trained :class:`~flsuite.models.protocols.LogitModel` on batches on its device, with
-the client's own randomness in this round."""
+Measure = Callable[[Any, Iterator[Batch], Task, torch.Generator], Any]
+"""Measures a trained :class:`~flsuite.models.protocols.LogitModel` on batches on its device, given
+the data's task and the client's own randomness in this round."""
 
 
 class AfterFit(Callback, ABC):
@@ -63,6 +64,15 @@ class AfterFit(Callback, ABC):
         self.measure(pl_module, loader)
 
 
+def require_classes(owner: str, server: Server) -> None:
+    """Refuse data whose targets are neither classes nor labels, before the first round."""
+    if server.tools.task == "other":
+        raise FlsuiteError(
+            f"{owner} needs predictions of classes or labels, but the data has other targets; "
+            "choose another aggregator"
+        )
+
+
 class LogitPass(AfterFit):
     """One pass over the client's samples without augmentation, in evaluation mode and float32.
 
@@ -93,7 +103,8 @@ class LogitPass(AfterFit):
 
     def measured(self, module: Any, loader: TrainLoader, generator: torch.Generator) -> Any:
         """Return the statistic of the client's samples."""
-        return self.statistic(module, self.batches(module, loader, self.samples), generator)
+        batches = self.batches(module, loader, self.samples)
+        return self.statistic(module, batches, loader.data.spec.task, generator)
 
     def batches(
         self, module: LightningModule, loader: TrainLoader, most: int | None = None

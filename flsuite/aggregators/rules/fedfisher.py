@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from torch import Generator, nn
 
 from flsuite.aggregators.part import Capability, Server, Statistic
-from flsuite.aggregators.rules.after_fit import LogitPass
+from flsuite.aggregators.rules.after_fit import LogitPass, require_classes
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.aggregators.rules.fisher_forms import FORMS, FisherForm, FormName
 from flsuite.aggregators.rules.sample_noise import SampleNoise
@@ -31,7 +31,7 @@ from flsuite.aggregators.rules.solvers.selection import (
 )
 from flsuite.arguments import PositiveInt, Settings
 from flsuite.data.loader import TrainLoader
-from flsuite.data.spec import Batch
+from flsuite.data.spec import Batch, Task
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import Expectation, measuring
@@ -184,8 +184,16 @@ class FedFisher(LinearRule, Settings):
         return withheld_by("Fisher information", are_matrices=self.fisher != "diag")
 
     def prepare(self, server: Server) -> None:
-        if fault := self._form(server.layout).fault():
+        require_classes("FedFisher", server)
+        form = self._form(server.layout)
+        if fault := form.fault():
             raise FlsuiteError(f"FedFisher: {fault}")
+        if server.tools.module is None:
+            return
+        # Otherwise, the training of the first round would be lost.
+        module: Any = server.tools.module(server.state)
+        with measuring(module):
+            form.require(module, torch.zeros(1, *server.tools.shape, device=module.device))
 
 
 def _report(blocks: Sequence[Block], chosen: Iterate) -> dict[str, float]:
@@ -205,13 +213,15 @@ def _report(blocks: Sequence[Block], chosen: Iterate) -> dict[str, float]:
 
 
 class _FisherPass(LogitPass):
-    """The client half, which refuses a model that the form does not cover."""
+    """The client half."""
 
     def __init__(self, client: ClientContext, rule: FedFisher, form: FisherForm) -> None:
         self.form, self.noise = form, rule.noise
 
-        def statistic(module: nn.Module, batches: Iterator[Batch], generator: Generator) -> Any:
-            return form.measure(module, (batches, rule.expectation, generator))
+        def statistic(
+            module: nn.Module, batches: Iterator[Batch], task: Task, generator: Generator
+        ) -> Any:
+            return form.measure(module, (batches, task, rule.expectation, generator))
 
         super().__init__(client, "FedFisher", rule.samples, "fisher", statistic)
 
@@ -221,7 +231,7 @@ class _FisherPass(LogitPass):
             return super().measured(module, loader, generator)
 
         def share(one: Batch) -> Any:
-            return self.statistic(module, iter([one]), generator)
+            return self.statistic(module, iter([one]), loader.data.spec.task, generator)
 
         samples = len(loader.data.train_rows(loader.client))
         drawn = noise.mean(
@@ -229,16 +239,3 @@ class _FisherPass(LogitPass):
         )
         self.client.metrics["fisher_epsilon"] = noise.epsilon(samples, self.samples)
         return self.form.repaired(drawn)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        spec: Any = getattr(pl_module, "spec", None)
-        if spec is None:
-            raise FlsuiteError(
-                f"FedFisher: model must be a flsuite.models.ClientModel, which stores the shape of "
-                f"its data, got {type(pl_module).__name__}"
-            )
-        # Checked before training, which would otherwise be lost.
-        with measuring(pl_module):
-            x = torch.zeros(1, *spec.shape, device=pl_module.device)
-            self.form.require(pl_module, x)

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from flsuite.aggregators.optimizers import about_to_step
 from flsuite.aggregators.part import Server, Statistic
-from flsuite.aggregators.rules.after_fit import LogitPass
+from flsuite.aggregators.rules.after_fit import LogitPass, require_classes
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.rules.mean import Weighting
 from flsuite.arguments import NonNegativeFloat, PositiveInt, Range, Settings
-from flsuite.data.spec import Batch
+from flsuite.data.spec import Batch, Task
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import skips_step
 from flsuite.messages import ClientContext, ClientUpdate
@@ -246,8 +246,12 @@ class FisherMerge(FisherMean):
     def callbacks(self, client: ClientContext) -> list[Callback]:
         names = self._names(client.layout)
 
-        def statistic(module: nn.Module, batches: Iterator[Batch], generator: Generator) -> State:
-            diagonal = predictive_diagonal(module, names, batches, self.expectation, generator)
+        def statistic(
+            module: nn.Module, batches: Iterator[Batch], task: Task, generator: Generator
+        ) -> State:
+            diagonal = predictive_diagonal(
+                module, names, batches, task, self.expectation, generator
+            )
             fisher = clone(diagonal)
             client.metrics["fisher_mass"] = _mass(fisher)
             return fisher
@@ -257,6 +261,10 @@ class FisherMerge(FisherMean):
     def least(self, clients: float) -> float:
         # The sums are over n_i F_i, which is N times the sum over p_i F_i.
         return self.floor * clients
+
+    def prepare(self, server: Server) -> None:
+        require_classes("FisherMerge", server)
+        super().prepare(server)
 
 
 class _EmpiricalPass(Callback):

@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 
 import flsuite.aggregators.rules.layer_matrices as layer_matrices
 from flsuite.aggregators.rules.solvers.blocks import Block, Dense, Diagonal, Factors, Kronecker
-from flsuite.data.spec import Batch
+from flsuite.data.spec import Batch, Task
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
 from flsuite.metrics.fisher import (
@@ -21,9 +21,9 @@ from flsuite.metrics.fisher import (
 )
 from flsuite.state import State, StateLayout, Tree, clone
 
-Sampled = tuple[Iterable[Batch], Expectation, Generator]
-"""The input of a client's Fisher: its samples, whether the expectation over the prediction is exact
-or sampled, and the random generator of labels."""
+Sampled = tuple[Iterable[Batch], Task, Expectation, Generator]
+"""The input of a client's Fisher: its samples, their task, whether the expectation over the
+prediction is exact or sampled, and the random generator of labels."""
 
 
 class FisherForm(ABC):

@@ -16,7 +16,7 @@ from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.arguments import PositiveInt, Settings, Share
-from flsuite.data.spec import Batch
+from flsuite.data.spec import Batch, Task
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import gram_matrices
 from flsuite.state import Layer, State, StateLayout, Tree, cast, clone, divided, scaled
@@ -72,7 +72,9 @@ class RegMean(LinearRule, Settings):
     def callbacks(self, client: ClientContext) -> list[Callback]:
         layers = self._layers(client.layout)
 
-        def statistic(module: nn.Module, batches: Iterator[Batch], generator: Generator) -> State:
+        def statistic(
+            module: nn.Module, batches: Iterator[Batch], task: Task, generator: Generator
+        ) -> State:
             grams = clone(gram_matrices(module, layers, batches, self.bias))
             # Layers that are called twice have no Gram. Zeros determine nothing.
             for layer in layers:

@@ -6,7 +6,7 @@ prediction has one scalar per output, see :mod:`~flsuite.metrics.fisher.columns`
 labels.
 """
 
-from flsuite.metrics.fisher.columns import Expectation, PredictionTask
+from flsuite.metrics.fisher.columns import Expectation
 from flsuite.metrics.fisher.empirical import Estimator, fisher_diagonal
 from flsuite.metrics.fisher.full import full_fisher
 from flsuite.metrics.fisher.measuring import measuring
@@ -16,7 +16,6 @@ from flsuite.metrics.fisher.products import gram_matrices
 __all__ = [
     "Estimator",
     "Expectation",
-    "PredictionTask",
     "fisher_diagonal",
     "full_fisher",
     "gram_matrices",

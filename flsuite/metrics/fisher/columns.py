@@ -4,7 +4,7 @@ With z the logits and p the predicted probabilities, held constant:
 
 - classes: ``sqrt(p_c) log_softmax(z)_c``, whose gradient at z is ``sqrt(p_c) (e_c - p)``;
 - labels: ``sqrt(p_c (1 - p_c)) z_c``;
-- squared loss: ``z_c``.
+- the squared loss ``sum_c (z_c - y_c)^2 / 2``, of the task ``other``: ``z_c``.
 
 Only the gradients at z are computed. They are finite for any finite z.
 """
@@ -21,9 +21,6 @@ from flsuite.models.protocols import LogitModel
 Expectation = Literal["exact", "sampled"]
 """``exact`` has one column per output. ``sampled`` has one column, for a target drawn from the
 prediction. Its squares have the same expectation."""
-
-PredictionTask = Task | Literal["regression"]
-"""The kind of prediction. ``regression`` is the squared loss ``sum_c (z_c - y_c)^2 / 2``."""
 
 
 class Logits(nn.Module):
@@ -56,27 +53,9 @@ class Logits(nn.Module):
         return logits
 
 
-def task_of(module: nn.Module, task: PredictionTask | None) -> PredictionTask:
-    """Return the given task, or the task of the model's data."""
-    chosen = task or getattr(getattr(module, "spec", None), "task", None)
-    if chosen is None:
-        raise FlsuiteError(
-            f"the Fisher of {type(module).__name__} needs its task: build the model for data, or "
-            "pass task"
-        )
-    if chosen == "other":
-        raise FlsuiteError(
-            f"the Fisher of {type(module).__name__} needs predictions of classes or labels, but "
-            "the data has other targets; choose another aggregator"
-        )
-    tasks = [name for literal in get_args(PredictionTask) for name in get_args(literal)]
-    require_one_of(f"the Fisher of {type(module).__name__}", tasks, task=chosen)
-    return chosen
-
-
 def columns(
     logits: Tensor,
-    task: PredictionTask,
+    task: Task,
     expectation: Expectation,
     generator: torch.Generator | None,
 ) -> Tensor:
@@ -84,17 +63,19 @@ def columns(
 
     Args:
         logits: ``(n, outputs)``.
-        task: The kind of prediction.
+        task: The kind of prediction. ``other`` is taken as a regression with the squared loss.
         expectation: Over all outputs, or for one target per sample drawn from the prediction.
         generator: Random generator of the targets, on the CPU. Default: torch's own.
     """
-    require_one_of("the Fisher of a prediction", get_args(Expectation), expectation=expectation)
+    owner = "the Fisher of a prediction"
+    require_one_of(owner, get_args(Task), task=task)
+    require_one_of(owner, get_args(Expectation), expectation=expectation)
     z = logits.detach()
     if expectation == "sampled":
         return _sampled(z, task, generator)[None]
 
     identity = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)[:, None]
-    if task == "regression":
+    if task == "other":
         return identity.expand(-1, len(z), -1)
     if task == "multilabel":
         return (z.sigmoid() * (-z).sigmoid()).sqrt() * identity
@@ -102,9 +83,9 @@ def columns(
     return p.sqrt().T[..., None] * (identity - p)
 
 
-def _sampled(z: Tensor, task: PredictionTask, generator: torch.Generator | None) -> Tensor:
+def _sampled(z: Tensor, task: Task, generator: torch.Generator | None) -> Tensor:
     """Return the gradient at z of the log-likelihood of a target drawn from the prediction."""
-    if task == "regression":
+    if task == "other":
         return torch.randn(z.shape, generator=generator).to(z)
     if task == "multilabel":
         p = z.sigmoid()

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from flsuite.data.spec import Task
 from flsuite.errors import FlsuiteError
-from flsuite.metrics.fisher.columns import Expectation, Logits, PredictionTask, columns, task_of
+from flsuite.metrics.fisher.columns import Expectation, Logits, columns
 from flsuite.metrics.fisher.per_sample import Batch, sample_gradients
 
 # With this many parameters, the matrix takes 1.6 GB in float32.
@@ -17,9 +18,9 @@ def full_fisher(
     module: nn.Module,
     names: Sequence[str],
     batches: Iterable[Batch],
+    task: Task,
     expectation: Expectation = "exact",
     generator: torch.Generator | None = None,
-    task: PredictionTask | None = None,
 ) -> Tensor:
     """Return the Fisher ``(d, d)`` of the parameters ``names``, flattened in that order.
 
@@ -40,7 +41,7 @@ def full_fisher(
     like = module.get_parameter(names[0])
     total = torch.zeros(size, size, dtype=torch.float64, device=like.device)
     samples = 0
-    for rows in gradient_rows(module, names, batches, expectation, generator, task):
+    for rows in gradient_rows(module, names, batches, task, expectation, generator):
         at_columns = rows.flatten(0, 1).double()
         total.addmm_(at_columns.T, at_columns)
         samples += len(rows)
@@ -51,16 +52,16 @@ def gradient_rows(
     module: nn.Module,
     names: Sequence[str],
     batches: Iterable[Batch],
-    expectation: Expectation,
-    generator: torch.Generator | None,
-    task: PredictionTask | None,
+    task: Task,
+    expectation: Expectation = "exact",
+    generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """Yield the gradients of the Fisher's scalars, ``(n, columns, d)``, batch by batch.
 
     They are zero for frozen parameters. The Fisher is the mean over samples of their outer
     products.
     """
-    task, logits = task_of(module, task), Logits(module)
+    logits = Logits(module)
     parameters = {name: module.get_parameter(name) for name in names}
     trained = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
 

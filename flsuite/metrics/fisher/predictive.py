@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flsuite.data.spec import Task
 from flsuite.errors import FlsuiteError
-from flsuite.metrics.fisher.columns import Expectation, Logits, PredictionTask, columns, task_of
+from flsuite.metrics.fisher.columns import Expectation, Logits, columns
 from flsuite.metrics.fisher.layers import LayerPass, ProductLayers, recorded
 from flsuite.metrics.fisher.measuring import fast_formats
 from flsuite.metrics.fisher.per_sample import Batch
@@ -38,9 +39,9 @@ def predictive_diagonal(
     module: nn.Module,
     names: Collection[str],
     batches: Iterable[Batch],
+    task: Task,
     expectation: Expectation = "exact",
     generator: torch.Generator | None = None,
-    task: PredictionTask | None = None,
 ) -> State:
     """Return the diagonal of the Fisher for the parameters ``names``, in float32.
 
@@ -52,20 +53,20 @@ def predictive_diagonal(
             forward pass.
         names: Names of parameters of the module.
         batches: Tuples of tensors with one row per sample. The first one contains the inputs.
+        task: The kind of prediction. ``other`` is taken as a regression with the squared loss.
         expectation: ``exact`` takes one backward pass per output. ``sampled`` takes one, for a
             target drawn from the prediction.
         generator: Random generator of these targets. Default: torch's own.
-        task: The kind of prediction. Default: the task of ``module.spec``.
 
     Raises:
         FlsuiteError: If the outputs do not depend on any of the parameters, do not have one row per
             sample, or cannot be vectorized over samples.
     """
-    task, logits = task_of(module, task), Logits(module)
+    logits = Logits(module)
     diagonal, samples = Diagonal(module, names), 0
 
     with fast_formats(module):
-        for chunk in _chunks(logits, diagonal.trained, batches, expectation, generator, task):
+        for chunk in _chunks(logits, diagonal.trained, batches, task, expectation, generator):
             samples += len(chunk.x)
             diagonal.add(
                 summed_squares(chunk.passes, diagonal.trained, logits, (chunk.x,), chunk.columns)
@@ -77,9 +78,9 @@ def kfac_factors(
     module: nn.Module,
     layers: Sequence[Layer],
     batches: Iterable[Batch],
+    task: Task,
     expectation: Expectation = "exact",
     generator: torch.Generator | None = None,
-    task: PredictionTask | None = None,
 ) -> Factors:
     """Return the Kronecker factors of the Fisher by layer, in float32.
 
@@ -96,12 +97,12 @@ def kfac_factors(
         FlsuiteError: If K-FAC does not cover a layer.
     """
     require_kfac(module, layers)
-    task, logits = task_of(module, task), Logits(module)
+    logits = Logits(module)
     trained, samples = _trained(module, layers), 0
     totals = {layer.name: _no_factors(module, layer) for layer in layers}
 
     with fast_formats(module):
-        for chunk in _chunks(logits, trained, batches, expectation, generator, task):
+        for chunk in _chunks(logits, trained, batches, task, expectation, generator):
             samples += len(chunk.x)
             passes = {part.name: part for part in chunk.passes}
             for name in (layer.name for layer in layers if layer.weight_name in trained):
@@ -169,9 +170,9 @@ def _chunks(
     logits: Logits,
     parameters: Mapping[str, Tensor],
     batches: Iterable[Batch],
+    task: Task,
     expectation: Expectation,
     generator: torch.Generator | None,
-    task: PredictionTask,
 ) -> Iterator[_Chunk]:
     """Yield the samples a few at a time, to bound the memory of gradients over all columns."""
     if not parameters:

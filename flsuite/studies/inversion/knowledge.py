@@ -102,7 +102,7 @@ def sent_factors(
     layers, _ = read_layers(model, model.state_dict())
     batches = TrainLoader(data, client, seed, round=1).plain_batches(samples)
     with measuring(model):
-        return kfac_factors(model, layers, batches)
+        return kfac_factors(model, layers, batches, data.spec.task)
 
 
 def require_logits(model: nn.Module) -> None:
