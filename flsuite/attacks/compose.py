@@ -72,11 +72,7 @@ class _Colluding(RuleAround):
 
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
         names = [name for name in server.layout.parameters if name in server.state]
-        return self.of_inner(server, collude(self.attack, server.state, names, updates))
-
-    @property
-    def inner(self) -> Rule:
-        return self.rule
+        return self.of_rule(server, collude(self.attack, server.state, names, updates))
 
     @property
     def name(self) -> str:

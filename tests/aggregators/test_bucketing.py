@@ -11,7 +11,6 @@ from flsuite.aggregators import (
     Bucketing,
     CohortRule,
     CoordinateMedian,
-    Krum,
     LinearRule,
     Mean,
     MixedMean,
@@ -129,15 +128,6 @@ def test_an_attacker_may_claim_any_number_of_classes() -> None:
     honest = folded(Bucketing(CoordinateMedian()), updates)
     updates[2].class_counts = torch.arange(7)
     assert_same_bits(folded(Bucketing(CoordinateMedian()), updates), honest)
-
-
-def test_the_older_name_of_the_rule_is_read() -> None:
-    updates = sent(cloud(9))
-    new, old = (folded(b, updates) for b in (Bucketing(Krum(1)), Bucketing(aggregator=Krum(1))))
-    assert_same_bits(new, old)
-    for both in (Bucketing, lambda: Bucketing(Krum(), aggregator=Krum())):
-        with pytest.raises(FlsuiteError, match="exactly one of rule and aggregator"):
-            both()
 
 
 def test_the_members_of_a_bucket_share_its_numbers() -> None:

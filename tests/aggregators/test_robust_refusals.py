@@ -116,7 +116,6 @@ def test_a_share_of_attackers_is_rounded_down() -> None:
         lambda: CenteredClipping(centre="mean"),
         lambda: Bucketing(FedAvg()),
         lambda: Bucketing(CoordinateMedian(), 0),
-        lambda: Bucketing(),
     ],
 )
 def test_a_bad_argument_is_one_line(make: Callable[[], Rule]) -> None:

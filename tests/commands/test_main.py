@@ -574,7 +574,7 @@ def test_a_class_that_is_half_given_is_named(
     ("options", "reason"),
     [
         (("Krum", "--trainer.aggregator.byzantine", "-1"), "Krum: byzantine must be at least 0"),
-        (("Bucketing",), "Bucketing: exactly one of rule and aggregator"),
+        (("Bucketing",), "trainer.aggregator: the following arguments are required: rule"),
     ],
 )
 def test_a_rule_that_is_named_alone_gives_its_own_reason(

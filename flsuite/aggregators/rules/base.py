@@ -109,40 +109,40 @@ class CohortRule(Rule):
 class RuleAround(CohortRule):
     """A rule that changes the updates of a round before another rule receives them.
 
-    By default, it has the needs, statistics and withheld capabilities of the inner rule.
+    By default, it has the needs, statistics and withheld capabilities of that rule.
+
+    Attributes:
+        rule: The other rule.
     """
 
-    @property
-    @abstractmethod
-    def inner(self) -> Rule:
-        """Return the inner rule."""
+    rule: Rule
 
     @property
     def needs(self) -> frozenset[Capability]:  # type: ignore[override]
-        return self.inner.needs
+        return self.rule.needs
 
     @property
     def withholds(self) -> Mapping[Capability, str]:  # type: ignore[override]
-        return self.inner.withholds
+        return self.rule.withholds
 
     def prepare(self, server: Server) -> None:
-        self.inner.prepare(server)
+        self.rule.prepare(server)
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return self.inner.callbacks(client)
+        return self.rule.callbacks(client)
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
-        return self.inner.statistics(layout, state)
+        return self.rule.statistics(layout, state)
 
     def weight(self, update: ClientUpdate) -> float:
-        return self.inner.weight(update)
+        return self.rule.weight(update)
 
     def too_few(self, updates: int) -> str | None:
-        return self.inner.too_few(updates) if isinstance(self.inner, CohortRule) else None
+        return self.rule.too_few(updates) if isinstance(self.rule, CohortRule) else None
 
-    def of_inner(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
-        """Return the model that the inner rule computes from updates."""
-        rule = self.inner
+    def of_rule(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
+        """Return the model that the other rule computes from updates."""
+        rule = self.rule
         if isinstance(rule, CohortRule):
             return rule.combine(server, updates)
         assert isinstance(rule, LinearRule)

@@ -36,12 +36,10 @@ class Bucketing(RuleAround, Settings):
     Args:
         rule: Any rule, such as a robust one. Its counts, such as ``byzantine``, refer to buckets.
         size: Clients per bucket, ``s``. The last bucket may have fewer.
-        aggregator: The former name of ``rule``. Exactly one of the two must be given.
     """
 
-    rule: Rule | None = None
+    rule: Rule
     size: PositiveInt = 2
-    aggregator: Rule | None = None
 
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
         members = sorted(updates, key=place)
@@ -63,7 +61,7 @@ class Bucketing(RuleAround, Settings):
         means = (bucket_of(server, groups.pop(0), note) for note in notes)
         # A separate part each, so a linear rule sums them one by one.
         means = (m if m.part is None else replace(m, part=k) for k, m in enumerate(means))
-        model = self.of_inner(server, means)
+        model = self.of_rule(server, means)
         for own, note in zip(metrics, notes, strict=True):
             if "weight" in note:
                 note["weight"] /= len(own)
@@ -84,25 +82,12 @@ class Bucketing(RuleAround, Settings):
     def withholds(self) -> Mapping[Capability, str]:  # type: ignore[override]
         return {**super().withholds, "a plain sum": "takes the means of random buckets"}
 
-    @property
-    def inner(self) -> Rule:
-        rule = self.rule or self.aggregator
-        assert rule is not None  # __post_init__ has refused
-        return rule
-
     def prepare(self, server: Server) -> None:
         """Refuse a rule that cannot work with means of clients, and run the rule's own checks."""
         for name, statistic in self.statistics(server.layout, server.state).items():
             if self.size > 1 and not statistic.is_sum:
                 raise FlsuiteError(
-                    f"Bucketing: {type(self.inner).__name__} needs every client's own {name}, but "
+                    f"Bucketing: {type(self.rule).__name__} needs every client's own {name}, but "
                     "a bucket only has their mean; use another rule, or set size to 1"
                 )
         super().prepare(server)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.rule is None) == (self.aggregator is None):
-            raise FlsuiteError(
-                "Bucketing: exactly one of rule and aggregator, its former name, must be given"
-            )
