@@ -6,7 +6,7 @@ Federated Learning with Buffered Asynchronous Aggregation, arXiv:2106.06639.
 from typing import Any, Literal
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.rules import Mean, MixedMean, Normalize, Rule, Weighting
+from flsuite.aggregators.rules import Mean, MixedMean, Normalize, Weighting
 from flsuite.aggregators.staleness import Staleness, StalenessName
 from flsuite.arguments import NonNegativeFloat, check_init
 from flsuite.errors import FlsuiteError
@@ -31,7 +31,6 @@ class FedBuff(Aggregator):
         weighting: ``uniform`` weights all updates equally. ``samples`` weights them by training
             samples.
         normalize: See :class:`~flsuite.aggregators.Mean`.
-        rule: Another rule instead of these.
         kwargs: See :class:`~flsuite.aggregators.Aggregator`.
     """
 
@@ -42,30 +41,17 @@ class FedBuff(Aggregator):
         staleness: StalenessName | Staleness | None = None,
         weighting: Weighting = "uniform",
         normalize: Normalize = "buffer",
-        rule: Rule | None = None,
         **kwargs: Any,
     ) -> None:
         self.mode, self.eta, self.staleness = mode, eta, staleness
         self.weighting, self.normalize = weighting, normalize
         check_init(self)  # before the rule, which reports eta as its rate
-        if rule is None and mode == "mix":
+        if mode == "mix":
             rate = 0.5 if eta is None else eta
             if rate > 1:
                 raise FlsuiteError(f"FedBuff: eta must be at most 1 in mode mix, got {eta}")
-            rule = MixedMean(rate, staleness or "constant", weighting, normalize)
-        elif rule is None:
+            rule: Mean = MixedMean(weighting, staleness or "constant", normalize, rate)
+        else:
             rate = 1.0 if eta is None else eta
             rule = Mean(weighting, staleness or "polynomial", normalize, rate)
-        elif (staleness, weighting, normalize) != (None, "uniform", "buffer"):
-            name = type(rule).__name__
-            raise FlsuiteError(
-                "FedBuff: staleness, weighting and normalize belong to its own rules, but rule is "
-                f"{name}; leave them out, or set them as arguments of {name} if it has them"
-            )
-        elif mode == "mix" or eta not in (None, 1.0):  # it would silently do nothing
-            raise FlsuiteError(
-                f"FedBuff: mode {mode!r} and eta {eta} belong to its own rules, but rule is "
-                f"{type(rule).__name__}; leave mode and eta out, and set server_optimizer to "
-                "torch.optim.SGD with a learning rate for another step"
-            )
         super().__init__(rule=rule, **kwargs)

@@ -136,12 +136,6 @@ def test_a_server_optimizer_that_refuses_the_model(optimizer: type[Optimizer], r
         run(FedAvg(server_optimizer=optimizer))
 
 
-@pytest.mark.parametrize("settings", [{"eta": 0.1}, {"mode": "mix"}])
-def test_fedbuff_with_another_rule_has_no_rate_of_its_own(settings: dict[str, Any]) -> None:
-    with pytest.raises(FlsuiteError, match="rule is CoordinateMedian"):
-        FedBuff(rule=CoordinateMedian(), **settings)
-
-
 @pytest.mark.parametrize(("returns_none", "fault"), [(True, "a NoneType"), (False, "it has no")])
 def test_a_rule_that_returns_no_whole_model(returns_none: bool, fault: str) -> None:
     with pytest.raises(FederationError, match=f"round 1: Incomplete returned .*{fault}"):
@@ -154,7 +148,6 @@ def test_a_rule_that_returns_no_whole_model(returns_none: bool, fault: str) -> N
         lambda: FedAvg("uniform", rule=Krum(1)),
         lambda: FedAvg(staleness="constant", rule=CoordinateMedian()),
         lambda: SCAFFOLD(weighting="samples", rule=CoordinateMedian()),
-        lambda: FedBuff(weighting="samples", rule=CoordinateMedian()),
         lambda: SCAFFOLD(lr=0.5, server_optimizer=partial(SGD, lr=1.0)),
         lambda: FedBuff("mix", eta=2.0),
     ],

@@ -15,6 +15,7 @@ from flsuite.aggregators import (
     SCAFFOLD,
     Aggregator,
     FedAdam,
+    FedAsync,
     FedAvg,
     FedBuff,
     FedFisher,
@@ -227,7 +228,7 @@ def test_a_client_that_always_kills_its_worker_takes_no_other_with_it(tmp_path: 
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"aggregator": FedBuff(mode="mix")},
+        {"aggregator": FedAsync()},
         {"aggregator": FedFisher(steps=1)},
         {"compression": Quantize(bits=16)},
     ],

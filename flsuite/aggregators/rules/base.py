@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import ClassVar
 
 from lightning.pytorch import Callback
 
@@ -60,7 +61,13 @@ class LinearRule(Rule):
 
     Workers sum over the clients that they train, and secure aggregation computes the sums without
     revealing any client's terms.
+
+    Attributes:
+        rebases: Whether the change of a late client is applied to the current global model.
+            Otherwise, its terms are those of its own model.
     """
+
+    rebases: ClassVar[bool] = True
 
     @abstractmethod
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
@@ -70,8 +77,7 @@ class LinearRule(Rule):
         in the client half, and reads what the client sends.
 
         Args:
-            update: The update. Its state is the client's model, or for a late client, its change
-                applied to the current global model.
+            update: The update. Its state is the client's model, see ``rebases``.
             layout: Names and groups of the shared entries.
         """
 
@@ -163,7 +169,7 @@ def sum_by_parts(
 
     Args:
         rule: The rule. The updates keep its statistics that are not sums.
-        server: The server's view. Changes of late clients are applied to its model.
+        server: The server's view.
         updates: The updates.
         contribution: Returns what an update adds to the sums.
     """
@@ -179,7 +185,7 @@ def sum_by_parts(
         if update.partial is not None:
             own.add(update.partial.values)
         else:
-            own.add(contribution(rebased(update, server)))
+            own.add(contribution(rebased(update, server) if rule.rebases else update))
         extras = {name: update.extras[name] for name in single}
         seen.append(replace(update, state={}, extras=extras, base={}, partial=None))
     if own is not sums:

@@ -79,10 +79,12 @@ class Mean(LinearRule, Settings):
     @property
     def withholds(self) -> Mapping[Capability, str]:  # type: ignore[override]
         reasons = dict(super().withholds)
-        if self.weighting == "uniform" and self.rate == 1.0:
-            del reasons["a plain sum"]
-        else:
+        if self.weighting != "uniform":
             reasons["a plain sum"] = "weights clients by what they claim; set weighting to uniform"
+        elif self.rate != 1.0:
+            reasons["a plain sum"] = "scales the sum; set its rate to 1"
+        else:
+            del reasons["a plain sum"]
         return reasons
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.base import CohortRule
-from flsuite.aggregators.rules.mean import Normalize, Weighting, mixed
+from flsuite.aggregators.rules.mean import Mean, Normalize, Weighting, mixed
 from flsuite.aggregators.staleness import Staleness, StalenessName, staleness_weight
 from flsuite.arguments import Fraction, Settings, Share
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientUpdate
-from flsuite.state import State, Sums, cast, divided
+from flsuite.state import State, cast
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Mixing(CohortRule, Settings):
         for update in updates:
             rate = self.mixing * staleness_weight(self.staleness, update.staleness)
             rate *= self._share(update, server.layout.samples)
-            state = _mixed(state, update.state, rate)
+            new = {k: mixed(value, update.state[k], rate) for k, value in state.items()}
+            state = cast(new, state)
             update.metrics["weight"] = rate
         return state
 
@@ -66,50 +67,31 @@ class Mixing(CohortRule, Settings):
 
 
 @dataclass(frozen=True)
-class MixedMean(CohortRule, Settings):
+class MixedMean(Mean):
     """Mixes in a buffer of models at a time, ``w <- w + rate sum q_k s(t_k) (w_k - w)``.
 
-    The factor of each client's model is logged as ``weight``.
+    It is the :class:`~flsuite.aggregators.Mean` of the clients' models instead of their changes,
+    which only differ for late clients.
 
     Args:
+        weighting: See :class:`~flsuite.aggregators.Mean`.
+        staleness: The weight ``s(t)`` of a client that is ``t`` versions late.
+        normalize: See :class:`~flsuite.aggregators.Mean`.
         rate: The mixing rate, from 0 to 1. Multiplied by the weight of a fresh update, it must be
             at most 1.
-        staleness: The weight ``s(t)`` of a client that is ``t`` versions late.
-        weighting: See :class:`~flsuite.aggregators.Mean`.
-        normalize: See :class:`~flsuite.aggregators.Mean`.
     """
 
-    rate: Share = 0.5
-    staleness: StalenessName | Staleness = "constant"
     weighting: Weighting = "uniform"
+    staleness: StalenessName | Staleness = "constant"
     normalize: Normalize = "buffer"
+    rate: Share = 0.5
+
+    rebases = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.normalize == "buffer":
             _require_mixture(f"{type(self).__name__}: rate", self.rate, self.staleness)
-
-    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
-        given: list[tuple[dict[str, float], float]] = []
-        models, total, undamped = Sums(), 0.0, 0.0
-        for update in updates:
-            own = float(update.samples) if self.weighting == "samples" else 1.0
-            weight = own * staleness_weight(self.staleness, update.staleness)
-            models.add(dict(update.state), weight)
-            total, undamped = total + weight, undamped + own
-            given.append((update.metrics, weight))
-
-        rate = self.rate * (total / undamped if self.normalize == "buffer" else 1.0)
-        for metrics, weight in given:
-            metrics["weight"] = rate * (weight / total) if total else 0.0
-        if not total:  # all updates have weight 0
-            return _mixed(server.state, server.state, 0.0)
-        return _mixed(server.state, divided(models.values, total), rate)
-
-
-def _mixed(old: State, new: State, rate: float) -> State:
-    """Return ``(1 - rate) old + rate new``, in the dtypes of ``old``."""
-    return cast({name: mixed(value, new[name], rate) for name, value in old.items()}, old)
 
 
 def _require_mixture(name: str, rate: float, staleness: StalenessName | Staleness) -> None:
