@@ -22,7 +22,7 @@ class Call(NamedTuple):
     """One call of a layer.
 
     Attributes:
-        input: Its input.
+        input: Its input, with its graph.
         version: The version of the input, which shows whether it has been changed since.
         before: The node that computed the input.
         edge: The edge at which the output's gradient arrives. ``None`` without a gradient.
@@ -42,7 +42,7 @@ class LayerPass(NamedTuple):
     Attributes:
         name: The layer's name in the model.
         layer: The layer.
-        input: Its input, with one row per sample.
+        input: Its input, with its graph. with one row per sample.
         gradients: Gradients at its output, ``(n, columns, ...)``.
     """
 
@@ -85,7 +85,7 @@ def recorded(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]]]
         version = given._version if args else -1
         # The edge and not the output: an activation may overwrite the output later.
         edge = get_gradient_edge(output) if output.requires_grad else None
-        calls[name].append(Call(given.detach(), version, given.grad_fn, edge, output.numel()))
+        calls[name].append(Call(given, version, given.grad_fn, edge, output.numel()))
 
     handles = [layer.register_forward_hook(partial(record, name)) for name, layer in layers.items()]
     try:
@@ -165,7 +165,7 @@ class ProductLayers:
         edges = {n: edge for n in self.layers if (edge := calls[n][0].edge) is not None}
         gradients = self._gradients(outputs, columns(outputs), edges)
         return [
-            LayerPass(name, layer, calls[name][0].input, gradients[name])
+            LayerPass(name, layer, calls[name][0].input.detach(), gradients[name])
             for name, layer in self.layers.items()
         ]
 

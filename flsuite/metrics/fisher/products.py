@@ -32,7 +32,7 @@ def _layer_squares(part: LayerPass) -> State:
         squares = {f"{part.name}.weight": squared.T @ part.input.square()}
         bias = squared
     else:
-        at = _at_positions(layer, g)
+        at = at_positions(layer, g)
         products = torch.bmm(at.flatten(1, 2), unfolded(layer, part.input).mT)
         weight = products.square_().sum(0).unflatten(0, (g.shape[1], -1)).sum(0)
         squares = {f"{part.name}.weight": weight.view_as(layer.weight)}
@@ -91,13 +91,15 @@ def gradient_factor(part: LayerPass) -> Tensor:
     if part.input.ndim == 2:
         rows = part.gradients.flatten(0, 1)
         return rows.T @ rows
-    at = _at_positions(part.layer, part.gradients)
+    at = at_positions(part.layer, part.gradients)
     return _product(at.flatten(0, 1)) / at.shape[-1]
 
 
-def _at_positions(layer: nn.Linear | nn.Conv2d, gradients: Tensor) -> Tensor:
+def at_positions(layer: nn.Linear | nn.Conv2d, gradients: Tensor) -> Tensor:
     """Return the gradients ``(n, columns, ...)`` as ``(n, columns, out, positions)``."""
-    return gradients.flatten(2, -2).mT if isinstance(layer, nn.Linear) else gradients.flatten(3)
+    if isinstance(layer, nn.Conv2d):
+        return gradients.flatten(3)
+    return gradients.unsqueeze(2).flatten(2, -2).mT  # a vector has one position
 
 
 def _product(rows: Tensor) -> Tensor:

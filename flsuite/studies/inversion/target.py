@@ -1,17 +1,16 @@
 """The model that an attacker inverts, and the distance of images to a client's K-FAC factors."""
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn import functional as F
 
 from flsuite.data.images import Scaling
+from flsuite.metrics.fisher.layers import recorded, unfolded
+from flsuite.metrics.fisher.products import at_positions
 from flsuite.models.layers import read_layers
 from flsuite.state import Layer, State, load_
 from flsuite.studies.inversion.knowledge import Factors, require_logits
@@ -101,42 +100,28 @@ def batch_factors(
         ``a`` and ``g`` by layer, ``(groups, size, size)`` each.
     """
     samples = len(inputs) // groups
+    modules: dict[str, Any] = {layer.name: model.get_submodule(layer.name) for layer in layers}
     # Gradients at the layers' outputs are needed in any case.
-    with torch.enable_grad(), _calls(model, layers) as calls:
+    with torch.enable_grad(), recorded(modules) as calls:
         inputs = inputs if inputs.requires_grad else inputs.clone().requires_grad_()
         logits: Tensor = model.logits(inputs)  # type: ignore[operator]
         p = logits.softmax(1)
         columns = p.sqrt().T[..., None] * (torch.eye(p.shape[1]).to(p)[:, None] - p)
-        edges = [calls[layer.name][1] for layer in layers]
+        edges: list[Any] = [calls[name][0].edge for name in modules]
         gradients = [torch.autograd.grad(logits, edges, c, create_graph=True) for c in columns]
 
     factors: dict[str, State] = {}
-    for layer, *of_columns in zip(layers, *gradients, strict=True):
-        module = model.get_submodule(layer.name)
-        a = _input_positions(module, calls[layer.name][0])
-        if layer.bias:
+    for (name, layer), *of_columns in zip(modules.items(), *gradients, strict=True):
+        a = unfolded(layer, calls[name][0].input)
+        if layer.bias is not None:
             a = torch.cat([a, torch.ones_like(a[:, :1])], 1)
         # All columns of a sample count as positions.
-        g = torch.cat([_output_positions(module, column) for column in of_columns], 2)
-        factors[layer.name] = {
+        g = at_positions(layer, torch.stack(of_columns, 1)).transpose(1, 2).flatten(2)
+        factors[name] = {
             "a": _products(a, groups) / samples,
             "g": _products(g, groups) / (samples * a.shape[2]),
         }
     return factors
-
-
-def _input_positions(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return the inputs that the layer's weight multiplies, ``(n, in, positions)``."""
-    if isinstance(layer, nn.Conv2d):
-        return F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
-    return x.flatten(1, -2).mT if x.ndim > 2 else x[..., None]
-
-
-def _output_positions(layer: nn.Module, y: Tensor) -> Tensor:
-    """Return the gradients at the layer's output, ``(n, out, positions)``."""
-    if isinstance(layer, nn.Conv2d):
-        return y.flatten(2)
-    return y.flatten(1, -2).mT if y.ndim > 2 else y[..., None]
 
 
 def _products(rows: Tensor, groups: int) -> Tensor:
@@ -148,25 +133,3 @@ def _products(rows: Tensor, groups: int) -> Tensor:
     """
     of_group = rows.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2)
     return of_group @ of_group.mT
-
-
-@contextmanager
-def _calls(
-    model: nn.Module, layers: Sequence[Layer]
-) -> Iterator[dict[str, tuple[Tensor, GradientEdge]]]:
-    """Record the input of each layer, and the edge of its output's gradient."""
-    calls: dict[str, tuple[Tensor, GradientEdge]] = {}
-
-    def record(name: str, layer: nn.Module, args: Sequence[Tensor], output: Tensor) -> None:
-        # The edge instead of the output, because an activation may overwrite the output.
-        calls[name] = args[0], get_gradient_edge(output)
-
-    handles = [
-        model.get_submodule(layer.name).register_forward_hook(partial(record, layer.name))
-        for layer in layers
-    ]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
