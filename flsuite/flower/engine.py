@@ -112,16 +112,7 @@ class NodeEvaluator(Evaluator):
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
-        super().__init__(
-            evaluator.model,
-            evaluator.data,
-            evaluator.device,
-            evaluator.precision,
-            seed=evaluator.seed,
-            trainer_kwargs=evaluator.trainer_kwargs,
-            attack=evaluator.attack,
-        )
-        self._steps = evaluator._steps  # it has the names of the logged metrics
+        vars(self).update(vars(evaluator))  # with the names of the logged metrics
         self.asked: set[int] = set()
         self.rows: dict[str, dict[int, OwnScores]] = {}
 
