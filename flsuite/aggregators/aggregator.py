@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 
 from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.part import Named, Part, Server, Statistic
+from flsuite.aggregators.part import Named, Part, Sent, Server, Statistic, refuse_conflicts
 from flsuite.aggregators.rules.base import (
     CohortRule,
     LinearRule,
@@ -159,6 +159,9 @@ class Aggregator:
         parts: dict[str, Part] = {"rule": self.rule, "objective": self.objective}
         for name, part in (parts | self._placed()).items():
             part.prepare(server.of(name))
+        # After the parts have accepted the layout, which their statistics depend on.
+        sent = Sent(Named("", self.rule).name, self.statistics(server.layout, server.state))
+        refuse_conflicts([Named("trainer.aggregator.rule", sent), *self.named_parts()])
         if self.server_optimizer is not None:
             parameters = [server.state[k] for k in server.layout.parameters if k in server.state]
             require_step(self.server_optimizer, parameters)

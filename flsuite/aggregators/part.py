@@ -175,6 +175,27 @@ class Part:
         return {}
 
 
+@dataclass(frozen=True)
+class Sent:
+    """The statistics that clients send, as declared to the other parts of a run.
+
+    Attributes:
+        name: Name of the rule.
+        statistics: The statistics, by name.
+    """
+
+    name: str
+    statistics: Mapping[str, Statistic]
+
+    @property
+    def withholds(self) -> Mapping[Capability, str]:
+        """Return what the statistics deny to codecs."""
+        for name, statistic in self.statistics.items():
+            if statistic.is_psd:
+                return {"rounded matrices": f"sends {name}, which rounding would make indefinite"}
+        return {"matrices": "sends none"}
+
+
 class Named(NamedTuple):
     """A part of a run with its config key.
 

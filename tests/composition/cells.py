@@ -45,7 +45,7 @@ from flsuite.aggregators import (
 from flsuite.aggregators.ditto import PulledModel
 from flsuite.aggregators.fedexp import ExtrapolatedMean
 from flsuite.aggregators.fednova import NormalizedMean
-from flsuite.aggregators.part import Named, refuse_conflicts
+from flsuite.aggregators.part import Named, Sent, refuse_conflicts
 from flsuite.aggregators.qfedavg import FairMean
 from flsuite.data import Dirichlet, FederatedDataModule, Synthetic
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
@@ -55,7 +55,7 @@ from flsuite.models import ACVAE, MLP, Classifier
 from flsuite.models.backbones import Backbone
 from flsuite.models.classifier import classification_loss
 from flsuite.schedules import Asynchronous, Stragglers, Synchronous
-from flsuite.state import State
+from flsuite.state import Layer, State, StateLayout
 
 Cell = Mapping[str, str]
 """The choice of each dimension, by its name."""
@@ -128,6 +128,10 @@ PLAIN: dict[str, str] = {
     "schedule": "Synchronous",
     "secure_sum": "none",
 }
+
+STATE: State = {"0.weight": torch.zeros(3, 2)}
+LAYOUT = StateLayout(tuple(STATE), 6, layers=(Layer("0", "linear", bias=False),))
+"""A model of one layer, for what the clients of a rule send."""
 
 DECLARED = re.compile(r"^\S.* needs [a-z ]+, but .+; change trainer\.\S+ or \S+( \(.+\))?$")
 """The form of a declared refusal: both parts, the reason, and what to change."""
@@ -276,11 +280,14 @@ def conflict(cell: Cell) -> str | None:
     made = {dimension: CHOICES[dimension][choice]() for dimension, choice in cell.items()}
     schedule, secure_sum = made.pop("schedule"), made.pop("secure_sum")
     schedule.configure([20] * 6, seed=3)
-    parts = [Named("trainer.schedule", schedule.declarations), *Aggregator(**made).named_parts()]
+    aggregator = Aggregator(**made)
+    parts = [Named("trainer.schedule", schedule.declarations), *aggregator.named_parts()]
     if secure_sum is not None:
         parts.append(Named("trainer.secure_sum", secure_sum))
     try:
         refuse_conflicts(parts)
+        sent = Sent(Named("", aggregator.rule).name, aggregator.statistics(LAYOUT, STATE))
+        refuse_conflicts([Named("trainer.aggregator.rule", sent), *parts])
     except FlsuiteError as error:
         return str(error)
     return None

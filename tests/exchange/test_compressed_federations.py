@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 from torch.optim import SGD
 
@@ -17,6 +18,8 @@ from flsuite.aggregators import (
     FedAvg,
     FedBuff,
     LocalOnly,
+    Mean,
+    Statistic,
     Transform,
 )
 from flsuite.aggregators.transforms.base import FitView, Payload
@@ -24,9 +27,10 @@ from flsuite.commands.fit import build
 from flsuite.engines import Processes
 from flsuite.errors import FlsuiteError
 from flsuite.exchange import LowRank, PairwiseMasks, Quantize, TopK
+from flsuite.messages import ClientContext
 from flsuite.models import MLP, Classifier
 from flsuite.schedules import Asynchronous
-from flsuite.state import nbytes
+from flsuite.state import State, StateLayout, nbytes
 from flsuite.trainer import FederatedTrainer
 from tests.commands.command import QUICKSTART
 from tests.conftest import digits, equal_states
@@ -165,6 +169,23 @@ def test_what_cannot_be_composed_is_refused(
 ) -> None:
     with pytest.raises(FlsuiteError, match=message):
         fitted(aggregator, compression, **arguments)
+
+
+class Moments(Mean):
+    """A mean whose clients also send a positive semidefinite matrix."""
+
+    def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
+        return {"moments": Statistic(torch.zeros(4, 4), is_psd=True)}
+
+    def callbacks(self, client: ClientContext) -> list[Callback]:
+        client.extras["moments"] = torch.eye(4)
+        return []
+
+
+def test_the_statistics_alone_say_which_codec_fits_their_matrices() -> None:
+    with pytest.raises(FlsuiteError, match="needs rounded matrices, but Moments sends moments"):
+        fitted(Aggregator(Moments()), Quantize())
+    assert fitted(Aggregator(Moments()), LowRank(), rounds=1).round == 1
 
 
 def test_models_are_not_kept_where_the_server_sees_others(tmp_path: Path) -> None:

@@ -17,20 +17,15 @@ from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.state import State, StateLayout, Sums, Tree, moved
 
 
-def withheld_by(sends: str = "", are_matrices: bool = False) -> Mapping[Capability, str]:
+def withheld_by(sends: str = "") -> Mapping[Capability, str]:
     """Return what a rule withholds from the other parts of a run, with the reasons.
 
     Args:
         sends: What clients send in addition to their models, for messages. Default: nothing.
-        are_matrices: Whether clients send symmetric positive semidefinite matrices.
     """
     reasons: dict[Capability, str] = {"a plain sum": "is not a plain sum of the clients' changes"}
     if sends:
         reasons["only changes"] = f"sends {sends} with every change, which no noise covers"
-    if are_matrices:
-        reasons["rounded matrices"] = f"sends {sends}, which rounding would make indefinite"
-    else:
-        reasons["matrices"] = "sends none"
     return reasons
 
 

@@ -6,7 +6,7 @@ arXiv:2403.12329.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Generator, nn
 
-from flsuite.aggregators.part import Capability, Server, Statistic
+from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass, require_classes
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.aggregators.rules.fisher_forms import FORMS, FisherForm, FormName
@@ -109,6 +109,7 @@ class FedFisher(LinearRule, Settings):
     epsilon_inside: bool = False
 
     needs = frozenset({"current models"})
+    withholds = withheld_by("Fisher information")
 
     # The client half
 
@@ -178,10 +179,6 @@ class FedFisher(LinearRule, Settings):
         return best[chosen]
 
     # Before the first round
-
-    @property
-    def withholds(self) -> Mapping[Capability, str]:  # type: ignore[override]
-        return withheld_by("Fisher information", are_matrices=self.fisher != "diag")
 
     def prepare(self, server: Server) -> None:
         require_classes("FedFisher", server)

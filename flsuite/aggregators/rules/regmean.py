@@ -65,7 +65,7 @@ class RegMean(LinearRule, Settings):
     samples: PositiveInt | None = None
 
     needs = frozenset({"current models"})
-    withholds = withheld_by("Gram matrices", are_matrices=True)
+    withholds = withheld_by("Gram matrices")
 
     # The client half
 
