@@ -11,19 +11,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from flsuite.arguments import NonNegativeInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError
+from flsuite.metrics import scores
 from flsuite.models import FusedSpaceFed
 from flsuite.models.fusedspacefed import reconstruction_error
-from flsuite.models.modes import evaluating
 from flsuite.runs.run import Run
-
-_BATCH = 512
 
 
 @dataclass(eq=False)
@@ -54,8 +50,8 @@ class Realignment(FederationCallback, Settings):
             return
         clients = range(run.federation.data.clients)
         for epochs in self.epochs:
-            scores = [_accuracy_after(run, client, epochs) for client in clients]
-            run.log_metric(f"realigned_{epochs}/accuracy", sum(scores) / len(scores), split="test")
+            total = sum(_accuracy_after(run, client, epochs) for client in clients)
+            run.log_metric(f"realigned_{epochs}/accuracy", total / len(clients), split="test")
 
 
 def _accuracy_after(run: Run, client: int, epochs: int) -> float:
@@ -65,7 +61,8 @@ def _accuracy_after(run: Run, client: int, epochs: int) -> float:
     run.evaluator.load(run.federation.client_state(client))
     loader = TrainLoader(data, client, run.options.seed, run.round + 1)
     _warm_up(model, loader, epochs)
-    return _accuracy(model, data)
+    outputs = run.evaluator.outputs(data.test)
+    return scores(outputs, data.test.y, data.spec, auroc=False)["accuracy"]
 
 
 def _warm_up(model: FusedSpaceFed, loader: TrainLoader, epochs: int) -> None:
@@ -83,14 +80,3 @@ def _warm_up(model: FusedSpaceFed, loader: TrainLoader, epochs: int) -> None:
                 parameter.grad = gradient
             optimizer.step()
             optimizer.zero_grad()
-
-
-@torch.no_grad()
-def _accuracy(model: FusedSpaceFed, data: FederatedData) -> float:
-    rows: Sequence[Tensor] = torch.arange(len(data.test.y)).split(_BATCH)
-    with evaluating(model):
-        right = [
-            (model(x.to(model.device)).argmax(1).cpu() == y).sum()
-            for x, y in data.batches_of(data.test, rows)
-        ]
-    return float(sum(right)) / len(data.test.y)

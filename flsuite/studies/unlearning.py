@@ -19,10 +19,10 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -30,12 +30,10 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from matplotlib.figure import Figure
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.files import make_folder
-from flsuite.models.modes import evaluating
+from flsuite.metrics import scores
 from flsuite.runs.fork import Fork
 from flsuite.runs.rounds import KeptRound, read_rounds
 from flsuite.runs.run import Run
@@ -48,7 +46,6 @@ MEASURES = {
     "accuracy": "test accuracy",
     "membership": "membership AUC",
 }
-_BATCH = 512
 
 
 class Study(NamedTuple):
@@ -216,25 +213,14 @@ def distance(first: State, second: State) -> float:
 
 def measured(run: Run, state: State, client: int) -> dict[str, float]:
     """Return a model's test accuracy, and how well its losses tell a client's training samples."""
-    federation, model = run.federation, run.evaluator.model
+    federation = run.federation
     data = federation.data.at(run.round)
     run.evaluator.load({**federation.initial, **state})
-    rows = torch.arange(len(data.test.y)).split(_BATCH)
-    own = TrainLoader(data, client, run.options.seed, 1).plain_batches(None)
-
-    right, losses, y = _scored(model, data.batches_of(data.test, rows))
-    _, own_losses, own_y = _scored(model, own)
-    auc = membership(own_losses, own_y, losses, y)
-    return {"accuracy": float(right.double().mean()), "membership": auc}
-
-
-@torch.no_grad()
-def _scored(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return whether each sample is classified correctly, its loss, and its class."""
-    with evaluating(model):
-        pairs = [(model(x.to(model.device)).cpu(), y) for x, y in batches]
-    logits, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    return logits.argmax(1) == y, cross_entropy(logits, y, reduction="none"), y
+    test, own = data.test, data.train.take(data.train_rows(client))
+    of_test, of_own = run.evaluator.outputs(test), run.evaluator.outputs(own)
+    accuracy = scores(of_test, test.y, data.spec, auroc=False)["accuracy"]
+    auc = membership(of_own["loss"], own.y, of_test["loss"], test.y)
+    return {"accuracy": accuracy, "membership": auc}
 
 
 def membership(members: Tensor, classes: Tensor, others: Tensor, other_classes: Tensor) -> float:
