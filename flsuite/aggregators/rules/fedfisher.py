@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback
 from torch import Generator, nn
 
@@ -32,9 +31,8 @@ from flsuite.aggregators.rules.solvers.selection import (
 from flsuite.arguments import PositiveInt, Settings
 from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Batch, Task
-from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.metrics.fisher import Expectation, measuring
+from flsuite.metrics.fisher import Expectation
 from flsuite.metrics.privacy import Release
 from flsuite.state import State, StateLayout, Tree, cast, divided, scaled
 
@@ -182,15 +180,7 @@ class FedFisher(LinearRule, Settings):
 
     def prepare(self, server: Server) -> None:
         require_classes("FedFisher", server)
-        form = self._form(server.layout)
-        if fault := form.fault():
-            raise FlsuiteError(f"FedFisher: {fault}")
-        if server.tools.module is None:
-            return
-        # Otherwise, the training of the first round would be lost.
-        module: Any = server.tools.module(server.state)
-        with measuring(module):
-            form.require(module, torch.zeros(1, *server.tools.shape, device=module.device))
+        self._form(server.layout).require(server)
 
 
 def _report(blocks: Sequence[Block], chosen: Iterate) -> dict[str, float]:

@@ -8,6 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 import flsuite.aggregators.rules.layer_matrices as layer_matrices
+from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.solvers.blocks import Block, Dense, Diagonal, Factors, Kronecker
 from flsuite.data.spec import Batch, Task
 from flsuite.errors import FlsuiteError
@@ -16,6 +17,7 @@ from flsuite.metrics.fisher import (
     Expectation,
     full_fisher,
     kfac_factors,
+    measuring,
     predictive_diagonal,
     require_kfac,
 )
@@ -36,21 +38,12 @@ class FisherForm(ABC):
     def __init__(self, layout: StateLayout) -> None:
         self.layout = layout
 
-    def fault(self) -> str | None:
-        """Return why the form does not cover the model, or ``None`` if it does."""
-        return None
-
-    def require(self, module: nn.Module, x: Tensor) -> None:
-        """Refuse a model that the form does not cover, based on a pass over one sample.
-
-        Args:
-            module: The model, under the conditions of :meth:`measure`.
-            x: An input of one sample, ``(1, *shape)``.
+    def require(self, server: Server) -> None:
+        """Refuse a model that the form does not cover. Most forms cover any model.
 
         Raises:
             FlsuiteError: If it is not covered.
         """
-        # Nothing by default: most forms work however a parameter is used.
         return
 
     @abstractmethod
@@ -85,7 +78,7 @@ class FisherForm(ABC):
 
 FormName = Literal["diag", "kfac", "full"]
 
-_MOST_PARAMETERS = 20_000
+_MOST_PARAMETERS = 20_000  # the matrix takes 1.6 GB in float32
 
 
 class _DiagonalForm(FisherForm):
@@ -118,16 +111,22 @@ class _KFACForm(FisherForm):
     The server needs every client's factors in addition to the sum of ``n_i G_i W_i A_i``.
     """
 
-    def fault(self) -> str | None:
+    def require(self, server: Server) -> None:
         outside = [f"{name} ({kind}) is" for name, kind in self.layout.outside_layers.items()]
         covered = {name for layer in self.layout.layers for name in layer_matrices.names(layer)}
         outside += [f"{name} is of" for name in self.layout.parameters if name not in covered]
-        if not outside:
-            return None
-        return f"K-FAC covers Linear and Conv2d; {outside[0]} neither: remove it, or use diag"
-
-    def require(self, module: nn.Module, x: Tensor) -> None:
-        require_kfac(module, self.layout.layers, x)
+        if outside:
+            raise FlsuiteError(
+                f"FedFisher: K-FAC covers Linear and Conv2d; {outside[0]} neither: remove it, or "
+                "use diag"
+            )
+        if server.tools.module is None:
+            return
+        # Otherwise, the training of the first round would be lost.
+        module: Any = server.tools.module(server.state)
+        with measuring(module):
+            x = torch.zeros(1, *server.tools.shape, device=module.device)
+            require_kfac(module, self.layout.layers, x)
 
     def template(self, state: State) -> dict[str, State]:
         return {

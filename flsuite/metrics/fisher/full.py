@@ -6,12 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from flsuite.data.spec import Task
-from flsuite.errors import FlsuiteError
 from flsuite.metrics.fisher.columns import Expectation, Logits, columns
 from flsuite.metrics.fisher.per_sample import Batch, sample_gradients
-
-# With this many parameters, the matrix takes 1.6 GB in float32.
-_LARGEST = 20_000
 
 
 def full_fisher(
@@ -27,17 +23,8 @@ def full_fisher(
     It has the dtype of the parameters and is summed in float64. The model runs in its current
     state, as in :func:`~flsuite.metrics.fisher.predictive.predictive_diagonal`, which has the same
     arguments.
-
-    Raises:
-        FlsuiteError: If there are more than 20,000 parameters.
     """
     size = sum(module.get_parameter(name).numel() for name in names)
-    if size > _LARGEST:
-        raise FlsuiteError(
-            f"the full Fisher of {size:,} parameters would have {size**2:,} entries, but at most "
-            f"{_LARGEST:,} parameters are allowed; use the diagonal or K-FAC"
-        )
-
     like = module.get_parameter(names[0])
     total = torch.zeros(size, size, dtype=torch.float64, device=like.device)
     samples = 0
