@@ -12,8 +12,7 @@ from flsuite.flower.nodes import FAILED, own_client
 from flsuite.flower.records import ARRAYS, pack, to_state, unpack, write_update
 from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitRequest, Split
 from flsuite.models.base import ClientModel
-from flsuite.runs.preparation import set_precision, worker_setup
-from flsuite.server.evaluation import Evaluator
+from flsuite.runs.preparation import make_evaluator, set_precision, worker_setup
 from flsuite.state import State, mismatch
 from flsuite.trainer import FederatedTrainer
 
@@ -41,7 +40,7 @@ class Site:
         self, trainer: FederatedTrainer, model: ClientModel, datamodule: FederatedDataModule
     ) -> None:
         trainer.writes = False
-        self._trainer = trainer
+        self._trainer, self._datamodule = trainer, datamodule
         self._run = trainer.prepare(model, datamodule)
         self._engine = InProcess(threads=getattr(trainer.engine, "threads", 1))
         self._engine.start(worker_setup(trainer, self._run))
@@ -104,15 +103,9 @@ class Site:
         if self._trainer.client_kwargs.get("precision") == precision:
             return
         set_precision(self._trainer, precision)
-        evaluator = self._run.evaluator
-        self._run.evaluator = Evaluator(
-            evaluator.model,
-            evaluator.data,
-            evaluator.device,
-            self._trainer.precision_plugin.forward_context,
-            seed=evaluator.seed,
-            trainer_kwargs=self._trainer.client_kwargs,
-            attack=evaluator.attack,
+        old, own = self._run.evaluator, (self._trainer, self._trainer.client_kwargs)
+        self._run.evaluator = make_evaluator(
+            old.model, self._datamodule, *own, seed=old.seed, attack=old.attack
         )
         self._engine.stop()
         self._engine.start(worker_setup(self._trainer, self._run))
