@@ -43,12 +43,19 @@ class Scaling:
         repeated = scaled.expand(-1, self.channels, -1, -1)
         return repeated.contiguous(memory_format=torch.channels_last)
 
+    def of_fractions(self, images: Tensor) -> Tensor:
+        """Scale images ``(n, c, h, w)`` in [0, 1] like stored ones, with gradients."""
+        scale, shift = (part.to(images)[:, None, None] for part in (self.scale, self.shift))
+        # The scaling is defined for stored bytes.
+        scaled = images * 255 * scale + shift
+        return scaled.expand(-1, max(self.channels, scaled.shape[1]), -1, -1)
+
 
 @dataclass
 class Unscaled(Scaling):
     """The identity map, for samples that are stored as model inputs."""
 
-    # For to_inputs: images in [0, 1] times 255 are mapped back unchanged.
+    # For of_fractions: images in [0, 1] times 255 are mapped back unchanged.
     scale: Tensor = field(default_factory=lambda: torch.full((1,), 1 / 255))
     shift: Tensor = field(default_factory=lambda: torch.zeros(1))
     channels: int = 1

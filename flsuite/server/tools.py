@@ -179,12 +179,7 @@ class _Able:
 
     def to_inputs(self, images: Tensor) -> Tensor:
         """Return images with values in [0, 1] scaled like the inputs of the clients' models."""
-        scaling = self.evaluator.data.scaling
-        scale, shift = (
-            part.to(images.device)[:, None, None] for part in (scaling.scale, scaling.shift)
-        )
-        # The scaling is defined for stored bytes.
-        return images * 255.0 * scale + shift
+        return self.evaluator.data.scaling.of_fractions(images)
 
 
 class _Logits:

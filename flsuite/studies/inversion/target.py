@@ -44,7 +44,7 @@ class Target:
 
     def logits(self, images: Tensor) -> Tensor:
         """Return the logits of images ``(n, channels, height, width)``, ``(n, outputs)``."""
-        return self.model.logits(self._inputs(images))  # type: ignore[operator]
+        return self.model.logits(self.scaling.of_fractions(images))  # type: ignore[operator]
 
     def distances(self, images: Tensor, relative: bool = False) -> Tensor:
         """Return the squared distances between the factors of groups of images and the client's.
@@ -61,9 +61,8 @@ class Target:
         total = images.new_zeros(len(images))
         if self.factors is None:
             return total
-        factors = batch_factors(
-            self.model, self.layers, self._inputs(images.flatten(0, 1)), len(images)
-        )
+        inputs = self.scaling.of_fractions(images.flatten(0, 1))
+        factors = batch_factors(self.model, self.layers, inputs, len(images))
         for layer in self.layers:
             for kind, wanted in self.factors[layer.name].items():
                 wanted = wanted.to(images)
@@ -72,14 +71,6 @@ class Target:
                 scale = wanted.square().sum().clamp_min(_TINY) if relative else 1.0
                 total = total + squares / scale
         return total
-
-    def _inputs(self, images: Tensor) -> Tensor:
-        scale, shift = (
-            part.to(images)[:, None, None] for part in (self.scaling.scale, self.scaling.shift)
-        )
-        # The scaling is defined for stored bytes.
-        scaled = images * 255 * scale + shift
-        return scaled.expand(-1, self.scaling.channels, -1, -1)
 
 
 def batch_factors(
