@@ -42,7 +42,7 @@ class LayerPass(NamedTuple):
     Attributes:
         name: The layer's name in the model.
         layer: The layer.
-        input: Its input, with its graph. with one row per sample.
+        input: Its input, with one row per sample.
         gradients: Gradients at its output, ``(n, columns, ...)``.
     """
 
