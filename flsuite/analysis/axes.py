@@ -5,8 +5,6 @@ from typing import NamedTuple, TypeVar
 
 import pandas as pd
 
-from flsuite.errors import FlsuiteError, require_one_of
-
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -44,23 +42,6 @@ AXES = {
     "client_updates": Axis("client updates", "client updates", is_whole=True),
     "bytes": Axis("MB sent and received", "MB", scale=1e-6),
 }
-
-
-def require_axis(x: str, table: pd.DataFrame, run: object) -> None:
-    """Refuse an axis that does not exist, or that an older run did not record.
-
-    Args:
-        x: A name of :data:`AXES`.
-        table: The metrics of the run.
-        run: The run, for the message.
-    """
-    require_one_of("curves", AXES, x=x)
-    if len(table) and table[x].isna().all():
-        recorded = ", ".join(name for name in AXES if table[name].notna().any())
-        raise FlsuiteError(
-            f"{run} has no {x}: an earlier version of flsuite wrote it; leave it out, or choose "
-            f"another axis from {recorded}"
-        )
 
 
 def aligned(curves: Mapping[Name, pd.Series], x: str) -> pd.DataFrame:

@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from flsuite.analysis.axes import AXES, aligned, require_axis
+from flsuite.analysis.axes import AXES, aligned
 from flsuite.analysis.panels import by_experiment, legend_right, new_figure, panel_grid
 from flsuite.analysis.results import only, require_results
 from flsuite.analysis.runs import curve, read_metrics, score_rows
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_one_of
 
 _LINES = ("-", "--", ":", "-.")
 
@@ -40,8 +40,9 @@ def curves_figure(
         target: A value of the first metric, drawn as a dashed line.
 
     Raises:
-        FlsuiteError: If the axis does not exist, or a run has not recorded it.
+        FlsuiteError: If the axis does not exist.
     """
+    require_one_of("curves_figure", AXES, x=x)
     metrics = [metrics] if isinstance(metrics, str) else metrics
     if isinstance(runs, pd.DataFrame):
         by_partition = _from_table(runs, metrics, split, x)
@@ -107,7 +108,6 @@ def _from_folders(
     by_metric: dict[str, Lines] = {metric: {} for metric in metrics}
     for label, folder in runs.items():
         table = read_metrics(folder)
-        require_axis(x, table, folder)
         for metric in metrics:
             by_metric[metric][label] = curve(table, metric, split, x=x).to_frame()
     return {"": by_metric}
@@ -120,7 +120,6 @@ def _from_table(
     require_results(results)
     if results.empty:
         raise FlsuiteError("curves_figure: the table has no rows; choose other runs")
-    require_axis(x, results, "the table")
     by_partition: dict[str, dict[str, Lines]] = {}
     for metric in metrics:
         of_score = only(results, metric, split).groupby(["partition", "method"], observed=True)

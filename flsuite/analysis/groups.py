@@ -25,8 +25,6 @@ from flsuite.runs.fork import read_settings
 
 _CELL = re.compile(r"(?P<method>.+?)(?:-(?P<point>[\w.]+=.*))?-[0-9a-f]{8}")
 """The folder name of a sweep's cell: METHOD, the grid values if any, and a hash."""
-_LONGEST_POINT = 80
-"""Length at which earlier versions truncated the grid values in a folder's name."""
 # The seed may determine the weights of a given model, and who attacks.
 _SEED_SETTINGS = ("seed", "given_weights", "attackers", "forked_from")
 _CALLBACKS = ("callbacks", "stopping")  # settings that are lists of callbacks
@@ -151,9 +149,7 @@ def _cell_of(group: Group) -> tuple[str, str] | None:
     matches = [match for name in folders if (match := _CELL.fullmatch(name))]
     if len(matches) != 1 or any(not f.name.startswith("seed-") for f in group.runs):
         return None
-    point = matches[0]["point"] or ""
-    # Drop the last, truncated number, because it would be another number: std=0 for std=0.3.
-    return matches[0]["method"], point if len(point) < _LONGEST_POINT else point.rpartition("-")[0]
+    return matches[0]["method"], matches[0]["point"] or ""
 
 
 def _text(settings: Any) -> str:
@@ -175,7 +171,7 @@ def _without_seed(settings: Mapping[str, Any]) -> Any:
 def _without_open(node: Any) -> Any:
     """Return the settings without unset ones: ``None``, and empty lists of callbacks.
 
-    Runs from before such a setting existed do not have it, but are the same experiment.
+    Runs from before a class had such an argument are the same experiment.
     """
     if isinstance(node, list):
         return [_without_open(item) for item in node]

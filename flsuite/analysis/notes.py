@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flsuite.analysis.axes import aligned, require_axis
+from flsuite.analysis.axes import aligned
 from flsuite.analysis.groups import Group
 from flsuite.analysis.listing import has_ended
 from flsuite.analysis.runs import curve, run_scores
@@ -143,8 +143,6 @@ def apart(groups: Sequence[Group], metric: str, split: str, x: str) -> list[str]
 
 
 def _have_common_points(group: Group, metric: str, split: str, x: str) -> bool:
-    for folder, table in group.runs.items():
-        require_axis(x, table, folder)
     curves = {folder: curve(table, metric, split, x) for folder, table in group.runs.items()}
     return not aligned(curves, x).empty
 

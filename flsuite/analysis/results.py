@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from flsuite.analysis.axes import AXES
 from flsuite.analysis.groups import Group, find_runs, group_runs
 from flsuite.errors import FlsuiteError
 
 _RUN_COLUMNS = ("run", "method", "partition", "seed")
-_ROUND_COLUMNS = ("round", "virtual_s", "wall_s", "client_updates", "bytes")
 _NAMES = ("scope", "split", "metric")
-_COLUMNS = (*_RUN_COLUMNS, *_ROUND_COLUMNS, *_NAMES, "value")
+_COLUMNS = (*_RUN_COLUMNS, *AXES, *_NAMES, "value")
 
 
 class Results(pd.DataFrame):
@@ -43,7 +43,7 @@ class Results(pd.DataFrame):
 
         names = self.loc[~pairs.duplicated(), ["split", "metric"]].astype(str)
         columns = (names["split"] + "/" + names["metric"]).tolist()
-        keys = pd.DataFrame(self.loc[~rows.duplicated(), [*_RUN_COLUMNS, *_ROUND_COLUMNS, "scope"]])
+        keys = pd.DataFrame(self.loc[~rows.duplicated(), [*_RUN_COLUMNS, *AXES, "scope"]])
         numbers = pd.DataFrame(values, columns=columns, index=keys.index)
         return pd.concat([keys, numbers], axis=1).reset_index(drop=True)
 
@@ -77,7 +77,7 @@ def results_of(groups: Sequence[Group]) -> Results:
         "partition": _repeated([group.partition for group, _ in runs], sizes),
         "seed": np.repeat(pd.array(seeds, dtype="Int64"), sizes),
     }
-    columns |= {name: np.concatenate([table[name] for table in tables]) for name in _ROUND_COLUMNS}
+    columns |= {name: np.concatenate([table[name] for table in tables]) for name in AXES}
     for name in _NAMES:
         columns[name] = pd.api.types.union_categoricals([table[name] for table in tables])
     columns["value"] = np.concatenate([table["value"] for table in tables])

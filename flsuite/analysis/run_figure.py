@@ -7,12 +7,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flsuite.analysis.axes import AXES, require_axis
+from flsuite.analysis.axes import AXES
 from flsuite.analysis.curves import label_axes
 from flsuite.analysis.groups import monitor_of
 from flsuite.analysis.panels import panel_grid
 from flsuite.analysis.runs import curve, logged_scores, read_metrics, run_scores
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.runs.fork import read_settings
 
 MOST_SCORES = 4
@@ -30,10 +30,10 @@ def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
         x: The horizontal axis, as for :func:`~flsuite.analysis.curves_figure`.
 
     Raises:
-        FlsuiteError: If the run has no scores yet, or has not recorded the axis.
+        FlsuiteError: If the run has no scores yet, or the axis does not exist.
     """
     table, monitor = read_metrics(run_dir), monitor_of(read_settings(Path(run_dir)))
-    require_axis(x, table, run_dir)
+    require_one_of("run_figure", AXES, x=x)
     names = logged_scores([table], monitor)[:MOST_SCORES]
     if not names:
         raise FlsuiteError(f"{run_dir} has no scores yet")

@@ -10,40 +10,38 @@ import numpy as np
 import pandas as pd
 
 from flsuite import score_names
+from flsuite.analysis.axes import AXES
 from flsuite.errors import FlsuiteError, one_line
 
-_LATER_COLUMNS = ("client_updates", "bytes")  # missing in runs of earlier versions
-_COLUMNS = ("round", "virtual_s", "wall_s", *_LATER_COLUMNS, "scope", "split", "metric", "value")
-_EARLIER_COLUMNS = tuple(name for name in _COLUMNS if name not in _LATER_COLUMNS)
 _WORDS = dict.fromkeys(("scope", "split", "metric"), "category")  # few distinct values, many rows
+_COLUMNS = (*AXES, *_WORDS, "value")
 
 
 def is_metrics(path: Path) -> bool:
     """Return whether a file has the columns of a run's ``metrics.csv``."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        return tuple(file.readline().strip().split(",")) in (_COLUMNS, _EARLIER_COLUMNS)
+        return tuple(file.readline().strip().split(",")) == _COLUMNS
 
 
 def read_metrics(run_dir: str | Path) -> pd.DataFrame:
     """Read ``metrics.csv`` of a run.
 
     Its columns are ``round, virtual_s, wall_s, client_updates, bytes, scope, split, metric,
-    value``. Scope, split and metric are categories of text. For runs of earlier versions,
-    ``client_updates`` and ``bytes`` are empty.
+    value``. Scope, split and metric are categories of text.
 
     Raises:
         FlsuiteError: If the table is missing or does not belong to a run.
     """
     path = Path(run_dir) / "metrics.csv"
     table = read_table(path, _WORDS, grows=True)
-    if missing := [name for name in _EARLIER_COLUMNS if name not in table]:
+    if missing := [name for name in _COLUMNS if name not in table]:
         raise FlsuiteError(
             f"{path} is not the table of a run: it lacks the columns {', '.join(missing)}"
         )
     _require_numbers(table, path)
     for name in _WORDS:  # pandas parses words as numbers if all of them can be
         table[name] = table[name].cat.rename_categories(str)
-    return table.reindex(columns=list(_COLUMNS))
+    return table
 
 
 def read_partition(run_dir: str | Path) -> pd.DataFrame:
@@ -112,7 +110,7 @@ def _require_numbers(table: pd.DataFrame, path: Path) -> None:
     """
     if table.empty:
         return
-    for name in (name for name in _COLUMNS if name in table and name not in _WORDS):
+    for name in (*AXES, "value"):
         numbers = pd.to_numeric(table[name], errors="coerce")
         bad = numbers.isna() & table[name].notna()
         if name == "round":

@@ -6,12 +6,12 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from flsuite.analysis.axes import AXES, require_axis
+from flsuite.analysis.axes import AXES
 from flsuite.analysis.groups import Group
 from flsuite.analysis.panels import by_experiment, panel_grid
 from flsuite.analysis.results import only
 from flsuite.analysis.runs import curve, of_last_task, score_rows
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.score_names import lower_is_better
 
 
@@ -28,13 +28,12 @@ def target_columns(
         these runs out of all runs with this score, such as ``2/3``, or empty if no run has it.
 
     Raises:
-        FlsuiteError: If it is unknown whether low scores are better, or a run lacks the axis.
+        FlsuiteError: If it is unknown whether low scores are better.
     """
     lower = _is_lower_better(metric)
     runs = 0
     points: list[float] = []
-    for folder, table in group.runs.items():
-        require_axis(x, table, folder)
+    for table in group.runs.values():
         scores = curve(of_last_task(table), metric, split, x=x)
         reaching = scores.index[scores <= target if lower else scores >= target]
         runs += int(len(scores) > 0)
@@ -103,13 +102,11 @@ def target_table(
     Returns:
         One row per method and partition: ``method, partition, runs, reached``, and mean and
         standard deviation per axis over the runs that reach it, such as ``wall_s, wall_s_std``.
-        Axes that no run has recorded are left out.
     """
     points = target_points(results, target, metric, split)
-    axes = [x for x in AXES if results[x].notna().any()]
     groups = points.groupby(["method", "partition"], observed=True, sort=False)
     table = groups.agg(runs=("run", "size"), reached=("round", "count"))
-    for x in axes:
+    for x in AXES:
         column = groups[x]
         table[x], table[f"{x}_std"] = column.mean(), column.std()
     return table.reset_index()
@@ -156,7 +153,7 @@ def target_figure(
     if isinstance(target, str):
         raise FlsuiteError(f"target_figure: target must be a number, got {target!r}; then metric")
     points = target_points(results, target, metric, split)
-    require_axis(x, results, "the table")
+    require_one_of("target_figure", AXES, x=x)
     groups = by_experiment(points)
     figure, (panel,) = panel_grid(1, (6.0, 0.9 + 0.36 * len(groups)))
     for row, runs_of_method in enumerate(groups.values()):

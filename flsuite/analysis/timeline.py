@@ -77,11 +77,6 @@ def read_timeline(run_dir: str | Path) -> pd.DataFrame:
         FlsuiteError: If the table is missing or cannot be read.
     """
     path = Path(run_dir) / "timeline.csv"
-    if not path.is_file() and (path.parent / "metrics.csv").is_file():
-        raise FlsuiteError(
-            f"{path.parent} has no timeline.csv: an earlier version of flsuite wrote it; run it "
-            "again"
-        )
     return typed(read_table(path, grows=True), _TYPES, path)
 
 

@@ -173,15 +173,14 @@ def _print_target(
     """
     goal = f"{request.split} {metric} {request.target:g}"
     table = target_table(results, request.target, metric, request.split)
-    axes = [x for x in AXES if x in table]
     title = f"to {goal}: means of runs that reach it"
     for shown, own in _tables(table, title, "method"):
-        for x in axes:
-            shown.add_column(AXES[x].unit, justify="right")
+        for axis in AXES.values():
+            shown.add_column(axis.unit, justify="right")
         shown.add_column("reached", justify="right", no_wrap=True)
         for row in own.to_dict("records"):
             # There is room for the spread of one axis only, the requested one.
-            amounts = [amount_cell(row, x, spread=x == request.x).replace(" ", "") for x in axes]
+            amounts = [amount_cell(row, x, spread=x == request.x).replace(" ", "") for x in AXES]
             shown.add_row(row["method"], *amounts, f"{row['reached']} of {row['runs']}")
         console.print(shown)
 

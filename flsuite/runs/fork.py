@@ -171,8 +171,7 @@ def read_settings(run: Path) -> dict[str, Any]:
     path = run / "settings.yaml"
     if not path.is_file():
         raise FlsuiteError(
-            f"{run} has no settings.yaml: it is not the folder of a run, or an earlier version "
-            "of flsuite wrote it; name other folders, or run it again"
+            f"{run} has no settings.yaml: it is not the folder of a run; name another one"
         )
     content = read_yaml(path)
     if not isinstance(content, dict) or not _is_seed(content.get("seed")):

@@ -327,10 +327,7 @@ class RunStore:
         content = load_checkpoint(path)
         federation = content["federation"]
         self._held["best.ckpt"] = federation["clients"], versions_in_flight(federation)
-        # Forks made by an earlier version lack the versions in flight, which no score needs.
-        there = {n for n in memories_of(federation) if (parent / n).is_file()}
-        clients = {n for n in memories_of(federation) if n.startswith("clients/")}
-        copy_files(parent, own.parent, there | clients)
+        copy_files(parent, own.parent, memories_of(federation))
         own.mkdir(parents=True, exist_ok=True)
         replace_tensors(content, own / "best.ckpt")
 

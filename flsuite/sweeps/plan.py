@@ -23,7 +23,7 @@ _OPEN = (
     "trainer.enable_progress_bar",
 )
 _MOST_SAMPLES = 50  # a sample takes a second, and three if it reads a large dataset
-_LONGEST_LABEL = 79  # a report assumes that an earlier version truncated labels of 80
+_LONGEST_LABEL = 79  # in the name of a folder
 
 
 @dataclass(frozen=True)

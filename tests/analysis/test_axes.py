@@ -9,20 +9,18 @@ from flsuite.analysis import curves_figure, find_runs, read_metrics
 from flsuite.analysis.axes import AXES, aligned
 from flsuite.errors import FlsuiteError
 
-EARLIER = "round,virtual_s,wall_s,scope,split,metric,value\n"
-NOW = "round,virtual_s,wall_s,client_updates,bytes,scope,split,metric,value\n"
+HEADER = "round,virtual_s,wall_s,client_updates,bytes,scope,split,metric,value\n"
 
 
 def series(**points: float) -> pd.Series:
     return pd.Series({float(at.removeprefix("at")): value for at, value in points.items()})
 
 
-def test_a_run_of_an_earlier_version_is_read_without_its_work(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text(EARLIER + "1,2.5,3.5,0,test,accuracy,0.5\n")
+def test_a_table_is_read_with_words_as_text(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text(HEADER + "1,2.5,3.5,4,5,0,test,accuracy,0.5\n")
     assert find_runs([tmp_path]) == [tmp_path.resolve()]
     table = read_metrics(tmp_path)
-    assert ",".join(table.columns) + "\n" == NOW
-    assert table["client_updates"].isna().all() and table["bytes"].isna().all()
+    assert ",".join(table.columns) + "\n" == HEADER
     assert table.loc[0, ["virtual_s", "scope", "value"]].tolist() == [2.5, "0", 0.5]
 
 
@@ -72,7 +70,7 @@ def test_curves_are_drawn_on_every_axis(
 ) -> None:
     first, second = "1,0.5,7,4,2000000,global,test,", "2,1.5,8,9,3500000,global,test,"
     rows = [f"{first}accuracy,0.25", f"{second}accuracy,0.75", f"{first}loss,3", f"{second}loss,2"]
-    (tmp_path / "metrics.csv").write_text(NOW + "\n".join(rows) + "\n")
+    (tmp_path / "metrics.csv").write_text(HEADER + "\n".join(rows) + "\n")
     left, right = curves_figure({"run": tmp_path}, x=x).axes
     assert left.get_xlabel() == right.get_xlabel() == label
     assert list(left.lines[0].get_xdata()) == points
@@ -81,11 +79,8 @@ def test_curves_are_drawn_on_every_axis(
 
 
 def test_an_axis_that_is_not_there_is_named(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text(EARLIER + "1,2.5,3.5,global,test,accuracy,0.5\n")
     with pytest.raises(FlsuiteError, match="x must be one of round, virtual_s, wall_s"):
         curves_figure({"run": tmp_path}, x="epoch")
-    with pytest.raises(FlsuiteError, match="has no bytes: an earlier version"):
-        curves_figure({"run": tmp_path}, x="bytes")
 
 
 def test_amounts_in_words() -> None:

@@ -132,16 +132,6 @@ def test_grid_values_outside_of_the_data_name_the_partition(tmp_path: Path) -> N
     assert set(found["partition"]) == {"rounds=3", "rounds=9"}
 
 
-def test_a_name_that_is_cut_has_no_half_of_a_number(tmp_path: Path) -> None:
-    rows = [("global", "test", "accuracy", [0.5])]
-    shared = "partition=Dirichlet-alpha=0.3-clients=10-attack="
-    points = [f"{shared}GaussianNoise-fraction=0.1", f"{shared}InnerProduct-fraction=0.1"]
-    for point, last, rounds in zip(points, ("std=0.3", "epsilon=5.0"), (3, 9), strict=True):
-        cell = f"FedAvg-{f'{point}-{last}'[:80]}-0a1b2c3d"
-        made_run(tmp_path / cell / "seed-1", settings("FedAvg", 1, rounds=rounds), rows)
-    assert set(load(tmp_path)["partition"]) == set(points)
-
-
 def test_two_sweeps_with_one_name_for_two_methods_keep_them_apart(tmp_path: Path) -> None:
     rows = [("global", "test", "accuracy", [0.5])]
     for sweep, rounds in (("one", 3), ("other", 9)):

@@ -176,6 +176,3 @@ def test_bad_requests_are_named(tmp_path: Path) -> None:
         timeline_figure(frame(SYNCHRONOUS), seconds=0)
     with pytest.raises(FlsuiteError, match="is not the folder of a run"):
         read_timeline(tmp_path)
-    (tmp_path / "metrics.csv").touch()
-    with pytest.raises(FlsuiteError, match=r"has no timeline\.csv: an earlier version"):
-        read_timeline(tmp_path)

@@ -51,12 +51,12 @@ def write(
     (folder / "settings.yaml").write_text(yaml.safe_dump(content))
     splits = {"test": test, "val": val or []}
     rows = [
-        (n + 1, 0.0, 0.0, "global", split, "accuracy", value)
+        (n + 1, 0.0, 0.0, 0, 0, "global", split, "accuracy", value)
         for split, column in splits.items()
         for n, value in enumerate(column)
     ]
-    columns = ["round", "virtual_s", "wall_s", "scope", "split", "metric", "value"]
-    pd.DataFrame(rows, columns=columns).to_csv(folder / "metrics.csv", index=False)
+    table = pd.DataFrame(rows, columns=list(MetricsTable.columns))
+    table.to_csv(folder / "metrics.csv", index=False)
 
 
 @pytest.fixture
@@ -166,7 +166,6 @@ def test_the_command_prints_and_writes(
         (["RUNS", "--split", "train"], "'test', 'val'"),
         (["RUNS", "--target", "high"], "invalid float value: 'high'"),
         (["RUNS", "--target", "nan"], "--target must be a finite number, got nan"),
-        (["RUNS", "--target", "0.5", "--x", "bytes"], "has no bytes: an earlier version"),
         (["RUNS/b1", "--split", "val"], "no run has the val score 'accuracy'; there are none"),
     ],
 )
@@ -200,7 +199,9 @@ def test_a_folder_without_settings_is_named(runs: Path) -> None:
 
 def test_a_line_that_is_cut_is_not_read(runs: Path) -> None:
     with (runs / "a1" / "metrics.csv").open("a") as file:
-        file.write("4,0.0,0.0,global,test,accuracy,0.7")  # of 0.75: the run was killed, or writes
+        file.write(
+            "4,0.0,0.0,0,0,global,test,accuracy,0.7"
+        )  # of 0.75: the run was killed, or writes
     (group,) = (g for g in group_runs(find_runs([runs])) if g.label == "FedAvg")
     scores = curve(group.runs[(runs / "a1").resolve()], "accuracy", "test")
     assert scores.tolist() == [0.1, 0.9, 0.4]
@@ -209,9 +210,12 @@ def test_a_line_that_is_cut_is_not_read(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("4,0.0,0.0,global,test,accuracy,0.7#5\n", r"line 8, column 'value': .* got '0.7#5'"),
-        ("x,0.0,0.0,global,test,accuracy,0.7\n", r"line 8, column 'round': .* got 'x'; restore"),
-        (",0.0,0.0,global,test,accuracy,0.7\n", "line 8, column 'round': expected a number"),
+        ("4,0.0,0.0,0,0,global,test,accuracy,0.7#5\n", r"line 8, column 'value': .* got '0.7#5'"),
+        (
+            "x,0.0,0.0,0,0,global,test,accuracy,0.7\n",
+            r"line 8, column 'round': .* got 'x'; restore",
+        ),
+        (",0.0,0.0,0,0,global,test,accuracy,0.7\n", "line 8, column 'round': expected a number"),
     ],
 )
 def test_a_damaged_number_is_named(runs: Path, line: str, message: str) -> None:
@@ -223,7 +227,7 @@ def test_a_damaged_number_is_named(runs: Path, line: str, message: str) -> None:
 
 def test_damage_that_is_seen_later_is_named_too(runs: Path) -> None:
     with (runs / "a1" / "metrics.csv").open("a") as file:
-        file.write("3,0.0,0.0,global,test,accuracy,0.7\n")
+        file.write("3,0.0,0.0,0,0,global,test,accuracy,0.7\n")
     with pytest.raises(FlsuiteError, match="two values of test accuracy in round 3: its"):
         report_table(group_runs(find_runs([runs])))
     for seed in ("x", 10**30):
@@ -244,7 +248,8 @@ def note(folder: Path, metric: str, test: list[float], val: list[float]) -> None
     with (folder / "metrics.csv").open("a") as file:
         for split, column in (("test", test), ("val", val)):
             file.writelines(
-                f"{n + 1},0,0,global,{split},{metric},{value}\n" for n, value in enumerate(column)
+                f"{n + 1},0,0,0,0,global,{split},{metric},{value}\n"
+                for n, value in enumerate(column)
             )
 
 
@@ -285,7 +290,7 @@ def test_of_tasks_only_the_last_one_is_compared(tmp_path: Path) -> None:
     write(tmp_path / "a", settings(1), [0.9, 0.8, 0.3, 0.4], [0.9, 0.9, 0.6, 0.5])
     with (tmp_path / "a" / "metrics.csv").open("a") as file:
         file.writelines(
-            f"{n + 1},0,0,global,train,task,{task}\n" for n, task in enumerate([0, 0, 1, 1])
+            f"{n + 1},0,0,0,0,global,train,task,{task}\n" for n, task in enumerate([0, 0, 1, 1])
         )
     (row,) = report_table(group_runs([tmp_path / "a"])).to_dict("records")
     assert (row["last"], row["picked"], row["best_on_test"], row["mean_last"]) == (
@@ -511,7 +516,7 @@ def test_of_tasks_only_the_last_one_has_a_target(tmp_path: Path) -> None:
     write(tmp_path / "a", settings(1), [0.9, 0.8, 0.3, 0.6])
     with (tmp_path / "a" / "metrics.csv").open("a") as file:
         file.writelines(
-            f"{n + 1},0,0,global,train,task,{task}\n" for n, task in enumerate([0, 0, 1, 1])
+            f"{n + 1},0,0,0,0,global,train,task,{task}\n" for n, task in enumerate([0, 0, 1, 1])
         )
     (row,) = report_table(group_runs([tmp_path / "a"]), target=0.5).to_dict("records")
     assert row["to_target"] == 4
@@ -588,9 +593,7 @@ def test_runs_of_equal_work_may_differ_in_rounds(
         chosen = settings(1, schedule=schedule, max_client_updates=20)
         write(tmp_path / name, chosen, [0.5] * len(updates))
         table = pd.read_csv(tmp_path / name / "metrics.csv")
-        table.insert(3, "client_updates", updates)
-        table.insert(4, "bytes", 0)
-        table.to_csv(tmp_path / name / "metrics.csv", index=False)
+        table.assign(client_updates=updates).to_csv(tmp_path / name / "metrics.csv", index=False)
 
     stragglers = {"class_path": "flsuite.schedules.Stragglers", "init_args": {"fraction": 0.3}}
     waits = {"class_path": "flsuite.schedules.Synchronous", "init_args": {"speeds": None}}

@@ -108,13 +108,12 @@ def _curves(results: pd.DataFrame, shown: dict[str, tuple[str, str]]) -> pd.Data
         results: All results.
         shown: Metric and split by name in the menu.
     """
-    axes = [x for x in AXES if results[x].notna().any()]
     parts = []
     for name, (metric, split) in shown.items():
         rows = only(results, metric, split)
         for (method, partition), own in rows.groupby(["method", "partition"], observed=True):
-            for x in axes:
-                curves = seed_curves(own[own[x].notna()], x)
+            for x in AXES:
+                curves = seed_curves(own, x)
                 numbers = {
                     "x": curves.index * AXES[x].scale,
                     "mean": curves.mean(axis=1),
@@ -139,11 +138,10 @@ def _targets(
             for name, target in targets.items()
         ]
     )
-    axes = [x for x in AXES if points[x].notna().any()]
-    for x in axes:
+    for x in AXES:
         points[x] = points[x].astype(float) * AXES[x].scale
     names = ["method", "partition", "seed"]
-    return points.melt(id_vars=names, value_vars=axes, var_name="axis", value_name="x")
+    return points.melt(id_vars=names, value_vars=list(AXES), var_name="axis", value_name="x")
 
 
 def _client_rounds(results: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -188,10 +186,7 @@ def _mix(results: pd.DataFrame) -> pd.DataFrame:
     parts = []
     of_partition = results.groupby("partition", observed=True)["run"].first()
     for partition, run in of_partition.items():
-        try:
-            counts = class_counts(read_partition(run)).head(_MOST_CLIENTS)
-        except FlsuiteError:  # runs of earlier versions have no such table
-            continue
+        counts = class_counts(read_partition(run)).head(_MOST_CLIENTS)
         if counts.size * len(of_partition) > _MIX_ROWS:
             counts = counts.head(max(5, _MIX_ROWS // (counts.shape[1] * len(of_partition))))
         long = counts.reset_index().melt(id_vars="client", var_name="class", value_name="samples")

@@ -97,15 +97,14 @@ def targets(results: pd.DataFrame, targets: Mapping[str, float], metric: str, sp
         target_table(results[results["partition"] == name], target, metric, split)
         for name, target in targets.items()
     ]
-    axes = [x for x in AXES if any(x in table for table in tables)]
     rows = []
     for row in pd.concat(tables).to_dict("records"):
         target = targets[str(row["partition"])]
         cells = [Cell(row["method"]), Cell(row["partition"]), Cell(f"{target:.4g}", target)]
-        cells += [Cell(amount_cell(row, x), _known(row[x])) for x in axes]
+        cells += [Cell(amount_cell(row, x), _known(row[x])) for x in AXES]
         reached = f"{row['reached']} of {row['runs']}"
         rows.append([*cells, Cell(reached, row["reached"] / row["runs"])])
-    units = [AXES[x].unit for x in axes]
+    units = [axis.unit for axis in AXES.values()]
     return Table(["method", "partition", "target", *units, "reached"], rows)
 
 
