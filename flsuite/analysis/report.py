@@ -7,7 +7,6 @@ import pandas as pd
 
 from flsuite.analysis.groups import Group
 from flsuite.analysis.runs import curve, logged_scores, of_last_task, run_scores
-from flsuite.analysis.target import target_cell, target_columns, target_title
 from flsuite.errors import FlsuiteError, likeliest
 
 
@@ -28,42 +27,27 @@ def default_metrics(groups: Sequence[Group], splits: Sequence[str], most: int) -
 
 
 def report_table(
-    groups: Sequence[Group],
-    metrics: Sequence[str] = ("accuracy",),
-    last: int = 10,
-    target: float | None = None,
-    x: str = "round",
-    split: str = "test",
+    groups: Sequence[Group], metrics: Sequence[str] = ("accuracy",), last: int = 10
 ) -> pd.DataFrame:
     """Return one row per group and metric, with mean and spread over its runs.
 
     The columns are ``group, metric, runs, averaged``, then mean and spread of each score of
     :func:`run_scores`. The spread is the standard deviation with ddof 1, empty for a single run.
-    With a target, the columns of :func:`target_columns` follow.
 
     Args:
         groups: The experiments.
         metrics: Names of test scores.
         last: Number of evaluations in ``mean_last``. A shorter run lowers it for all. ``averaged``
             is the number used.
-        target: A score to reach.
-        x: The axis on which the way to the target is measured.
-        split: The data whose score must reach the target: ``test`` or ``val``.
 
     Raises:
-        FlsuiteError: If no run has one of the metrics, or the way to the target cannot be measured.
+        FlsuiteError: If no run has one of the metrics.
     """
     rows: list[dict[str, Any]] = []
     for metric in metrics:
         require_score(groups, metric, "test")
-        if target is not None:
-            require_score(groups, metric, split)
         averaged = averaged_scores(groups, metric, last)
-        for group in groups:
-            row = group_row(group, metric, averaged)
-            if row and target is not None:
-                row |= target_columns(group, metric, target, x, split)
-            rows += [row] if row else []
+        rows += [row for group in groups if (row := group_row(group, metric, averaged))]
     return pd.DataFrame(rows)
 
 
@@ -116,34 +100,17 @@ def _mean_and_spread(scores: list[dict[str, float]]) -> dict[str, float]:
     return statistics
 
 
-def report_markdown(
-    table: pd.DataFrame,
-    target: float | None = None,
-    x: str = "round",
-    split: str = "test",
-) -> str:
-    """Write the table as Markdown, with cells ``mean ± spread``.
+def report_markdown(table: pd.DataFrame) -> str:
+    """Write a table of :func:`report_table` as Markdown, with cells ``mean ± spread``.
 
     The mean of the last scores is left out if a run has only one.
-
-    Args:
-        table: A table from :func:`report_table`.
-        target: As in the table. ``None`` leaves out the way to the target.
-        x: As in the table.
-        split: As in the table.
     """
     titles = score_titles(table)
     headings = ["what differs", "metric", "runs", *titles.values()]
-    if target is not None:
-        metrics = table["metric"].unique()
-        headings.append(target_title(target, x, split, metrics[0] if len(metrics) == 1 else ""))
-
     lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
     for row in table.to_dict("records"):
         cells = [row["group"].replace("|", "\\|"), row["metric"], str(row["runs"])]
         cells += [score_cell(row, name) for name in titles]
-        if target is not None:
-            cells.append(target_cell(row, x))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

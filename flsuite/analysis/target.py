@@ -7,53 +7,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from flsuite.analysis.axes import AXES
-from flsuite.analysis.groups import Group
 from flsuite.analysis.panels import by_experiment, panel_grid
 from flsuite.analysis.results import only
-from flsuite.analysis.runs import curve, of_last_task, score_rows
+from flsuite.analysis.runs import of_last_task, score_rows
 from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.score_names import lower_is_better
-
-
-def target_columns(
-    group: Group, metric: str, target: float, x: str = "round", split: str = "test"
-) -> dict[str, Any]:
-    """Return when a group's runs reach a score.
-
-    In a sequence of tasks, only the last task counts.
-
-    Returns:
-        ``to_target`` and ``to_target_std`` are mean and standard deviation, with ddof 1, over the
-        runs that reach the score, in the unit of the column ``x``. ``reached`` is the number of
-        these runs out of all runs with this score, such as ``2/3``, or empty if no run has it.
-
-    Raises:
-        FlsuiteError: If it is unknown whether low scores are better.
-    """
-    lower = _is_lower_better(metric)
-    runs = 0
-    points: list[float] = []
-    for table in group.runs.values():
-        scores = curve(of_last_task(table), metric, split, x=x)
-        reaching = scores.index[scores <= target if lower else scores >= target]
-        runs += int(len(scores) > 0)
-        points += reaching[:1].tolist()
-
-    reached = pd.Series(points, dtype=float)
-    return {
-        "to_target": float(reached.mean()),
-        "to_target_std": float(reached.std()),
-        "reached": f"{len(reached)}/{runs}" if runs else "",
-    }
-
-
-def _is_lower_better(metric: str) -> bool:
-    lower = lower_is_better(metric)
-    if lower is None:
-        raise FlsuiteError(
-            f"target: it is unknown whether {metric!r} should be high or low; choose another metric"
-        )
-    return lower
 
 
 def target_points(
@@ -129,7 +87,9 @@ def own_targets(results: pd.DataFrame, metric: str, split: str = "test") -> dict
 
 def amount_cell(row: Mapping[Any, Any], x: str, spread: bool = True) -> str:
     """Return the mean of a row of :func:`target_table` on an axis as text, with its spread."""
-    return _mean_and_spread(row[x], row[f"{x}_std"] if spread else float("nan"), x)
+    number, mean, std = AXES[x].number, row[x], row[f"{x}_std"]
+    plus_minus = f" ± {number(std)}" if spread and pd.notna(std) else ""
+    return "" if pd.isna(mean) else f"{number(mean)}{plus_minus}"
 
 
 def target_figure(
@@ -177,55 +137,38 @@ def target_figure(
     return figure
 
 
-def target_title(target: float, x: str, split: str = "test", metric: str = "") -> str:
-    """Return the heading of the column, such as ``virtual s to accuracy 0.7``.
-
-    The split is named only for validation data.
-    """
-    goal = [split if split != "test" else "", metric, f"{target:g}"]
-    return f"{AXES[x].unit} to {' '.join(filter(None, goal))}"
-
-
-def target_cell(row: Mapping[Any, Any], x: str) -> str:
-    """Return mean and spread of a row's points, and the runs that reach the target, as text."""
-    if not row["reached"]:
-        return ""
-    if pd.isna(row["to_target"]):
-        return f"not reached ({row['reached']})"
-    return f"{_mean_and_spread(row['to_target'], row['to_target_std'], x)} ({row['reached']})"
+def target_markdown(table: pd.DataFrame, goal: str) -> str:
+    """Write a table of :func:`target_table` as Markdown, with cells ``mean ± spread``."""
+    heads = ["method", "partition", *(axis.unit for axis in AXES.values()), "reached"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for row in table.to_dict("records"):
+        cells = [row["method"], row["partition"], *(amount_cell(row, x) for x in AXES)]
+        lines.append(f"| {' | '.join(cells)} | {row['reached']} of {row['runs']} |")
+    return "\n".join([f"To {goal}, means of runs that reach it:", "", *lines]) + "\n"
 
 
-def _mean_and_spread(mean: float, spread: float, x: str) -> str:
-    """Return numbers of an axis as text, empty if there are none."""
-    number = AXES[x].number
-    plus_minus = "" if pd.isna(spread) else f" ± {number(spread)}"
-    return "" if pd.isna(mean) else f"{number(mean)}{plus_minus}"
+def first_to_target(table: pd.DataFrame, goal: str, x: str = "round") -> str | None:
+    """Return a line that names the first and the second method to reach the target.
 
-
-def first_to_target(
-    table: pd.DataFrame, metric: str, target: float, x: str = "round", split: str = "test"
-) -> str | None:
-    """Return a line that names the first and the second group to reach the target.
-
-    Only groups that reach it in all of their runs are compared. The result is ``None`` if there are
-    fewer than two.
+    Only methods that reach it in all of their runs are compared. The result is ``None`` if there
+    are fewer than two.
 
     Args:
-        table: A table from :func:`report_table` with a target.
-        metric: The score.
-        target: The score to reach.
+        table: A table from :func:`target_table`.
+        goal: The score to reach, as text.
         x: The axis.
-        split: ``test`` or ``val``.
     """
-    rows = table[(table["metric"] == metric) & table["to_target"].notna()]
-    counts = rows["reached"].str.split("/")
-    ranked = rows[counts.str[0] == counts.str[1]].sort_values("to_target", kind="stable")
+    ranked = table[table["reached"] == table["runs"]].sort_values(x, kind="stable")
     if len(ranked) < 2:
         return None
 
-    first, second = ranked["group"].iloc[:2]
-    soonest, next_soonest = ranked["to_target"].iloc[:2]
-    goal, amount = f"{split} {metric} {target:g}", AXES[x].amount
+    several = table["partition"].nunique() > 1
+    first, second = (
+        f"{row['method']}, {row['partition']}" if several else row["method"]
+        for row in ranked.head(2).to_dict("records")
+    )
+    soonest, next_soonest = ranked[x].iloc[:2]
+    amount = AXES[x].amount
     if soonest == next_soonest:
         return f"{first} and {second} are the first to reach {goal}, both after {amount(soonest)}"
     ratio = f" ({next_soonest / soonest:.2f} times as many)" if soonest > 0 else ""
@@ -233,3 +176,12 @@ def first_to_target(
         f"{first} is the first to reach {goal}, after {amount(soonest)}; {second} is next, after "
         f"{amount(next_soonest)}{ratio}"
     )
+
+
+def _is_lower_better(metric: str) -> bool:
+    lower = lower_is_better(metric)
+    if lower is None:
+        raise FlsuiteError(
+            f"target: it is unknown whether {metric!r} should be high or low; choose another metric"
+        )
+    return lower

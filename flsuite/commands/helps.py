@@ -119,8 +119,8 @@ correction over all pairs. For a sweep, the tuning budget is shown too.
   --split SPLIT       data of the picture and of --target: test or val; default test
   --target VALUE      show when the score first reaches VALUE (a loss from above), in rounds,
                       virtual seconds, seconds, client updates and MB: mean and standard deviation
-                      over the runs that reach it, and how many do not; also names the group that
-                      gets there first on the axis of --x
+                      over the runs that reach it, and how many do not; also names the method
+                      that gets there first on the axis of --x
   --against METHOD    compare all others with this method instead of all pairs
   --rows SETTING --columns SETTING
                       print cross tables instead, e.g. --rows aggregator --columns attack: the
@@ -135,9 +135,9 @@ correction over all pairs. For a sweep, the tuning budget is shown too.
   --wandb PROJECT     create a report with the table and charts in Weights & Biases; PROJECT or
                       ENTITY/PROJECT; needs pip install 'flsuite[workspaces]'
 
-With a target, report.csv has the columns to_target, to_target_std and reached, in the unit of the
-AXIS in metrics.csv. On every axis but round, the runs of a group have different points. The picture
-then shows the range that all of them cover, with the last score at or before each point.
+The numbers of target.csv are in the units of metrics.csv. On every axis but round, the runs of a
+row have different points. The picture then shows the range that all of them cover, with the last
+score at or before each point.
 """
 
 _WORKSPACE_HELP = """usage: flsuite workspace --project PROJECT [--entity ENTITY] [--name NAME]

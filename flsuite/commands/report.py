@@ -41,7 +41,7 @@ from flsuite.analysis.report import (
 )
 from flsuite.analysis.results import Results, results_of
 from flsuite.analysis.run_figure import MOST_SCORES
-from flsuite.analysis.target import amount_cell, first_to_target, target_table
+from flsuite.analysis.target import amount_cell, first_to_target, target_markdown, target_table
 from flsuite.analysis.tuning import read_tuning
 from flsuite.commands.arguments import CommandParser
 from flsuite.commands.report_cross import report_cross
@@ -74,8 +74,8 @@ def report(args: list[str]) -> None:
     for metric in request.metric:
         require_score(groups, metric, request.split)
     results, console = results_of(groups), Console()
-    target = {"target": request.target, "x": request.x, "split": request.split}
-    table = report_table(groups, request.metric, request.last, **target)
+    table = report_table(groups, request.metric, request.last)
+    targets = _targets(results, request)
     comparisons = {
         metric: compare(results, metric, against=request.against) for metric in request.metric
     }
@@ -86,8 +86,8 @@ def report(args: list[str]) -> None:
         rows = table[table["metric"] == metric]
         if len(groups) > 1 or len(request.metric) == 1:
             console.print(_shown(rows))
-        if request.target is not None:
-            _print_target(console, results, rows, metric, request)
+        if metric in targets:
+            _print_target(console, targets[metric], _goal(metric, request), request.x)
         _print_comparison(console, comparisons[metric], results, metric)
     tuning = read_tuning(request.folders)
     if tuning is not None:
@@ -99,7 +99,7 @@ def report(args: list[str]) -> None:
         console.print(line)
 
     if request.output:
-        _write(request, groups, table, results, comparisons, console)
+        _write(request, groups, table, targets, results, comparisons, console)
     if request.html:
         path = Path(request.html)
         make_folder(path.parent)
@@ -111,7 +111,29 @@ def report(args: list[str]) -> None:
     if request.wandb:
         from flsuite.publish.wandb_charts import send_report
 
-        send_report(request.wandb, request.metric[0], report_markdown(table, **target))
+        send_report(request.wandb, request.metric[0], _markdown(table, targets, request))
+
+
+def _targets(results: Results, request: argparse.Namespace) -> dict[str, pd.DataFrame]:
+    """Return when the experiments reach the target, by metric. Without a target, it is empty."""
+    if request.target is None:
+        return {}
+    return {
+        metric: target_table(results, request.target, metric, request.split)
+        for metric in request.metric
+    }
+
+
+def _goal(metric: str, request: argparse.Namespace) -> str:
+    return f"{request.split} {metric} {request.target:g}"
+
+
+def _markdown(
+    table: pd.DataFrame, targets: dict[str, pd.DataFrame], request: argparse.Namespace
+) -> str:
+    """Return the scores, and when they reach the target."""
+    pages = [target_markdown(own, _goal(metric, request)) for metric, own in targets.items()]
+    return "\n".join([report_markdown(table), *pages])
 
 
 def _parse(args: list[str]) -> argparse.Namespace:
@@ -160,19 +182,11 @@ def _shown(table: pd.DataFrame) -> Table:
     return shown
 
 
-def _print_target(
-    console: Console,
-    results: Results,
-    rows: pd.DataFrame,
-    metric: str,
-    request: argparse.Namespace,
-) -> None:
+def _print_target(console: Console, table: pd.DataFrame, goal: str, x: str) -> None:
     """Print when the experiments reach the target on every axis, and which one is first.
 
     It is a separate table, because both do not fit side by side in 80 characters.
     """
-    goal = f"{request.split} {metric} {request.target:g}"
-    table = target_table(results, request.target, metric, request.split)
     title = f"to {goal}: means of runs that reach it"
     for shown, own in _tables(table, title, "method"):
         for axis in AXES.values():
@@ -180,12 +194,11 @@ def _print_target(
         shown.add_column("reached", justify="right", no_wrap=True)
         for row in own.to_dict("records"):
             # There is room for the spread of one axis only, the requested one.
-            amounts = [amount_cell(row, x, spread=x == request.x).replace(" ", "") for x in AXES]
+            amounts = [amount_cell(row, n, spread=n == x).replace(" ", "") for n in AXES]
             shown.add_row(row["method"], *amounts, f"{row['reached']} of {row['runs']}")
         console.print(shown)
 
-    line = first_to_target(rows, metric, request.target, request.x, request.split)
-    if line:
+    if line := first_to_target(table, goal, x):
         print(line)
 
 
@@ -232,16 +245,16 @@ def _write(
     request: argparse.Namespace,
     groups: Sequence[Group],
     table: pd.DataFrame,
+    targets: dict[str, pd.DataFrame],
     results: Results,
     comparisons: dict[str, pd.DataFrame],
     console: Console,
 ) -> None:
     """Write the tables and the picture to a folder."""
-    target = {"target": request.target, "x": request.x, "split": request.split}
     folder = make_folder(Path(request.output))
     written = ["report.csv", "report.md", "report.png"]
     table.to_csv(folder / "report.csv", index=False)
-    pages = [report_markdown(table, **target)]
+    pages = [_markdown(table, targets, request)]
     pages += [
         comparison_markdown(own, name, default_score(results, name)[0])
         for name, own in comparisons.items()
@@ -259,11 +272,8 @@ def _write(
     if len(pairs):
         pairs.to_csv(folder / "comparison.csv", index=False)
         written.append("comparison.csv")
-    if request.target is not None:
-        reached = [
-            target_table(results, request.target, name, request.split).assign(metric=name)
-            for name in request.metric
-        ]
+    if targets:
+        reached = [own.assign(metric=name) for name, own in targets.items()]
         pd.concat(reached).to_csv(folder / "target.csv", index=False)
         written.append("target.csv")
     print("\n".join(f"{folder}/{name}" for name in written))

@@ -10,12 +10,21 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from flsuite.aggregators import FedAvg
-from flsuite.analysis import curves_figure, find_runs, group_runs, report_markdown, report_table
+from flsuite.analysis import (
+    curves_figure,
+    find_runs,
+    group_runs,
+    load,
+    report_markdown,
+    report_table,
+    target_table,
+)
 from flsuite.analysis.axes import AXES
 from flsuite.analysis.curves import seed_curves
 from flsuite.analysis.notes import apart, measured
 from flsuite.analysis.results import only, results_of
 from flsuite.analysis.runs import curve
+from flsuite.analysis.target import target_markdown
 from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping, RoundProgress
 from flsuite.commands.main import main
 from flsuite.data import FederatedDataModule, TaskSequence
@@ -182,7 +191,7 @@ def test_bad_requests_are_one_line(
 def test_a_target_needs_a_score_that_is_known_to_be_good_when_high_or_low(runs: Path) -> None:
     note(runs / "a1", "novelty", [1.0], [1.0])
     with pytest.raises(FlsuiteError, match="'novelty' should be high or low"):
-        report_table(group_runs(find_runs([runs])), ["novelty"], target=0.5)
+        target_table(load(runs), 0.5, "novelty")
 
 
 def test_a_damaged_table_is_named(tmp_path: Path) -> None:
@@ -437,48 +446,41 @@ def ran(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def test_the_way_to_a_target_by_hand(races: Path) -> None:
-    groups = group_runs(find_runs([races]))
-    table = report_table(groups, target=0.7, x="virtual_s").set_index("group")
-    assert table["reached"].to_dict() == {"FedAdam": "1/1", "FedAvg": "2/3", "FedYogi": "0/1"}
-    assert table.loc["FedAvg", "to_target"] == (4 + 9) / 2
-    assert table.loc["FedAvg", "to_target_std"] == pytest.approx(12.5**0.5)
-    assert table.loc["FedAdam", "to_target"] == 2 and pd.isna(table.loc["FedAdam", "to_target_std"])
-    assert pd.isna(table.loc["FedYogi", "to_target"])
+    table = target_table(load(races), 0.7).set_index("method")
+    assert table["reached"].to_dict() == {"FedAdam": 1, "FedAvg": 2, "FedYogi": 0}
+    assert table["runs"].to_dict() == {"FedAdam": 1, "FedAvg": 3, "FedYogi": 1}
+    assert table.loc["FedAvg", "virtual_s"] == (4 + 9) / 2
+    assert table.loc["FedAvg", "virtual_s_std"] == pytest.approx(12.5**0.5)
+    assert table.loc["FedAdam", "virtual_s"] == 2 and pd.isna(table.loc["FedAdam", "virtual_s_std"])
+    assert pd.isna(table.loc["FedYogi", "virtual_s"])
 
-    markdown = report_markdown(table.reset_index(), target=0.7, x="virtual_s").splitlines()
-    assert [line.split(" | ")[-1] for line in markdown[:1] + markdown[2:]] == [
-        "virtual s to accuracy 0.7 |",
-        "2 (1/1) |",
-        "6.5 ± 3.54 (2/3) |",
-        "not reached (0/1) |",
-    ]
+    title, _, heads, _, *rows = target_markdown(table.reset_index(), "accuracy 0.7").splitlines()
+    assert title == "To accuracy 0.7, means of runs that reach it:"
+    column = heads.split(" | ").index("virtual s")
+    cells = {row.split(" | ")[0]: row.split(" | ") for row in rows}
+    assert {name: (row[column], row[-1]) for name, row in cells.items()} == {
+        "| FedAdam": ("2", "1 of 1 |"),
+        "| FedAvg": ("6.5 ± 3.54", "2 of 3 |"),
+        "| FedYogi": ("", "0 of 1 |"),
+    }
 
 
 POINTS = {"round": 2.5, "virtual_s": 6.5, "wall_s": 106.5, "client_updates": 12.5, "bytes": 2.5e6}
 """Where FedAvg reaches 0.7, on each axis."""
+SHOWN = ("2.5±0.707", "6.5±3.54", "106±3.54", "12.5±3.54", "2.5±0.707")
 
 
-@pytest.mark.parametrize(
-    ("x", "title"),
-    [
-        ("round", "rounds to accuracy 0.7"),
-        ("virtual_s", "virtual s to accuracy 0.7"),
-        ("wall_s", "s to accuracy 0.7"),
-        ("client_updates", "client updates to accuracy 0.7"),
-        ("bytes", "MB to accuracy 0.7"),
-    ],
-)
+@pytest.mark.parametrize(("x", "shown"), list(zip(AXES, SHOWN, strict=True)))
 def test_every_axis_of_the_command(
-    x: str, title: str, races: Path, capsys: pytest.CaptureFixture[str]
+    x: str, shown: str, races: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = races.parent / "out"
     out = ran(capsys, str(races), "--x", x, "--target", "0.7", "--output", str(output))
     assert "to test accuracy 0.7: means of runs that reach it" in " ".join(out.split())
     assert "is the first" not in out, "only FedAdam reaches it in all runs"
-    table = pd.read_csv(output / "report.csv").set_index("group")
-    assert list(table.columns[-3:]) == ["to_target", "to_target_std", "reached"]
-    assert table.loc["FedAvg", "to_target"] == POINTS[x]
-    assert title in (output / "report.md").read_text() and (output / "report.png").is_file()
+    assert shown in out, "with the spread on this axis"
+    assert "To test accuracy 0.7, means of" in (output / "report.md").read_text()
+    assert (output / "report.png").is_file()
 
 
 def test_all_axes_are_in_one_table(races: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -496,12 +498,12 @@ def test_all_axes_are_in_one_table(races: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_loss_reaches_its_target_from_above(tmp_path: Path) -> None:
     timed(tmp_path / "a", settings(1), [1.0, 2.0, 3.0], "loss", test=[3.0, 1.5, 0.5])
-    groups = group_runs(find_runs([tmp_path]))
-    for target, round, reached in ((3.5, 1, "1/1"), (1.5, 2, "1/1"), (1.0, 3, "1/1")):
-        (row,) = report_table(groups, ["loss"], target=target).to_dict("records")
-        assert (row["to_target"], row["reached"]) == (round, reached)
-    (row,) = report_table(groups, ["loss"], target=0.1).to_dict("records")
-    assert pd.isna(row["to_target"]) and row["reached"] == "0/1"
+    results = load(tmp_path)
+    for target, round in ((3.5, 1), (1.5, 2), (1.0, 3)):
+        (row,) = target_table(results, target, "loss").to_dict("records")
+        assert (row["round"], row["reached"]) == (round, 1)
+    (row,) = target_table(results, 0.1, "loss").to_dict("records")
+    assert pd.isna(row["round"]) and row["reached"] == 0
 
 
 def test_the_target_can_be_one_on_validation_data(
@@ -518,8 +520,8 @@ def test_of_tasks_only_the_last_one_has_a_target(tmp_path: Path) -> None:
         file.writelines(
             f"{n + 1},0,0,0,0,global,train,task,{task}\n" for n, task in enumerate([0, 0, 1, 1])
         )
-    (row,) = report_table(group_runs([tmp_path / "a"]), target=0.5).to_dict("records")
-    assert row["to_target"] == 4
+    (row,) = target_table(load(tmp_path), 0.5).to_dict("records")
+    assert row["round"] == 4
 
 
 def test_the_first_group_is_named_with_the_next_one(
