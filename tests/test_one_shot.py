@@ -142,7 +142,7 @@ KFAC = ["--trainer.aggregator", "FedFisher"]
         ([*KFAC, "--trainer.compression", "Quantize"], "set trainer.compression to LowRank"),
         (["--trainer.aggregator", "RegMean"], "data.server_samples"),
         ([*KFAC, "--trainer.aggregator.solver", "newton"], "newton"),
-        (["--from_updates", "nowhere"], "is not the folder of a run"),
+        (["--trainer.from_updates", "nowhere"], "is not the folder of a run"),
         (["--model.pretrained", "nowhere.ckpt"], "nowhere.ckpt"),
     ],
 )

@@ -122,12 +122,6 @@ class _FederatedCLI(LightningCLI):
             help="The run's folder; default runs/NAME/TIME-SEED.",
         )
         parser.add_argument(
-            "--from_updates",
-            type=str | None,
-            default=None,
-            help="A run with keep_updates, whose trained client models are reused.",
-        )
-        parser.add_argument(
             "--plugins", type=list[str] | str | None, default=None, help="Modules to import first."
         )
 
@@ -149,7 +143,6 @@ class _FederatedCLI(LightningCLI):
 
         run_dir = config.run_dir or config.trainer.run_dir or str(self._default_run_dir(config))
         config.run_dir = config.trainer.run_dir = run_dir
-        config.trainer.from_updates = config.from_updates or config.trainer.from_updates
 
         _complete_loggers(config.trainer.logger, Path(run_dir))
         request = self.config[self.subcommand].as_dict()

@@ -29,7 +29,6 @@ _WORDS = {
     "config": "FILE",
     "ckpt_path": "PATH",
     "run_dir": "PATH",
-    "from_updates": "PATH",
     "output": "PATH",
     "plugins": "LIST",
     "seed_everything": "N",

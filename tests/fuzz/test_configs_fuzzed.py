@@ -139,7 +139,6 @@ KEYS = [
     "trainer.overfit_batches",
     "plugins",
     "run_dir",
-    "from_updates",
     "ckpt_path",
 ]
 CLASSES = [

@@ -24,7 +24,6 @@ _OF_A_RUN = {
     "seed_everything": "The run's seed, which determines all random numbers.",
     "plugins": "Your modules to import first, so that their classes have short names.",
     "run_dir": "The run's folder.",
-    "from_updates": "A run with keep_updates, whose trained client models are reused.",
     "print_config": "Print the resolved config and exit.",
 }
 _OF_A_PICTURE = {
