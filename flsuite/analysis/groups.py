@@ -21,7 +21,7 @@ from flsuite.analysis.labels import (
 )
 from flsuite.analysis.runs import is_metrics, read_metrics
 from flsuite.errors import FlsuiteError
-from flsuite.runs.fork import read_settings
+from flsuite.runs.record import read_settings
 
 _CELL = re.compile(r"(?P<method>.+?)(?:-(?P<point>[\w.]+=.*))?-[0-9a-f]{8}")
 """The folder name of a sweep's cell: METHOD, the grid values if any, and a hash."""

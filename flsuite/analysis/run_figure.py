@@ -13,7 +13,7 @@ from flsuite.analysis.groups import monitor_of
 from flsuite.analysis.panels import panel_grid
 from flsuite.analysis.runs import curve, logged_scores, read_metrics, run_scores
 from flsuite.errors import FlsuiteError, require_one_of
-from flsuite.runs.fork import read_settings
+from flsuite.runs.record import read_settings
 
 MOST_SCORES = 4
 """Number of scores that are shown by default."""

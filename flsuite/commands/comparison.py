@@ -9,16 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flsuite.commands.record import Row, ends, is_finished, is_virtual, round_of_row, rows_of
 from flsuite.files import load_tensors
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.fork import (
+from flsuite.runs.fork import is_inherited
+from flsuite.runs.record import (
     LIMITS,
+    Row,
     checkpoints_of,
-    is_inherited,
+    ends,
+    is_finished,
+    is_virtual,
     kept_rounds,
     read_settings,
     round_of,
+    round_of_row,
+    rows_of,
 )
 from flsuite.runs.settings import differences
 

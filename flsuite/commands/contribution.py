@@ -16,13 +16,12 @@ from flsuite.analysis.contribution import (
     rank_correlation,
 )
 from flsuite.commands.arguments import CommandParser
-from flsuite.commands.record import is_finished, last_round
 from flsuite.commands.run_folder import require_run
 from flsuite.commands.shares import leave_one_out, shapley
 from flsuite.commands.worlds import Rebuilt, Retrained, Worlds
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
-from flsuite.runs.fork import read_settings
+from flsuite.runs.record import is_finished, last_round, read_settings
 from flsuite.score_names import lower_is_better
 
 _METHODS = ("leave-one-out", "shapley")

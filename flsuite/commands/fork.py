@@ -7,12 +7,11 @@ from pathlib import Path
 from flsuite.commands.arguments import CommandParser
 from flsuite.commands.fit import build
 from flsuite.commands.main import run_command
-from flsuite.commands.record import last_round, start_round
 from flsuite.commands.replay import adopt, engine_of, replay
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FlsuiteError
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import kept_rounds, read_settings
+from flsuite.runs.record import kept_rounds, last_round, read_settings, start_round
 
 
 def fork(args: list[str]) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from flsuite.commands.arguments import CommandParser
-from flsuite.commands.record import is_finished, last_round, table_fault
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FlsuiteError
+from flsuite.runs.record import is_finished, last_round, table_fault
 
 
 def pack(args: list[str]) -> None:

@@ -10,10 +10,18 @@ from typing import ClassVar
 from flsuite.arguments import PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.main import run_command
-from flsuite.commands.record import Row, ends, round_of_row, rows_of
 from flsuite.files import read_yaml, replace_tensors
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.fork import copy_files, kept_rounds, memories_of, read_settings
+from flsuite.runs.fork import copy_files
+from flsuite.runs.record import (
+    Row,
+    ends,
+    kept_rounds,
+    memories_of,
+    read_settings,
+    round_of_row,
+    rows_of,
+)
 from flsuite.runs.run import Run
 
 log = logging.getLogger("flsuite")

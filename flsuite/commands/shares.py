@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from flsuite.commands.worlds import Worlds
 from flsuite.random import numpy_generator
-from flsuite.runs.fork import read_settings
+from flsuite.runs.record import read_settings
 
 
 def leave_one_out(worlds: Worlds, clients: Sequence[int]) -> Iterator[tuple[int, float]]:

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flsuite.commands.arguments import CommandParser
-from flsuite.commands.record import (
+from flsuite.commands.run_folder import require_run
+from flsuite.errors import FederationError, FlsuiteError
+from flsuite.runs.record import (
     environment_differences,
     is_asynchronous,
     is_virtual,
+    kept_rounds,
     last_round,
     start_round,
     table_fault,
 )
-from flsuite.commands.run_folder import require_run
-from flsuite.errors import FederationError, FlsuiteError
-from flsuite.runs.fork import kept_rounds
 
 if TYPE_CHECKING:
     from flsuite.commands.comparison import Comparison, Fault

@@ -19,8 +19,8 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.tasks import TaskData
 from flsuite.errors import FlsuiteError
 from flsuite.files import locked, make_folder, replace_text
-from flsuite.runs.fork import first_round
 from flsuite.runs.partition import task_table, write_partition
+from flsuite.runs.record import first_round
 from flsuite.runs.table import MetricsTable, TimelineTable
 
 log = logging.getLogger("flsuite")

@@ -11,19 +11,14 @@ from typing import Any
 
 from flsuite.arguments import NonNegativeInt, Settings
 from flsuite.errors import FlsuiteError
-from flsuite.files import link_or_copy, load_tensors, read_yaml
+from flsuite.files import link_or_copy, load_tensors
+from flsuite.runs.record import LIMITS, first_round, kept_rounds, read_settings
 
 log = logging.getLogger("flsuite")
 
 _PRIVATE = {"DPFedAvg", "GaussianMechanism", "DPSGD", "SampleNoise"}
 _OF_A_SAMPLE = ("batch_size", "augment", "val_fraction", "seed")
 """Arguments of the data that do not move samples between clients."""
-LIMITS = {
-    "rounds": "round",
-    "max_virtual_seconds": "virtual_s",
-    "max_client_updates": "client_updates",
-}
-"""The limits of a run, and the columns of its table that they limit."""
 _NOT_OF_THE_PARENT = (
     *(*LIMITS, "stopping", "forked_from"),
     *("seed", "given_weights", "attackers"),
@@ -87,11 +82,6 @@ class Fork(Settings):
         return {"fork": moment, "forked_from": self.run}
 
 
-def first_round(settings: Mapping[str, Any]) -> int:
-    """Return the first round of a run, from its settings. Earlier ones are its parent's."""
-    return int((settings.get("fork") or {"round": 0})["round"]) + 1
-
-
 def is_inherited(checkpoint: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint in a fork's folder is the parent's: the round picked so far.
 
@@ -102,87 +92,6 @@ def is_inherited(checkpoint: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     round = int(checkpoint["federation"]["clock"]["round"])
     is_other_run = checkpoint["settings"].get("fork") != settings.get("fork")
     return is_other_run and round < first_round(settings)
-
-
-def may_stop_early(settings: Mapping[str, Any]) -> bool:
-    """Return whether a run may end before its limits, from its settings: a callback may stop it."""
-    has_limit = any(settings.get(name) is not None for name in LIMITS)
-    return bool(settings.get("stopping") or settings.get("callbacks")) or not has_limit
-
-
-def reached_a_limit(settings: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Return whether a run ends with a row of its ``metrics.csv``, because of one of its limits."""
-    limits = ((column, settings.get(name)) for name, column in LIMITS.items())
-    return any(limit is not None and float(row[column]) >= limit for column, limit in limits)
-
-
-def memories_of(federation: Mapping[str, Any]) -> set[str]:
-    """Return the files of a run that the state of its federation refers to."""
-    clients = {f"clients/round-{round:06d}.pt" for round in federation["clients"].values()}
-    return clients | {f"in_flight/version-{n:06d}.pt" for n in versions_in_flight(federation)}
-
-
-def versions_in_flight(federation: Mapping[str, Any]) -> set[int]:
-    """Return the versions that clients in flight had started from."""
-    schedule = federation["schedule"] or {}
-    fits = schedule.get("schedule", schedule).get("in_flight", [])  # Faults wraps another one
-    return {fit["version"] for fit in fits if fit["outcome"] == "arrived"}
-
-
-def kept_rounds(run: Path) -> dict[int, Path]:
-    """Return the checkpoints of a run by their round, also ``last.ckpt`` and ``best.ckpt``."""
-    return {round_of(path): path for path in checkpoints_of(run)}
-
-
-def checkpoints_of(run: Path) -> list[Path]:
-    """Return all checkpoints of a run."""
-    folder = run / "checkpoints"
-    return [
-        *sorted(path for path in folder.glob("round-*.ckpt") if path.stem[6:].isdecimal()),
-        *(path for name in ("best", "last") if (path := folder / f"{name}.ckpt").is_file()),
-    ]
-
-
-def kept_on_disk(run: Path) -> tuple[int, int]:
-    """Return the number of rounds that a run keeps for forks, and their bytes on disk.
-
-    Checkpoints and clients' memories that several rounds share are counted once.
-    """
-    checkpoints = [path for path in checkpoints_of(run) if path.stem.startswith("round-")]
-    files = [*checkpoints, *run.glob("clients/*.pt"), *run.glob("in_flight/*.pt")]
-    sizes = {(stat.st_dev, stat.st_ino): stat.st_size for stat in (path.stat() for path in files)}
-    return len(checkpoints), sum(sizes.values())
-
-
-def round_of(path: Path) -> int:
-    """Return the round of a checkpoint."""
-    if path.stem.startswith("round-"):
-        return int(path.stem.removeprefix("round-"))
-    content: Mapping[str, Any] = load_tensors(path, "restore it or delete it")
-    return int(content["federation"]["clock"]["round"])
-
-
-def read_settings(run: Path) -> dict[str, Any]:
-    """Read ``settings.yaml`` of a run: all settings that determine its result.
-
-    Raises:
-        FlsuiteError: If the file is missing or does not belong to a run.
-    """
-    path = run / "settings.yaml"
-    if not path.is_file():
-        raise FlsuiteError(
-            f"{run} has no settings.yaml: it is not the folder of a run; name another one"
-        )
-    content = read_yaml(path)
-    if not isinstance(content, dict) or not _is_seed(content.get("seed")):
-        raise FlsuiteError(
-            f"{path} does not hold the settings of a run; restore it or leave it out"
-        )
-    return {str(name): value for name, value in content.items()}
-
-
-def _is_seed(value: object) -> bool:
-    return value is None or (isinstance(value, int) and abs(value) < 1 << 63)
 
 
 def refuse_other_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:

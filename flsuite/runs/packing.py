@@ -8,7 +8,7 @@ from pathlib import Path
 from flsuite.errors import FlsuiteError
 from flsuite.files import load_tensors, locked, make_folder, replace_file
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.fork import checkpoints_of, memories_of
+from flsuite.runs.record import checkpoints_of, memories_of
 
 _PARTS = (
     "*.yaml",

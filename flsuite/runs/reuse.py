@@ -13,7 +13,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.files import load_tensors, make_folder, parse_yaml, replace_tensors
 from flsuite.messages import ClientContext, ClientResult, FitRequest, TrainedFit
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import read_settings
+from flsuite.runs.record import read_settings
 from flsuite.runs.settings import WEIGHTS, refuse_mismatch
 from flsuite.server.federation import Federation
 from flsuite.state import plain

@@ -17,8 +17,8 @@ from flsuite.engines.base import threads_set
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientResult, ClientUpdate, Split
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.fork import kept_rounds
 from flsuite.runs.preparation import worker_setup
+from flsuite.runs.record import kept_rounds
 from flsuite.runs.reuse import UPDATES, UpdateStore
 from flsuite.runs.run import Run
 from flsuite.schedules import Fit

@@ -17,7 +17,7 @@ from flsuite.errors import FederationError, FlsuiteError, one_line
 from flsuite.files import replace_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import first_round, read_settings
+from flsuite.runs.record import first_round, read_settings
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe, described_engine, init_args
 from flsuite.runs.summary import print_summary

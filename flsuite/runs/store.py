@@ -17,21 +17,23 @@ from flsuite.files import (
 from flsuite.runs.checkpoint import load_checkpoint, publish_checkpoint, write_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import (
-    LIMITS,
     Fork,
     anew,
-    checkpoints_of,
     copy_files,
     is_inherited,
-    kept_rounds,
-    memories_of,
     refuse_other_data,
     refuse_other_privacy,
-    round_of,
-    versions_in_flight,
 )
 from flsuite.runs.hooks import Hooks
 from flsuite.runs.kept import KeptTensors
+from flsuite.runs.record import (
+    LIMITS,
+    checkpoints_of,
+    kept_rounds,
+    memories_of,
+    round_of,
+    versions_in_flight,
+)
 from flsuite.runs.reuse import FROM_TRAINING
 from flsuite.runs.settings import WEIGHTS, refuse_mismatch, with_contents
 from flsuite.runs.summary import RunSummary

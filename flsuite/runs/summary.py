@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from flsuite.runs.fork import kept_on_disk
+from flsuite.runs.record import kept_on_disk
 from flsuite.score_names import lower_is_better, main_scores, score_of
 from flsuite.server.arrivals import RoundLog
 

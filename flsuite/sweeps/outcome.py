@@ -62,7 +62,7 @@ def measure(run_dir: Path, seconds: float) -> Outcome:
     # Imported late: pandas and matplotlib are not needed earlier.
     from flsuite.analysis.groups import monitor_of
     from flsuite.analysis.runs import curve, of_last_task, read_metrics
-    from flsuite.runs.fork import read_settings
+    from flsuite.runs.record import read_settings
     from flsuite.score_names import lower_is_better
 
     monitor = monitor_of(read_settings(run_dir))

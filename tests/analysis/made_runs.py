@@ -24,6 +24,7 @@ def settings(method: str, seed: int, alpha: float = 0.3, **others: Any) -> dict[
         "model": _made("models.Classifier", lr=0.1),
         "data": _made("data.Digits", clients=2, partition=partition),
         "aggregator": _made(f"aggregators.{method}"),
+        "schedule": _made("schedules.Synchronous"),
         "callbacks": [],
         **others,
     }

@@ -18,7 +18,7 @@ from flsuite.commands.shares import leave_one_out, shapley
 from flsuite.commands.worlds import Rebuilt, Retrained
 from flsuite.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.fork import read_settings
+from flsuite.runs.record import read_settings
 from tests.commands.command import QUICKSTART, cli, files, refused
 from tests.conftest import THREADS, equal_states
 

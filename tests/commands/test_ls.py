@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from flsuite.analysis import list_runs
-from flsuite.commands.record import is_finished
+from flsuite.runs.record import is_finished
 from tests.commands.command import cli, refused
 from tests.commands.test_report import settings, write
 from tests.conftest import classifier, digits, trainer

@@ -14,12 +14,17 @@ from flsuite.analysis.listing import list_runs
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.comparison import compare
 from flsuite.commands.main import main
-from flsuite.commands.record import is_finished
 from flsuite.commands.replay import replay
 from flsuite.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import kept_on_disk, kept_rounds, memories_of, versions_in_flight
+from flsuite.runs.record import (
+    is_finished,
+    kept_on_disk,
+    kept_rounds,
+    memories_of,
+    versions_in_flight,
+)
 from flsuite.runs.run import Run
 from tests.commands.command import cli, refused
 from tests.conftest import THREADS

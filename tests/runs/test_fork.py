@@ -34,7 +34,8 @@ from flsuite.files import save_tensors
 from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.fork import Fork, kept_rounds
+from flsuite.runs.fork import Fork
+from flsuite.runs.record import kept_rounds
 from flsuite.schedules import Asynchronous, Stragglers, Synchronous
 from flsuite.state import State, Tree
 from tests.aggregators.federations import assert_same_models

@@ -17,8 +17,9 @@ from flsuite.files import save_tensors
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.fork import Fork, kept_on_disk
+from flsuite.runs.fork import Fork
 from flsuite.runs.kept import KeptTensors, with_shared
+from flsuite.runs.record import kept_on_disk
 from flsuite.schedules import Synchronous
 from tests.aggregators.federations import assert_same_models
 from tests.conftest import digits, trainer

@@ -1,0 +1,227 @@
+"""Facts about a run, read from its folder."""
+
+import csv
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flsuite.errors import FlsuiteError
+from flsuite.files import load_tensors, read_yaml
+
+Row = Mapping[str, str]
+
+LIMITS = {
+    "rounds": "round",
+    "max_virtual_seconds": "virtual_s",
+    "max_client_updates": "client_updates",
+}
+"""The limits of a run, and the columns of its table that they limit."""
+_PARTS = ("model", "data", "aggregator", "schedule")  # settings of every run
+
+
+def read_settings(run: Path) -> dict[str, Any]:
+    """Read ``settings.yaml`` of a run: all settings that determine its result.
+
+    Raises:
+        FlsuiteError: If the file is missing or does not belong to a run.
+    """
+    path = run / "settings.yaml"
+    if not path.is_file():
+        raise FlsuiteError(
+            f"{run} has no settings.yaml: it is not the folder of a run; name another one"
+        )
+    content = read_yaml(path)
+    parts = [content.get(name) for name in _PARTS] if isinstance(content, dict) else [None]
+    if not all(map(_is_object, parts)) or not _is_seed(content.get("seed")):
+        raise FlsuiteError(
+            f"{path} does not hold the settings of a run; restore it or leave it out"
+        )
+    return {str(name): value for name, value in content.items()}
+
+
+def _is_object(value: object) -> bool:
+    """Return whether a setting describes an object. The file may be cut off."""
+    if not isinstance(value, dict) or not isinstance(value.get("init_args"), dict):
+        return False
+    return isinstance(value.get("class_path"), str)
+
+
+def _is_seed(value: object) -> bool:
+    return value is None or (isinstance(value, int) and abs(value) < 1 << 63)
+
+
+def first_round(settings: Mapping[str, Any]) -> int:
+    """Return the first round of a run, from its settings. Earlier ones are its parent's."""
+    return int((settings.get("fork") or {"round": 0})["round"]) + 1
+
+
+def start_round(run: Path) -> int:
+    """Return the round after which a run begins: 0, or the round of its fork."""
+    return first_round(read_settings(run)) - 1
+
+
+def last_round(run: Path) -> int:
+    """Return the last round in a run's table.
+
+    Raises:
+        FlsuiteError: If the table has no rows.
+    """
+    path = run / "metrics.csv"
+    rounds = [round_of_row(path, row) for row in rows_of(path)]
+    if not rounds:
+        raise FlsuiteError(f"{run} has no finished round in its metrics.csv")
+    return max(rounds)
+
+
+def ends(run: Path) -> list[int]:
+    """Return the rounds that a run has ended with. One that was extended has several."""
+    from flsuite.runs.checkpoint import load_checkpoint  # imported late: it needs torch
+
+    last = run / "checkpoints" / "last.ckpt"
+    return list(load_checkpoint(last)["summary"].get("ends", ())) if last.is_file() else []
+
+
+def is_finished(run: Path) -> bool:
+    """Return whether a run has reached its end, instead of being killed before it."""
+    path, settings, last = run / "metrics.csv", read_settings(run), last_round(run)
+    row = next(row for row in rows_of(path) if round_of_row(path, row) == last)
+    if reached_a_limit(settings, row):
+        return True
+    return may_stop_early(settings) and last in ends(run)
+
+
+def may_stop_early(settings: Mapping[str, Any]) -> bool:
+    """Return whether a run may end before its limits, from its settings: a callback may stop it."""
+    has_limit = any(settings.get(name) is not None for name in LIMITS)
+    return bool(settings.get("stopping") or settings.get("callbacks")) or not has_limit
+
+
+def reached_a_limit(settings: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Return whether a run ends with a row of its ``metrics.csv``, because of one of its limits."""
+    limits = ((column, settings.get(name)) for name, column in LIMITS.items())
+    return any(limit is not None and float(row[column]) >= limit for column, limit in limits)
+
+
+def is_virtual(run: Path) -> bool:
+    """Return whether the times of a run come from a virtual clock instead of measurements."""
+    schedule = read_settings(run)["schedule"]
+    while "schedule" in schedule.get("init_args", {}):  # Faults wraps another one
+        schedule = schedule["init_args"]["schedule"]
+    speeds = schedule.get("init_args", {}).get("speeds")
+    if speeds is None:
+        return is_asynchronous(run)  # whose default is a virtual clock
+    return not str(speeds.get("class_path", "")).endswith("Measured")
+
+
+def is_asynchronous(run: Path) -> bool:
+    """Return whether a run has no rounds."""
+    return "Asynchronous" in str(read_settings(run)["schedule"])
+
+
+def environment_differences(run: Path) -> list[str]:
+    """Return the versions, threads and kind of CPU that differ from the record."""
+    from flsuite.runs.folder import versions  # imported late: it needs torch
+
+    path = run / "versions.txt"
+    then = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    now = versions().splitlines()
+    before = {line.split(" ", 1)[0]: line for line in then}
+    return [
+        f"{before.get(name, f'{name} unknown')} there, {line.split(' ', 1)[1]} here"
+        for line in now
+        if (name := line.split(" ", 1)[0]) != "platform" and before.get(name) != line
+    ]
+
+
+def memories_of(federation: Mapping[str, Any]) -> set[str]:
+    """Return the files of a run that the state of its federation refers to."""
+    clients = {f"clients/round-{round:06d}.pt" for round in federation["clients"].values()}
+    return clients | {f"in_flight/version-{n:06d}.pt" for n in versions_in_flight(federation)}
+
+
+def versions_in_flight(federation: Mapping[str, Any]) -> set[int]:
+    """Return the versions that clients in flight had started from."""
+    schedule = federation["schedule"] or {}
+    fits = schedule.get("schedule", schedule).get("in_flight", [])  # Faults wraps another one
+    return {fit["version"] for fit in fits if fit["outcome"] == "arrived"}
+
+
+def kept_rounds(run: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run by their round, also ``last.ckpt`` and ``best.ckpt``."""
+    return {round_of(path): path for path in checkpoints_of(run)}
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """Return all checkpoints of a run."""
+    folder = run / "checkpoints"
+    return [
+        *sorted(path for path in folder.glob("round-*.ckpt") if path.stem[6:].isdecimal()),
+        *(path for name in ("best", "last") if (path := folder / f"{name}.ckpt").is_file()),
+    ]
+
+
+def kept_on_disk(run: Path) -> tuple[int, int]:
+    """Return the number of rounds that a run keeps for forks, and their bytes on disk.
+
+    Checkpoints and clients' memories that several rounds share are counted once.
+    """
+    checkpoints = [path for path in checkpoints_of(run) if path.stem.startswith("round-")]
+    files = [*checkpoints, *run.glob("clients/*.pt"), *run.glob("in_flight/*.pt")]
+    sizes = {(stat.st_dev, stat.st_ino): stat.st_size for stat in (path.stat() for path in files)}
+    return len(checkpoints), sum(sizes.values())
+
+
+def round_of(path: Path) -> int:
+    """Return the round of a checkpoint."""
+    if path.stem.startswith("round-"):
+        return int(path.stem.removeprefix("round-"))
+    content: Mapping[str, Any] = load_tensors(path, "restore it or delete it")
+    return int(content["federation"]["clock"]["round"])
+
+
+def rows_of(path: Path) -> Iterator[Row]:
+    """Yield the rows of a table, if it exists.
+
+    Raises:
+        FlsuiteError: If it is not text.
+    """
+    if path.is_file():
+        yield from csv.DictReader(_text(path).splitlines())
+
+
+def table_fault(run: Path) -> str | None:
+    """Return which table of a run is missing or cut off, or ``None``."""
+    for name in ("metrics.csv", "timeline.csv"):
+        if not (run / name).is_file():
+            return f"{name} is missing"
+        if line := _cut_off(run / name):
+            return f"{name}, line {line} is cut off"
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FlsuiteError(f"{path} is damaged at byte {error.start}; restore it") from error
+
+
+def _cut_off(path: Path) -> int | None:
+    """Return the number of the first incomplete line of a table, or ``None`` without one."""
+    text = _text(path)
+    rows = csv.DictReader(text.splitlines())
+    for row in rows:
+        if None in row.values():
+            return rows.line_num
+    return None if text.endswith("\n") else rows.line_num
+
+
+def round_of_row(path: Path, row: Row) -> int:
+    """Return the round of a row.
+
+    Raises:
+        FlsuiteError: If it is not a number of at least 1.
+    """
+    if not str(row["round"]).isdecimal() or int(row["round"]) < 1:
+        raise FlsuiteError(f"{path} has a row of round {row['round']!r}; restore the file")
+    return int(row["round"])
