@@ -35,6 +35,10 @@ _FILES = (
     "attackers.json",
     "metrics.csv",
     "timeline.csv",
+    "checkpoints/*.ckpt",
+    "checkpoints/*.pt",
+    "clients/*.pt",
+    "in_flight/*.pt",
 )
 _HOLDS_A_RUN = (
     "{} already holds a run: resume it with --ckpt_path last, or name another folder with --run_dir"
@@ -76,8 +80,7 @@ class RunFolder:
         self.timeline = TimelineTable(path / "timeline.csv" if path else None)
         self.tables = {"table": self.table, "timeline": self.timeline}
         self._made: list[Path] = []
-        self._written: list[Path] = []
-        self._found: set[Path] = set()
+        self._is_new = False
 
     @property
     def checkpoints(self) -> Path | None:
@@ -132,7 +135,6 @@ class RunFolder:
             return
         folders = (*self._stores(), *self.checkpoints.parents)
         self._made = [folder for folder in folders if not folder.exists()]
-        self._found = self._stored()
         make_folder(self.checkpoints)
 
     def create(
@@ -158,18 +160,19 @@ class RunFolder:
         """
         if self.path is None:
             return
-        if overwrite:
+        is_restart = overwrite and (self.path / "metrics.csv").exists()
+        if is_restart:
             self._refuse_lost_checkpoint(first_round(settings))
         elif reason := self._reason_to_refuse():
             self._remove_empty()
             raise FlsuiteError(reason)
         # The table comes first: on a disk without locks, it reserves the folder.
         try:
-            self.table.create(overwrite)
+            self.table.create(is_restart)
         except FileExistsError as error:
             raise FlsuiteError(_HOLDS_A_RUN.format(self.path)) from error
         self.timeline.create(overwrite=True)
-        self._written = [self.path / name for name in _FILES]
+        self._is_new = not is_restart
         self.write_request(config, settings)
         (self.path / "versions.txt").write_text(versions(), encoding="utf-8")
         with (self.path / "partition.csv").open("w", encoding="utf-8", newline="") as file:
@@ -194,21 +197,22 @@ class RunFolder:
             replace_text(str(text), self.path / name, flush=True)
 
     def discard(self) -> None:
-        """Remove the files of :meth:`create`, and files of loggers in a new folder."""
-        if self.path is None or not self._written:
+        """Remove the files of a new run, and files of loggers in a new folder."""
+        if self.path is None or not self._is_new:
             return
         if self.path in self._made:
             shutil.rmtree(self.path, ignore_errors=True)
-        for path in [*self._written, *(self._stored() - self._found)]:  # a fork copies some
-            path.unlink(missing_ok=True)
+        for path in self._files():
+            path.unlink()
         self._remove_empty()
 
     def _stores(self) -> list[Path]:
         """Return the folders of checkpoints, clients' memories and versions in flight."""
         return [self.path / name for name in _STORES] if self.path else []
 
-    def _stored(self) -> set[Path]:
-        return {path for folder in self._stores() for path in folder.glob("*")}
+    def _files(self) -> list[Path]:
+        """Return the files in the folder that a run writes, or a user's files of these names."""
+        return [path for name in _FILES for path in self.path.glob(name)] if self.path else []
 
     def _remove_empty(self) -> None:
         """Remove the empty folders that :meth:`make` created."""
@@ -244,14 +248,14 @@ class RunFolder:
         """
         assert self.path is not None
         assert self.checkpoints is not None
-        name = next((name for name in _FILES if (self.path / name).exists()), None)
+        names = [path.relative_to(self.path) for path in self._files()]
         # Checked after the other files: on a disk without locks, a new run writes it first.
         if (self.path / "metrics.csv").exists() or (self.checkpoints / "last.ckpt").exists():
             return _HOLDS_A_RUN.format(self.path)
-        if name is None:
+        if not names:
             return None
         return (
-            f"{self.path} has a file {name} that a run would replace; name "
+            f"{self.path} has a file {names[0]} that a run would replace; name "
             "another folder with --run_dir"
         )
 

@@ -48,8 +48,7 @@ _FROZEN = "frozen.pt"
 # Settings that a resumed run may change.
 _LIMITS = (*LIMITS, "stopping")
 _MAY_DIFFER = (*_LIMITS, "forked_from", *WEIGHTS)
-_OF_STATE = ("seed", "model", "data", "batchnorm")
-_DECIDE_SCORES = (*_OF_STATE, "aggregator")  # for a given state
+_DECIDE_SCORES = ("seed", "model", "data", "batchnorm", "aggregator")  # for a given state
 
 
 class RunStore:
@@ -205,8 +204,9 @@ class RunStore:
                     f"{checkpoint} is round {round} of {parent}, which this run was forked from; "
                     f"to train from there, fork it: flsuite fork {parent} --at {round}"
                 )
-            # Scores do not need the parent's algorithm.
-            decide, before = _OF_STATE, {**before, **anew(self.settings, saved)}
+            # Scores need neither the parent's algorithm nor its training.
+            refuse_other_data(self.settings, saved)
+            decide, before = ("batchnorm",), {**before, **anew(self.settings, saved)}
         # Settings of both sides: a setting that is missing on one side differs.
         names = [
             name
@@ -244,6 +244,9 @@ class RunStore:
         if own is not None and checkpoint.name != "last.ckpt":
             # The next round cuts off the rows of later rounds, which another last.ckpt would need.
             replace_file(lambda twin: link_or_copy(checkpoint, twin), own / "last.ckpt")
+            best = own / "best.ckpt"
+            if best.is_file() and round_of(best) > self.federation.clock.round:
+                self._take_best(own.parent)
         self.federation.versions.restore(self.versions_in_flight)
         for name, table in self.folder.tables.items():
             table.resume(content[name])
@@ -312,24 +315,31 @@ class RunStore:
             memory = clients[client]
             clients[client] = {k: v for k, v in memory.items() if k in FROM_TRAINING}
 
-    def _take_best(self, parent: Path) -> None:
-        """Keep the parent's picked round, until a round of this run is better."""
+    def _take_best(self, home: Path) -> None:
+        """Take the round picked so far from a run's folder, until a later one is better.
+
+        Args:
+            home: The folder of the parent, or of this run if it repeats the round of its best.
+        """
         best, own = self.summary.best.get("round"), self.folder.checkpoints
-        if best is None or own is None:
+        if own is None:
             return
-        path = kept_rounds(parent).get(int(best))
+        path = None if best is None else kept_rounds(home).get(int(best))
         if path is None:
-            log.warning(
-                "%s has not kept round %d, which validation data picks so far: this run has no "
-                "best.ckpt until a later round is better",
-                parent,
-                best,
-            )
+            (own / "best.ckpt").unlink(missing_ok=True)
+            if best is not None:
+                log.warning(
+                    "%s has not kept round %d, which validation data picks so far: this run has no "
+                    "best.ckpt until a later round is better",
+                    home,
+                    best,
+                )
             return
         content = load_checkpoint(path)
         federation = content["federation"]
         self._held["best.ckpt"] = federation["clients"], versions_in_flight(federation)
-        copy_files(parent, own.parent, memories_of(federation))
+        if home != own.parent:
+            copy_files(home, own.parent, memories_of(federation))
         own.mkdir(parents=True, exist_ok=True)
         replace_tensors(content, own / "best.ckpt")
 

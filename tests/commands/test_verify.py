@@ -298,6 +298,24 @@ def test_a_fork_keeps_the_round_that_its_parent_picked(run: Path, capsys: Any) -
     assert verified("fork")
 
 
+def test_the_picked_round_of_a_parent_with_another_rate_is_scored(run: Path, capsys: Any) -> None:
+    """The rate is an argument of the model, and no score depends on it."""
+    slow = ("--model.optimizer.lr", "0.0001", "--trainer.rounds", "5")
+    cli("fork", str(run), "--at", "4", *slow, "--run_dir", "fork")
+    for path in Path("fork/checkpoints").glob("best.ckpt"):  # whichever round was picked
+        shutil.copy(run / "checkpoints" / "best.ckpt", path)
+    capsys.readouterr()
+    tables = []
+    for folder in ("fork", str(run)):
+        assert cli("test", folder, "--ckpt_path", "best") == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1]
+    other = ("--data.partition.alpha", "9")
+    assert "hold the samples of the parent" in refused(
+        capsys, "test", "fork", "--ckpt_path", "best", *other
+    )
+
+
 def test_a_fork_keeps_what_was_in_flight_in_the_round_that_its_parent_picked() -> None:
     schedule = ("Asynchronous", "--trainer.schedule.concurrency", "4")
     schedule += ("--trainer.schedule.buffer_size", "2", "--trainer.schedule.speeds", "Stragglers")

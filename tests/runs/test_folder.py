@@ -1,6 +1,7 @@
 """The folder of a run is claimed by one process, and nobody's files are lost."""
 
 import multiprocessing
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ import yaml
 from flsuite.callbacks import FederationCallback, ForestProbe, RoundEarlyStopping
 from flsuite.commands.main import main
 from flsuite.errors import FederationError, FlsuiteError
+from flsuite.files import save_tensors
+from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder, new_run_dir
+from flsuite.runs.fork import Fork
+from flsuite.runs.record import round_of
 from tests.conftest import classifier, digits, trainer
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -42,6 +47,22 @@ def test_a_folder_that_was_there_keeps_what_was_in_it(tmp_path: Path) -> None:
     with pytest.raises(FlsuiteError):
         fit(tmp_path, callbacks=[ForestProbe()])
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("ckpt_path", [None, "last"])
+@pytest.mark.parametrize("name", ["checkpoints/best.ckpt", "clients/round-000001.pt"])
+def test_files_in_the_folders_of_a_run_are_kept(
+    name: str, ckpt_path: str | None, tmp_path: Path
+) -> None:
+    """A fork would copy its parent's files over them, and a run would remove them later."""
+    fit(tmp_path / "parent", rounds=2)
+    (tmp_path / "run" / name).parent.mkdir(parents=True)
+    (tmp_path / "run" / name).write_text("mine")
+    fork = Fork(run=str(tmp_path / "parent"), round=2)
+    with pytest.raises(FlsuiteError, match=rf"has a file {name} that a run would replace"):
+        fit(tmp_path / "run", 2, ckpt_path, fork=fork)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert [path.read_text() for path in files] == ["mine"]
 
 
 def test_folders_of_runs_that_start_together_differ() -> None:
@@ -182,6 +203,25 @@ def test_going_on_from_the_best_round_keeps_the_last_one_until_a_round_is_done(
     again.fit(classifier(lr=3.0), digits(), ckpt_path="last")
     assert again.round == 7
     assert [row[0] for row in again.run.folder.table.rows if row[7] == "clients"] == [*range(1, 8)]
+
+
+@pytest.mark.parametrize("keep_rounds", [1, 2])
+def test_going_on_from_an_earlier_round_takes_back_the_best_one(
+    keep_rounds: int, tmp_path: Path
+) -> None:
+    """It was a round that the run has not done any more."""
+    fit(tmp_path, rounds=4, keep_rounds=keep_rounds)
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "best.ckpt").unlink()
+    shutil.copy(checkpoints / "round-000004.ckpt", checkpoints / "best.ckpt")
+    early = load_checkpoint(checkpoints / "round-000002.ckpt")
+    early["summary"]["best"]["round"] = 1
+    save_tensors(early, checkpoints / "round-000002.ckpt")
+    made = fit(tmp_path, 2, str(checkpoints / "round-000002.ckpt"))
+    assert made.run.summary.best["round"] == 1
+    is_kept = keep_rounds == 1
+    assert (checkpoints / "best.ckpt").is_file() == is_kept
+    assert not is_kept or round_of(checkpoints / "best.ckpt") == 1
 
 
 def test_a_round_that_fails_after_its_aggregation_leaves_the_state_before_it(
