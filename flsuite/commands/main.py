@@ -81,6 +81,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = list(sys.argv[1:] if argv is None else argv)
     command = args[0] if args else "--help"
+    try:
+        "".join(args).encode()
+    except UnicodeEncodeError as error:  # bytes of a file's name, say
+        sys.exit(_complain(f"the arguments are not UTF-8 text ({error.reason})", 2))
     if command in ("-h", "--help", "help"):
         print(HELP, end="")
     elif command == "--version":

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from flsuite.errors import FlsuiteError, likeliest
 from flsuite.files import read_yaml
 
@@ -123,7 +121,7 @@ class _Reader:
     def load(self, path: Path) -> dict[str, Any]:
         if not path.is_file():
             raise FlsuiteError(f"there is no file {path}")
-        content = read_yaml(path, _UniqueLoader)
+        content = read_yaml(path)
         if not isinstance(content, dict):
             raise FlsuiteError(f"{path} must be a mapping of keys to values")
         return content
@@ -264,16 +262,3 @@ class _Reader:
         for place, keys in places.items():
             if both := [key for key in grid if key in keys]:
                 raise self.error(f"grid.{both[0]}", f"is set by {place} too; remove one of them")
-
-
-class _UniqueLoader(yaml.SafeLoader):
-    """A loader that refuses duplicate keys. Plain YAML keeps the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if str(key.value) in seen and key.tag != "tag:yaml.org,2002:merge":
-                where = f"line {key.start_mark.line + 1}"
-                raise yaml.YAMLError(f"{where}: {key.value!r} appears twice; rename one of them")
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)

@@ -439,6 +439,7 @@ BAD_LINES = {
         "data.clients: expected a whole number (at least 1), got 'ten'",
     ),
     "not_yaml": ("model:", "model: [", "is not valid YAML"),
+    "a_key_twice": ("model:", "trainer: {}\nmodel:", "'trainer' appears twice; rename one"),
     "no_date": ("model:", "x: 2024-13-45\nmodel:", "is not valid YAML (month must be in 1..12)"),
 }
 
@@ -461,6 +462,7 @@ def test_a_bad_config_is_one_line(
         (("report", "runs", "--metrc", "f1"), "did you mean --metric?"),
         (("fit", "--config", "nowhere.yaml"), "there is no config file nowhere.yaml"),
         (("fit", "--config"), "--config needs a file"),
+        (("fit", "--config", QUICKSTART, "--run_dir", "\udcff"), "are not UTF-8 text"),
         (("fit",), "fit: give a config, as --config configs/quickstart.yaml"),
         (("partition",), "partition: give a config"),
         (("partition", "--config", QUICKSTART, "--bogus", "3"), "unknown key --bogus"),

@@ -42,6 +42,10 @@ def test_the_config_is_found_beside_the_sweep_too(tmp_path: Path) -> None:
     assert read_sweep(folder / "sweep.yaml").config == folder / "own.yaml"
 
 
+def test_a_sweep_is_read_like_a_config() -> None:
+    assert read(GOOD.replace("seeds: ", "seeds:\t")).seeds == read(GOOD).seeds, "with a tab"
+
+
 def test_common_choices_are_every_methods() -> None:
     tune = "tune: {trials: 2, seeds: [9], common: {a.b: [1, 2]}, FedProx: {a.b: [3], c.d: [4]}}\n"
     sweep = read(GOOD + tune)
