@@ -15,7 +15,7 @@ from flsuite.analysis.contribution import (
     contribution_table,
     rank_correlation,
 )
-from flsuite.commands.arguments import CommandParser
+from flsuite.commands.parsers import parser_of
 from flsuite.commands.run_folder import require_run
 from flsuite.commands.shares import leave_one_out, shapley
 from flsuite.commands.worlds import Rebuilt, Retrained, Worlds
@@ -24,7 +24,6 @@ from flsuite.files import make_folder
 from flsuite.runs.record import is_finished, last_round, read_settings
 from flsuite.score_names import lower_is_better
 
-_METHODS = ("leave-one-out", "shapley")
 _NAMES = {"training": ["contribution"], "updates": ["estimate"]}
 _NAMES["both"] = [*_NAMES["training"], *_NAMES["updates"]]
 
@@ -131,17 +130,7 @@ def _chosen(text: str, worlds: Worlds) -> list[int]:
 
 
 def _parse(args: list[str]) -> Any:
-    parser = CommandParser("contribution")
-    parser.add_argument("runs", nargs="+")
-    parser.add_argument("--clients", default="all")
-    parser.add_argument("--at", type=int, default=0)
-    parser.add_argument("--by", choices=tuple(_NAMES), default="training")
-    parser.add_argument("--method", choices=_METHODS, default=_METHODS[0])
-    parser.add_argument("--permutations", type=int, default=10)
-    parser.add_argument("--tolerance", type=float, default=0.0)
-    parser.add_argument("--metric", default="accuracy")
-    parser.add_argument("--output", default="contribution")
-    request = parser.parse_args(args)
+    request = parser_of("contribution").parse_args(args)
     if request.permutations < 1 or request.at < 0 or request.tolerance < 0:
         raise FlsuiteError(
             "contribution: --permutations must be at least 1, --at and --tolerance at least 0"

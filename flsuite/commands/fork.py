@@ -4,9 +4,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from flsuite.commands.arguments import CommandParser
 from flsuite.commands.fit import build
 from flsuite.commands.main import run_command
+from flsuite.commands.parsers import parser_of
 from flsuite.commands.replay import adopt, engine_of, replay
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FlsuiteError
@@ -16,11 +16,7 @@ from flsuite.runs.record import kept_rounds, last_round, read_settings, start_ro
 
 def fork(args: list[str]) -> None:
     """Run the fork. If its round was not kept, replay the parent up to it first."""
-    parser = CommandParser("fork")
-    parser.add_argument("run")
-    parser.add_argument("--at", type=int, required=True)
-    parser.add_argument("--without", type=int, nargs="+", default=[])
-    own, rest = parser.parse_known_args(args)
+    own, rest = parser_of("fork").parse_known_args(args)
     parent = require_run("fork", Path(own.run))
     if own.at < 0:
         raise FlsuiteError(f"fork: --at must be a round, 0 or above, got {own.at}")

@@ -13,12 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from flsuite.analysis.listing import State, list_runs
-from flsuite.commands.arguments import CommandParser
+from flsuite.commands.parsers import parser_of
 from flsuite.errors import FlsuiteError
 from flsuite.score_names import lower_is_better
 
 _FILTERS = ("method", "data", "partition")
-_SORTS = ("run", "score", "rounds", "age")
 _COLORS = {"finished": "green", "running": "cyan", "interrupted": "yellow"}
 _COLORS |= {"failed": "red", "broken": "red"}
 _WIDE = 200  # characters per line when the output is not a terminal
@@ -27,7 +26,7 @@ _AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))  # units in seconds
 
 def ls(args: list[str]) -> None:
     """Print a table of the runs, or write them as JSON or CSV to the standard output."""
-    request = _parse(args)
+    request = parser_of("ls").parse_args(args)
     runs = list_runs(request.folders)
     chosen = _sorted(_filtered(runs, request), request.sort)
     if request.json or request.csv:
@@ -50,19 +49,6 @@ def ls(args: list[str]) -> None:
     print(", ".join([total, *states, *([f"{hidden} hidden"] if hidden else [])]))
     for _, run in chosen[chosen["error"] != ""].iterrows():
         print(f"{run['state']}: {_shown_path(run['run'])}: {run['error']}")
-
-
-def _parse(args: list[str]) -> argparse.Namespace:
-    parser = CommandParser("ls")
-    parser.add_argument("folders", nargs="*", default=["runs"])
-    for name in _FILTERS:
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--state", choices=get_args(State))
-    parser.add_argument("--sort", choices=_SORTS, default="run")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true")
-    output.add_argument("--csv", action="store_true")
-    return parser.parse_args(args)
 
 
 def _filtered(runs: pd.DataFrame, request: argparse.Namespace) -> pd.DataFrame:

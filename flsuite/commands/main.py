@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from flsuite import __version__
 from flsuite.commands.end import end_process
-from flsuite.commands.helps import HELP, HELPS, SUMMARIES
+from flsuite.commands.helps import HELP, SUMMARIES
+from flsuite.commands.parsers import PARSERS, parser_of
 from flsuite.commands.plugins import import_plugins
 from flsuite.commands.request import help_topic, option_values, read_configs, require_config
 from flsuite.commands.run_folder import with_run_folder
@@ -89,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(HELP, end="")
     elif command == "--version":
         print(_versions())
-    elif command in HELPS and {"-h", "--help"} & set(args):
-        print(HELPS[command], end="")
+    elif command in PARSERS and {"-h", "--help"} & set(args):
+        print(parser_of(command).format_help(), end="")
     elif command in _COMMANDS and (topic := help_topic(args)) is not None:
         sys.exit(_help(command, topic))
     elif command in _COMMANDS:

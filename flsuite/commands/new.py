@@ -4,7 +4,7 @@ import shlex
 from importlib.resources import files
 from pathlib import Path
 
-from flsuite.commands.arguments import CommandParser
+from flsuite.commands.parsers import parser_of
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
 
@@ -17,9 +17,7 @@ def new(args: list[str]) -> None:
     Raises:
         FlsuiteError: If one of the files already exists.
     """
-    parser = CommandParser("new")
-    parser.add_argument("name")
-    name = parser.parse_args(args).name
+    name = parser_of("new").parse_args(args).name
     folder = Path(name)
     if not name.strip() or folder.name == "..":
         raise FlsuiteError(f"new: {name!r} is not the name of a new folder; give one, e.g. mine")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from flsuite.commands.arguments import CommandParser
+from flsuite.commands.parsers import parser_of
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FlsuiteError
 from flsuite.runs.record import is_finished, last_round, table_fault
@@ -13,10 +13,7 @@ from flsuite.runs.record import is_finished, last_round, table_fault
 
 def pack(args: list[str]) -> None:
     """Write the file, and print its size."""
-    parser = CommandParser("pack")
-    parser.add_argument("run")
-    parser.add_argument("--output")
-    request = parser.parse_args(args)
+    request = parser_of("pack").parse_args(args)
     run = require_run("pack", Path(request.run))
     file = Path(request.output or f"{run.resolve().name}.zip")
 

@@ -43,7 +43,7 @@ from flsuite.analysis.results import Results, results_of
 from flsuite.analysis.run_figure import MOST_SCORES
 from flsuite.analysis.target import amount_cell, first_to_target, target_markdown, target_table
 from flsuite.analysis.tuning import read_tuning
-from flsuite.commands.arguments import CommandParser
+from flsuite.commands.parsers import parser_of
 from flsuite.commands.report_cross import report_cross
 from flsuite.errors import FlsuiteError
 from flsuite.files import make_folder
@@ -137,20 +137,7 @@ def _markdown(
 
 
 def _parse(args: list[str]) -> argparse.Namespace:
-    parser = CommandParser("report")
-    parser.add_argument("folders", nargs="+")
-    parser.add_argument("--metric", nargs="+")
-    parser.add_argument("--last", type=int, default=10)
-    parser.add_argument("--x", choices=list(AXES), default="round")
-    parser.add_argument("--split", choices=["test", "val"], default="test")
-    parser.add_argument("--target", type=float)
-    parser.add_argument("--against")
-    parser.add_argument("--rows")
-    parser.add_argument("--columns")
-    parser.add_argument("--output")
-    parser.add_argument("--html")
-    parser.add_argument("--wandb")
-    request = parser.parse_args(args)
+    request = parser_of("report").parse_args(args)
     if (request.rows is None) != (request.columns is None):
         raise FlsuiteError(
             "report: --rows and --columns go together, e.g. --rows aggregator --columns attack"

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flsuite.analysis import timeline_figure
-from flsuite.commands.arguments import CommandParser
 from flsuite.commands.fit import build
+from flsuite.commands.parsers import parser_of
 from flsuite.commands.parsing import config_name
 from flsuite.files import make_folder
 from flsuite.runs.rehearsal import rehearse
@@ -17,10 +17,7 @@ from flsuite.runs.table import TimelineTable
 
 def schedule(args: list[str]) -> None:
     """Write a picture and a table of which clients train when, and print totals."""
-    parser = CommandParser("schedule")
-    parser.add_argument("-c", "--config", action="append", default=[])
-    parser.add_argument("--output", default=".")
-    own, rest = parser.parse_known_args(args)
+    own, rest = parser_of("schedule").parse_known_args(args)
     configs = [argument for path in own.config for argument in ("--config", path)]
     trainer, model, data = build([*configs, *rest])
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flsuite.commands.arguments import CommandParser
+from flsuite.commands.parsers import parser_of
 from flsuite.commands.request import read_value
 from flsuite.engines.forkserver import interrupts_ignored
 from flsuite.errors import FederationError, FlsuiteError
@@ -37,13 +37,7 @@ def sweep(args: list[str]) -> None:
         FlsuiteError: If the sweep's file has an error. Nothing has been run.
         FederationError: If cells have failed. All others are done.
     """
-    parser = CommandParser("sweep")
-    parser.add_argument("-c", "--config", required=True)
-    parser.add_argument("--folder")
-    parser.add_argument("--workers", type=int)
-    parser.add_argument("--status", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
-    request, rest = parser.parse_known_args(args)
+    request, rest = parser_of("sweep").parse_known_args(args)
     content = read_sweep(request.config, _overrides(rest), request.workers)
     folder = Path(request.folder or Path("runs", content.name))
     if folder.is_file():

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flsuite.commands.arguments import CommandParser
+from flsuite.commands.parsers import parser_of
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.runs.record import (
@@ -33,11 +33,7 @@ def verify(args: list[str]) -> None:
     Raises:
         FederationError: If the record differs from the replay.
     """
-    parser = CommandParser("verify")
-    parser.add_argument("run")
-    parser.add_argument("--at", type=int)
-    parser.add_argument("--rounds", type=int, default=3)
-    request = parser.parse_args(args)
+    request = parser_of("verify").parse_args(args)
     if request.rounds < 1:
         raise FlsuiteError(f"verify: --rounds must be at least 1, got {request.rounds}")
     with tempfile.TemporaryDirectory(prefix="flsuite-verify-") as folder:

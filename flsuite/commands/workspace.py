@@ -2,19 +2,13 @@
 
 from typing import Any
 
-from flsuite.commands.arguments import CommandParser
+from flsuite.commands.parsers import parser_of
 from flsuite.publish.wandb_charts import build_workspace, default_entity, panels, saved
 
 
 def workspace(args: list[str]) -> None:
     """Save a workspace, or print its sections and panels."""
-    parser = CommandParser("workspace")
-    parser.add_argument("--project", required=True)
-    parser.add_argument("--entity")
-    parser.add_argument("--name", default="flsuite")
-    parser.add_argument("--metric", default="accuracy")
-    parser.add_argument("--dry-run", action="store_true")
-    request = parser.parse_args(args)
+    request = parser_of("workspace").parse_args(args)
 
     panels()  # before any call to W&B
     named = request.entity or ("ENTITY" if request.dry_run else None)

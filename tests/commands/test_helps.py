@@ -3,10 +3,13 @@
 import io
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from flsuite.analysis.listing import State
 from flsuite.commands.main import main
+from flsuite.commands.parsers import PARSERS, parser_of
 from flsuite.commands.waiting import waiting
 from tests.commands.command import cli
 
@@ -101,6 +104,28 @@ def test_help_comes_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> 
         main(["fit", "--config", "nowhere.yaml", "--help"])
     assert end.value.code == 0
     assert "usage: flsuite fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_the_commands_with_options_of_their_own_list_them(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    main([command, "--help"])
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: flsuite {command} ")
+    assert max(map(len, said.splitlines())) <= 100
+    assert all(name in said for a in parser_of(command)._actions for name in a.option_strings)
+
+
+def test_the_folder_of_a_run_comes_before_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["fork", "--help"])
+    assert "usage: flsuite fork RUN --at ROUND [OPTION ...]" in capsys.readouterr().out
+
+
+def test_the_states_that_are_listed_are_those_of_a_run() -> None:
+    (states,) = (a.choices for a in parser_of("ls")._actions if a.dest == "state")
+    assert states == get_args(State)
 
 
 class _Terminal(io.StringIO):

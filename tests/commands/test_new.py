@@ -62,4 +62,4 @@ def test_the_next_command_names_the_folder_as_a_shell_reads_it(
 
 
 def test_it_wants_a_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "required: name" in refused(capsys, "new")
+    assert "required: NAME" in refused(capsys, "new")
