@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flsuite.files import load_tensors
 from flsuite.runs.checkpoint import load_checkpoint
+from flsuite.runs.folder import versions
 from flsuite.runs.fork import is_inherited
 from flsuite.runs.record import (
     LIMITS,
@@ -89,6 +90,19 @@ def compare(run: Path, again: Path, start: int, stop: int) -> Comparison:
         if start <= round <= stop and round in ours:
             _compare_states(path, ours[round], round, found)
     return found
+
+
+def environment_differences(run: Path) -> list[str]:
+    """Return the versions, threads and kind of CPU that differ from the record."""
+    path = run / "versions.txt"
+    then = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    now = versions().splitlines()
+    before = {line.split(" ", 1)[0]: line for line in then}
+    return [
+        f"{before.get(name, f'{name} unknown')} there, {line.split(' ', 1)[1]} here"
+        for line in now
+        if (name := line.split(" ", 1)[0]) != "platform" and before.get(name) != line
+    ]
 
 
 def _other_settings(run: Path, again: Path) -> Iterator[str]:

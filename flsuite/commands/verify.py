@@ -12,7 +12,6 @@ from flsuite.commands.parsers import parser_of
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.runs.record import (
-    environment_differences,
     is_asynchronous,
     is_virtual,
     kept_rounds,
@@ -46,7 +45,7 @@ def verify(args: list[str]) -> None:
 
 
 def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
-    from flsuite.commands.comparison import compare
+    from flsuite.commands.comparison import compare, environment_differences
     from flsuite.commands.replay import replay
 
     _require_replayable(run)

@@ -118,21 +118,6 @@ def is_asynchronous(run: Path) -> bool:
     return "Asynchronous" in str(read_settings(run)["schedule"])
 
 
-def environment_differences(run: Path) -> list[str]:
-    """Return the versions, threads and kind of CPU that differ from the record."""
-    from flsuite.runs.folder import versions  # imported late: it needs torch
-
-    path = run / "versions.txt"
-    then = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    now = versions().splitlines()
-    before = {line.split(" ", 1)[0]: line for line in then}
-    return [
-        f"{before.get(name, f'{name} unknown')} there, {line.split(' ', 1)[1]} here"
-        for line in now
-        if (name := line.split(" ", 1)[0]) != "platform" and before.get(name) != line
-    ]
-
-
 def memories_of(federation: Mapping[str, Any]) -> set[str]:
     """Return the files of a run that the state of its federation refers to."""
     clients = {f"clients/round-{round:06d}.pt" for round in federation["clients"].values()}
