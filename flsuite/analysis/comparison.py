@@ -6,6 +6,7 @@ from typing import Literal, get_args
 import numpy as np
 import pandas as pd
 
+from flsuite.analysis.report import markdown_table
 from flsuite.analysis.results import only
 from flsuite.analysis.runs import run_scores
 from flsuite.errors import FlsuiteError, require_one_of
@@ -177,9 +178,9 @@ def pair_cells(table: pd.DataFrame) -> list[tuple[str, ...]]:
             f"{row['method']} - {row['other']}",
             f"{row['seeds']}",
             f"{row['difference']:+.4f}",
-            shown_interval(row["low"], row["high"]),
-            shown_p(row["p"]),
-            shown_p(row["p_holm"]),
+            _shown_interval(row["low"], row["high"]),
+            _shown_p(row["p"]),
+            _shown_p(row["p_holm"]),
         )
         for row in table.to_dict("records")
     ]
@@ -195,17 +196,16 @@ def comparison_markdown(table: pd.DataFrame, metric: str, score: Score) -> str:
     parts = [comparison_note(table, metric, score)]
     for partition, own in table.groupby("partition", sort=False):
         title = f"{partition}:\n\n" if table["partition"].nunique() > 1 else ""
-        rows = [PAIR_HEADINGS, ("---",) * len(PAIR_HEADINGS), *pair_cells(own)]
-        parts.append(title + "\n".join(f"| {' | '.join(row)} |" for row in rows))
-    return "\n\n".join(parts) + "\n"
+        parts.append(title + markdown_table(PAIR_HEADINGS, pair_cells(own)))
+    return "\n\n".join(parts)
 
 
-def shown_interval(low: float, high: float) -> str:
+def _shown_interval(low: float, high: float) -> str:
     """Return an interval as text, empty if there is none."""
     return "" if np.isnan(low) else f"{low:+.4f} to {high:+.4f}"
 
 
-def shown_p(p: float) -> str:
+def _shown_p(p: float) -> str:
     """Return a p-value as text, empty if there is none."""
     if np.isnan(p):
         return ""

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from flsuite.analysis.groups import Group
 from flsuite.analysis.labels import Flat, Variation, setting_text, shown_value
 from flsuite.analysis.panels import color_range, draw_matrix, grid_shape, new_figure
-from flsuite.analysis.report import group_row, require_score, score_cell
+from flsuite.analysis.report import group_row, markdown_table, require_score, score_cell
 from flsuite.errors import FlsuiteError
 
 _SCORES = {"last": "last round", "picked": "picked on validation"}
@@ -86,7 +86,7 @@ def cross_matrices(
 
 def cross_markdown(table: pd.DataFrame) -> str:
     """Write a Markdown table per metric, score and panel, with cells ``mean ± spread``."""
-    lines: list[str] = []
+    parts = []
     for metric, score in product(table["metric"].unique(), _SCORES):
         if score not in table:
             continue
@@ -96,16 +96,13 @@ def cross_markdown(table: pd.DataFrame) -> str:
             for row in own.to_dict("records")
         }
         for panel, matrix in cross_matrices(table, metric, score).items():
-            lines += [f"### {_title(metric, score, panel)}", ""]
-            lines += [
-                f"| | {' | '.join(matrix.columns)} |",
-                "|---" * (1 + len(matrix.columns)) + "|",
+            rows = [
+                [row, *(cells.get((panel, row, column), "") for column in matrix.columns)]
+                for row in matrix.index
             ]
-            for row in matrix.index:
-                shown = [cells.get((panel, row, column), "") for column in matrix.columns]
-                lines.append(f"| {row} | {' | '.join(shown)} |")
-            lines.append("")
-    return "\n".join(lines)
+            shown = markdown_table(["", *matrix.columns], rows)
+            parts.append(f"### {_title(metric, score, panel)}\n\n{shown}")
+    return "\n".join(parts)
 
 
 def cross_figure(table: pd.DataFrame, metric: str, score: str = "last") -> Figure:

@@ -1,6 +1,6 @@
 """Comparison of experiments: a table of the mean and spread over their runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -107,12 +107,17 @@ def report_markdown(table: pd.DataFrame) -> str:
     """
     titles = score_titles(table)
     headings = ["what differs", "metric", "runs", *titles.values()]
-    lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
+    rows = []
     for row in table.to_dict("records"):
-        cells = [row["group"].replace("|", "\\|"), row["metric"], str(row["runs"])]
-        cells += [score_cell(row, name) for name in titles]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        names = [row["group"].replace("|", "\\|"), row["metric"], str(row["runs"])]
+        rows.append([*names, *(score_cell(row, name) for name in titles)])
+    return markdown_table(headings, rows)
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as Markdown."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (headings, *rows)]
+    return "\n".join([lines[0], "|---" * len(headings) + "|", *lines[1:]]) + "\n"
 
 
 def score_titles(table: pd.DataFrame) -> dict[str, str]:

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from flsuite.analysis.axes import AXES
 from flsuite.analysis.panels import by_experiment, panel_grid
+from flsuite.analysis.report import markdown_table
 from flsuite.analysis.results import only
 from flsuite.analysis.runs import of_last_task, score_rows
 from flsuite.errors import FlsuiteError, require_one_of
@@ -140,11 +141,12 @@ def target_figure(
 def target_markdown(table: pd.DataFrame, goal: str) -> str:
     """Write a table of :func:`target_table` as Markdown, with cells ``mean ± spread``."""
     heads = ["method", "partition", *(axis.unit for axis in AXES.values()), "reached"]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    rows = []
     for row in table.to_dict("records"):
-        cells = [row["method"], row["partition"], *(amount_cell(row, x) for x in AXES)]
-        lines.append(f"| {' | '.join(cells)} | {row['reached']} of {row['runs']} |")
-    return "\n".join([f"To {goal}, means of runs that reach it:", "", *lines]) + "\n"
+        amounts = [amount_cell(row, x) for x in AXES]
+        reached = f"{row['reached']} of {row['runs']}"
+        rows.append([row["method"], row["partition"], *amounts, reached])
+    return f"To {goal}, means of runs that reach it:\n\n{markdown_table(heads, rows)}"
 
 
 def first_to_target(table: pd.DataFrame, goal: str, x: str = "round") -> str | None:

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-from pathlib import Path
 from typing import Any, get_args
 
 import pandas as pd
@@ -13,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flsuite.analysis.listing import State, list_runs
+from flsuite.analysis.results import short_path
 from flsuite.commands.parsers import parser_of
 from flsuite.errors import FlsuiteError
 from flsuite.score_names import lower_is_better
@@ -30,7 +29,7 @@ def ls(args: list[str]) -> None:
     runs = list_runs(request.folders)
     chosen = _sorted(_filtered(runs, request), request.sort)
     if request.json or request.csv:
-        plain = chosen.assign(run=chosen["run"].map(_shown_path))
+        plain = chosen.assign(run=chosen["run"].map(short_path))
         if request.csv:
             print(plain.to_csv(index=False), end="")
         else:  # pandas writes NaN as null, and a slash with a backslash
@@ -48,7 +47,7 @@ def ls(args: list[str]) -> None:
     total = f"{len(chosen)} run{'s' * (len(chosen) != 1)}"
     print(", ".join([total, *states, *([f"{hidden} hidden"] if hidden else [])]))
     for _, run in chosen[chosen["error"] != ""].iterrows():
-        print(f"{run['state']}: {_shown_path(run['run'])}: {run['error']}")
+        print(f"{run['state']}: {short_path(run['run'])}: {run['error']}")
 
 
 def _filtered(runs: pd.DataFrame, request: argparse.Namespace) -> pd.DataFrame:
@@ -112,7 +111,7 @@ def _table(runs: pd.DataFrame) -> Table:
     for run in runs.to_dict("records"):
         name = f"{run['score']} " if len(scores) > 1 and pd.notna(run["last"]) else ""
         cells = [
-            _shown_path(run["run"]),
+            short_path(run["run"]),
             _text(run["method"]),
             f"{_text(run['data'])} {_text(run['partition'])}".strip(),
             _rounds(run["rounds"], run["of"]),
@@ -124,12 +123,6 @@ def _table(runs: pd.DataFrame) -> Table:
         # Text is not parsed for markup, which a folder's name may resemble.
         table.add_row(*map(Text, cells), state, Text(age))
     return table
-
-
-def _shown_path(folder: Path) -> str:
-    """Return the path, relative to the working folder if it lies below it."""
-    below = folder.is_relative_to(Path.cwd())
-    return os.path.relpath(folder) if below else str(folder)
 
 
 def _text(value: Any) -> str:

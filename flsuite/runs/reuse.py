@@ -196,14 +196,6 @@ def refuse_other_training(
 def _require_plain_training(federation: Federation) -> None:
     """Refuse an algorithm that changes local training."""
     aggregator, data = federation.aggregator, federation.data.at(1)
-    name = aggregator.name
-    if aggregator.pools or aggregator.private:
-        raise FlsuiteError(
-            f"{name} does not train one model per client, so there are none to reuse; set "
-            "trainer.keep_updates to false, and leave out from_updates; in a sweep, leave out "
-            "this method, or name another one in updates_from"
-        )
-
     client = ClientContext(
         id=0,
         round=1,
@@ -214,9 +206,13 @@ def _require_plain_training(federation: Federation) -> None:
         memory={},
         layout=federation.server.layout,
     )
-    if not all(isinstance(c, AfterFit) for c in aggregator.callbacks(client)):
-        raise FlsuiteError(
-            f"{name} changes how clients train, so other aggregators cannot reuse their models; "
-            "set trainer.keep_updates to false, and leave out from_updates; in a sweep, leave out "
-            "this method, or name another one in updates_from"
-        )
+    if aggregator.pools or aggregator.private:
+        fault = "does not train one model per client, so there are none to reuse"
+    elif not all(isinstance(c, AfterFit) for c in aggregator.callbacks(client)):
+        fault = "changes how clients train, so other aggregators cannot reuse their models"
+    else:
+        return
+    raise FlsuiteError(
+        f"{aggregator.name} {fault}; set trainer.keep_updates to false, and leave out "
+        "from_updates; in a sweep, leave out this method, or name another one in updates_from"
+    )

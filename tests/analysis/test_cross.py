@@ -115,9 +115,9 @@ def test_markdown_has_means_with_spreads_and_empty_cells(runs: Path) -> None:
 
     assert "### test accuracy, last round, fraction=0.1\n" in text
     assert "### test backdoor_success, picked on validation, fraction=0.25\n" in text
-    assert "| | none | PixelBackdoor | SignFlip |\n|---|---|---|---|\n" in text
+    assert "|  | none | PixelBackdoor | SignFlip |\n|---|---|---|---|\n" in text
     assert "| FedAvg | 0.830 ± 0.014 | 0.530 ± 0.014 | 0.430 ± 0.014 |" in text
-    assert "| | PixelBackdoor |\n|---|---|\n| FedAvg | 0.500 ± 0.000 |" in text
+    assert "|  | PixelBackdoor |\n|---|---|\n| FedAvg | 0.500 ± 0.000 |" in text
 
 
 def test_the_figure_has_a_heat_map_per_panel_with_its_numbers(runs: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from flsuite.analysis.axes import AXES
-from flsuite.analysis.comparison import shown_interval, shown_p
+from flsuite.analysis.comparison import PAIR_HEADINGS, pair_cells
 from flsuite.analysis.groups import Group
 from flsuite.analysis.labels import differing, setting_text
 from flsuite.analysis.report import averaged_scores, group_row, score_cell
@@ -110,30 +110,15 @@ def targets(results: pd.DataFrame, targets: Mapping[str, float], metric: str, sp
 
 def pairs(table: pd.DataFrame) -> Table:
     """Return the paired comparison."""
-    heads = [
-        "method",
-        "other",
-        "partition",
-        "seeds",
-        "difference",
-        "95 % interval",
-        "p",
-        "p (Holm)",
-    ]
-    rows = [
-        [
-            Cell(row["method"]),
-            Cell(row["other"]),
-            Cell(row["partition"]),
-            Cell(f"{row['seeds']}", row["seeds"]),
-            Cell(f"{row['difference']:+.4f}", _known(row["difference"])),
-            Cell(shown_interval(row["low"], row["high"]), _known(row["low"])),
-            Cell(shown_p(row["p"]), _known(row["p"])),
-            Cell(shown_p(row["p_holm"]), _known(row["p_holm"]), is_best=row["p_holm"] < 0.05),
-        ]
-        for row in table.to_dict("records")
-    ]
-    return Table(heads, rows, words=3)
+    words, numbers = ("method", "other", "partition"), ("seeds", "difference", "low", "p", "p_holm")
+    rows = []
+    for row, (_, *texts) in zip(table.to_dict("records"), pair_cells(table), strict=True):
+        cells = [Cell(row[name]) for name in words]
+        for name, text in zip(numbers, texts, strict=True):
+            is_best = name == "p_holm" and row[name] < 0.05
+            cells.append(Cell(text, _known(row[name]), is_best=is_best))
+        rows.append(cells)
+    return Table([*words, "seeds", "difference", *PAIR_HEADINGS[3:]], rows, words=3)
 
 
 def settings(groups: Sequence[Group]) -> Table | None:
