@@ -38,7 +38,7 @@ def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
         ckpt_path: A checkpoint of this run. ``last`` is the one in its folder, if there is one.
 
     Raises:
-        FlsuiteError: If the request cannot be met. If no round was done, no files are left.
+        FlsuiteError: If the request cannot be met. A new run without a round leaves no files.
     """
     folder, is_restart = run.folder, ckpt_path is not None
     with ExitStack() as stack:
