@@ -6,6 +6,7 @@ source does not show are left to the parser.
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ class _Checked:
         # The current class of each key, None if unknown.
         self.classes: dict[_KeyPath, Definition | None] = {}
         self.classes["trainer",] = lookup(*TRAINER)
+        # A class has one signature for all of its keys. A later request may find it changed.
+        self.signature_of = cache(signature_of)
         # The unknown short name, where the likeliest class was taken in its place.
         self.guessed: dict[_KeyPath, str] = {}
 
@@ -186,7 +189,7 @@ class _Checked:
         if not at:
             return first_keys(self.command)
         chosen = self.classes.get(at)
-        return signature_of(chosen) if chosen else OPEN
+        return self.signature_of(chosen) if chosen else OPEN
 
     def _all_keys(self) -> Iterator[str]:
         """Yield the keys of all places, starting with the trainer and the algorithm."""
