@@ -130,9 +130,9 @@ ALGORITHMS: dict[str, Callable[[], Aggregator]] = {
 }
 
 
-@pytest.mark.parametrize("make", mostly_long(ALGORITHMS, "delta", "fedadam", "scaffold"))
-@pytest.mark.parametrize("buffers", ["average", "local"])
-def test_every_engine_gives_the_same_run(make: Callable[[], Aggregator], buffers: Any) -> None:
+@pytest.mark.parametrize("name", mostly_long({n: n for n in ALGORITHMS}, "delta", "scaffold"))
+def test_every_engine_gives_the_same_run(name: str) -> None:
+    make, buffers = ALGORITHMS[name], "average" if name in ("delta", "fedasync") else "local"
     settings: dict[str, Any] = {"batchnorm": buffers, "keep_optimizers": True}
     here = fitted(make(), stragglers(), **settings)
     there = fitted(make(), stragglers(), engine=Processes(workers=3), **settings)
