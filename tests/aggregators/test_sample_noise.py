@@ -123,16 +123,18 @@ def test_epsilon_is_that_of_two_gaussian_mechanisms_on_one_draw(most: int | None
 # Federations
 
 
-def fit(aggregator: FedFisher, rounds: int = 1, samples: int = 300, **settings: Any) -> Any:
+def fit(
+    aggregator: FedFisher, rounds: int = 1, samples: int = 300, hidden: int = 8, **settings: Any
+) -> Any:
     data = digits(clients=3, server_samples=30, train_samples=samples)
-    model = Classifier(MLP(hidden=(8,)))
+    model = Classifier(MLP(hidden=(hidden,)))
     return federation(aggregator, rounds=rounds, model=model, data=data, **settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_form_stays_semidefinite(kind: Any) -> None:
     """The noise alone would make half of the entries or eigenvalues negative."""
-    _, updates = fit(FedFisher(kind, noise=SampleNoise(3.0)), samples=150)
+    _, updates = fit(FedFisher(kind, noise=SampleNoise(3.0)), samples=150, hidden=2)
     for update in updates:
         assert 0 < update.metrics["fisher_epsilon"] < 10
         fisher = update.extras["fisher"]
