@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,17 @@ from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
 from tests.runs.killing import kill_and_resume, rounds_on_disk, table_of
 
-ROUNDS = 40
 
-
-def long_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> FederatedTrainer:
+def complete_run(
+    folder: str, engine: Any, ckpt_path: str | None = "last", rounds: int = 16
+) -> FederatedTrainer:
     """Fit a federation that needs all that a checkpoint can hold.
 
     It has server momentum, partial participation, a private head and kept optimizers.
     """
     torch.set_num_threads(1)
     made = trainer(
-        rounds=ROUNDS,
+        rounds=rounds,
         aggregator=FedAvgM(momentum=0.9),
         schedule=Synchronous(0.5),
         engine=engine,
@@ -52,18 +53,24 @@ def long_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> Federa
     return made
 
 
+def longer_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> FederatedTrainer:
+    return complete_run(folder, engine, ckpt_path, rounds=40)
+
+
 @pytest.mark.parametrize(
-    ("engine", "kills"),
+    ("run", "engine", "kills"),
     [
-        pytest.param(InProcess(), 1, id="in_process"),
-        pytest.param(InProcess(), 10, id="in_process, often", marks=pytest.mark.long),
-        pytest.param(Processes(workers=2), 3, id="processes", marks=pytest.mark.long),
+        pytest.param(complete_run, InProcess(), 1, id="in_process"),
+        pytest.param(longer_run, InProcess(), 10, id="in_process, often", marks=pytest.mark.long),
+        pytest.param(longer_run, Processes(workers=2), 3, id="processes", marks=pytest.mark.long),
     ],
 )
-def test_killed_and_resumed_equals_never_stopped(tmp_path: Path, engine: Any, kills: int) -> None:
-    whole = long_run(str(tmp_path / "whole"), InProcess(), ckpt_path=None)
+def test_killed_and_resumed_equals_never_stopped(
+    tmp_path: Path, run: Callable[..., FederatedTrainer], engine: Any, kills: int
+) -> None:
+    whole = run(str(tmp_path / "whole"), InProcess(), ckpt_path=None)
     folder = tmp_path / "killed"
-    resumed = kill_and_resume(long_run, folder, engine, kills, ROUNDS)
+    resumed = kill_and_resume(run, folder, engine, kills, whole.round)
     assert resumed.federation is not None and whole.federation is not None
     assert equal_states(resumed.federation.state, whole.federation.state)
     for client in range(8):
