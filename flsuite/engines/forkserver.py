@@ -15,7 +15,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, util
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +29,7 @@ def prepare_workers() -> None:
     """Start the server process that workers are forked from, unless it is running."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_WORKER])
-    with without_main(), interrupts_ignored(), _forking() if _can_fork() else nullcontext():
+    with without_main(), interrupts_ignored(), _forking():
         forkserver.ensure_running()
 
 
@@ -110,9 +110,18 @@ def _quiet_forks() -> Iterator[None]:
 
 @contextmanager
 def _forking() -> Iterator[None]:
-    """Make multiprocessing start its fork server as a fork of this process."""
+    """Make multiprocessing start its fork server as a fork of this process, if possible.
+
+    The check takes a while, so it waits until multiprocessing starts one: most often, one runs.
+    """
     spawn = util.spawnv_passfds
-    util.spawnv_passfds = _run_in_fork  # type: ignore[assignment]
+
+    def start(path: Any, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        if _can_fork():
+            return _run_in_fork(path, arguments, descriptors)
+        return spawn(path, arguments, descriptors)
+
+    util.spawnv_passfds = start  # type: ignore[assignment]
     try:
         yield
     finally:

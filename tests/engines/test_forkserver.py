@@ -14,7 +14,12 @@ import pytest
 import torch
 
 from flsuite.engines import forkserver
-from flsuite.engines.forkserver import _can_fork, _run_in_fork, prepare_workers_early
+from flsuite.engines.forkserver import (
+    _can_fork,
+    _run_in_fork,
+    prepare_workers,
+    prepare_workers_early,
+)
 from flsuite.engines.processes import Processes
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
@@ -115,6 +120,13 @@ def test_no_server_is_started_by_a_module_in_the_middle_of_its_import(
     prepare_workers_early()
     Processes(1)
     assert len(started) >= 1
+
+
+def test_a_server_that_runs_is_not_checked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check looks at every module, and may fork."""
+    prepare_workers()
+    monkeypatch.delattr(forkserver, "_can_fork")
+    prepare_workers()
 
 
 SCRIPT = """
