@@ -22,7 +22,7 @@ from flsuite.client.placement import on_one_gpu, require_one_device
 from flsuite.client.precision import resolve_precision
 from flsuite.client.setup import client_arguments
 from flsuite.client.trainer import quiet_lightning
-from flsuite.engines.base import Engine, InProcess
+from flsuite.engines.base import EngineChoice, InProcess
 from flsuite.errors import require_at_least
 from flsuite.exchange import SecureAggregation
 from flsuite.runs.folder import RunFolder, new_run_dir
@@ -107,7 +107,7 @@ class FederatedTrainer(ScoringTrainer):
         rounds: int | None = None,
         aggregator: Aggregator | Rule | None = None,
         schedule: Schedule | None = None,
-        engine: Engine | None = None,
+        engine: EngineChoice | None = None,
         compression: Transform | None = None,
         secure_sum: SecureAggregation | None = None,
         attack: Attack | None = None,
@@ -196,16 +196,16 @@ class FederatedTrainer(ScoringTrainer):
         """
         run = self.prepare(model, datamodule, ckpt_path)
         setup = worker_setup(self, run)
-        choose_engine(run, self.engine, setup, ckpt_path)
-        with left_on_cpu(model), opened(run, ckpt_path), started(run, self.engine, setup):
+        engine = run.engine = choose_engine(run, self.engine, setup, ckpt_path)
+        with left_on_cpu(model), opened(run, ckpt_path), started(run, engine, setup):
             clock = run.federation.clock
             while not run.finished:
                 # 1. Who starts training now, from the current version of the global model.
                 starting = self.schedule.start(clock)
                 # 2. They train, wherever the engine runs.
-                self.engine.submit(run.requests(starting))
+                engine.submit(run.requests(starting))
                 # 3. Whose updates arrive next, by the virtual clock. Faulty ones are left out.
-                updates = run.accept(self.schedule.arrivals(self.engine, clock, run.requests))
+                updates = run.accept(self.schedule.arrivals(engine, clock, run.requests))
                 # 4. The updates become the next version of the global model.
                 run.advance(run.aggregate(updates))
                 # 5. The new version is scored, logged and written to disk.

@@ -91,9 +91,6 @@ class LoggerLink:
         self.held = rounds_of(run) if state else frozenset()
         self.logger.log_hyperparams(run.settings)
 
-    def start_round(self, run: Run) -> None:
-        """Handle the start of a round. The engine is running."""
-
     def log(self, run: Run, row: RoundNumbers) -> None:
         """Send the numbers of a round, unless the log already has them."""
         if row.round not in self.held:

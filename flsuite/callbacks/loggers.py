@@ -82,10 +82,6 @@ class RoundLogger(FederationCallback, Settings):
         _show(0, lambda: first_pictures(run), [link for link in self._links if 0 not in link.held])
         self._send_missing(run)
 
-    def on_round_start(self, run: Run, round: int, clients: Any) -> None:
-        for link in self._links:
-            link.start_round(run)
-
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
         row = latest_round(run, metrics, self._with_clients(run))
         for link in self._links:

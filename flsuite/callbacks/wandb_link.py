@@ -57,7 +57,7 @@ class WandbLink(LoggerLink):
         self._step = 0  # the next free step
         self._offsets: list[tuple[int, int]] = []  # (first round, W&B's step minus the round)
         self._is_earlier_version = False
-        self._has_engine = self._has_warned = False
+        self._has_warned = False
         self._rounds_to_target: int | None = None
 
     def start(self, run: Run, state: dict[str, Any]) -> None:
@@ -73,14 +73,9 @@ class WandbLink(LoggerLink):
         experiment.define_metric("round")
         experiment.define_metric("*", step_metric="round")
         super().start(run, {})
+        experiment.config.update({"engine": describe(run.engine)}, allow_val_change=True)
         if state:
             self._resume(run, experiment)
-
-    def start_round(self, run: Run) -> None:
-        if not self._has_engine:  # the engine is not known earlier
-            engine = {"engine": describe(run.evaluator.engine)}
-            self.logger.experiment.config.update(engine, allow_val_change=True)
-            self._has_engine = True
 
     def log(self, run: Run, row: RoundNumbers) -> None:
         super().log(run, row)

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,13 @@ from flsuite.client.jobs import JobRunner
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
 from flsuite.client.stackable import refuse_callbacks, require_stackable
-from flsuite.engines.base import Engine, InProcess, threads_set
-from flsuite.engines.delegate import Delegate
+from flsuite.engines.base import (
+    Engine,
+    EngineChoice,
+    EngineDeclarations,
+    InProcess,
+    threads_set,
+)
 from flsuite.engines.pool import cores
 from flsuite.engines.processes import Processes
 from flsuite.engines.vectorized import Vectorized
@@ -60,7 +65,7 @@ class _Way:
 
 
 @dataclass(eq=False)
-class Auto(Delegate, Settings):
+class Auto(EngineChoice, Settings):
     """Chooses this process, worker processes or stacks of clients, whichever is fastest.
 
     Before the first round, it trains a client and, if the run allows it, a stack of clients for
@@ -68,8 +73,8 @@ class Auto(Delegate, Settings):
     least expected time for the whole run. The log says which and why. The choice between
     :class:`~flsuite.engines.InProcess` and :class:`~flsuite.engines.Processes` does not affect
     results. :class:`~flsuite.engines.Vectorized` rounds differently, so the record names it with
-    its stack, and a resumed run keeps it. Runs of a comparison should name their engine, because
-    two machines may choose differently.
+    its stack, and a resumed run keeps the stack. Runs of a comparison should name their engine,
+    because two machines may choose differently.
 
     Args:
         workers: Maximum number of worker processes. Default: the cores, or the GPUs.
@@ -78,11 +83,11 @@ class Auto(Delegate, Settings):
 
     workers: PositiveInt | None = None
     clients: PositiveInt = 64
-    chosen: Engine | None = field(default=None, init=False)
 
     @property
-    def _engine(self) -> Engine:  # type: ignore[override]
-        return self.chosen or InProcess()
+    def declarations(self) -> EngineDeclarations:
+        # It chooses worker processes for a run in which clients die.
+        return EngineDeclarations(survives=EngineDeclarations.survives | {"dies"})
 
     def choose(
         self,
@@ -93,8 +98,8 @@ class Auto(Delegate, Settings):
         at_once: int | None = None,
         measures: bool = False,
         before: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Choose the engine of a run.
+    ) -> Engine:
+        """Return the engine for a run.
 
         Args:
             setup: The setup of the run.
@@ -107,12 +112,13 @@ class Auto(Delegate, Settings):
             before: The settings of the run that is resumed, if any.
         """
         if before is not None and (kept := before.get("engine")):
-            self.chosen = Vectorized(**kept["init_args"])
-            log.info("engine: %s (auto: the run began with it)", _name(self.chosen))
-            return
+            size = int(kept["init_args"]["clients"])
+            most = 1 if at_once else math.ceil(len(requests) / size)
+            engine = Vectorized(clients=size, workers=min(self._workers(setup), most))
+            log.info("engine: %s (auto: the run began with these stacks)", _name(engine))
+            return engine
         if setup.aggregator.pools or not _can_be_copied(setup):
-            self.chosen = InProcess()
-            return
+            return InProcess()
         with isolate_rng():
             ways = self._plain(setup, requests)
             size = min(self.clients, len(requests), at_once or self.clients)
@@ -123,10 +129,10 @@ class Auto(Delegate, Settings):
                 ways += [way for way in stacks if way.engine.declarations.joins or at_once is None]
         ways = [way for way in ways if not {*faults} - way.engine.declarations.survives] or ways
         best = min(ways, key=lambda way: way.of(fits) / way.worth)
-        self.chosen = best.engine
         costs = ", ".join(f"{_name(way.engine)} {_shown(way.of(fits))}" for way in ways)
         more = f"; no stacks: {why}" if why else ""
         log.info("engine: %s (auto: for %d fits, %s%s)", _name(best.engine), fits, costs, more)
+        return best.engine
 
     def _plain(self, setup: WorkerSetup, requests: Sequence[FitRequest]) -> list[_Way]:
         """Return this process, and worker processes if there is something to share."""

@@ -32,7 +32,16 @@ class EngineDeclarations:
     survives: frozenset[Fault] = frozenset({"raises", "nan", "shapes", "late", "twice", "gone"})
 
 
-class Engine(ABC):
+class EngineChoice(ABC):
+    """What ``trainer.engine`` can name: an engine, or a way to choose one."""
+
+    @property
+    @abstractmethod
+    def declarations(self) -> EngineDeclarations:
+        """Return properties that other parts of a run depend on."""
+
+
+class Engine(EngineChoice):
     """Determines where clients train.
 
     The engine does not affect results. The same requests give the same outcomes on every engine, in
@@ -41,7 +50,6 @@ class Engine(ABC):
 
     @property
     def declarations(self) -> EngineDeclarations:
-        """Return properties that other parts of a run depend on."""
         return EngineDeclarations()
 
     @abstractmethod

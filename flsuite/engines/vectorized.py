@@ -1,19 +1,19 @@
 """The engine that trains many clients as one batched program."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flsuite.arguments import PositiveInt, Settings, Threads
 from flsuite.client.setup import WorkerSetup
 from flsuite.client.stackable import refuse_callbacks, require_stackable
 from flsuite.engines.base import Engine, EngineDeclarations, InProcess
-from flsuite.engines.delegate import Delegate
 from flsuite.engines.processes import Processes
-from flsuite.messages import FitRequest
+from flsuite.messages import FitRequest, Outcome, ScoreRequest
 
 
 @dataclass(eq=False)
-class Vectorized(Delegate, Settings):
+class Vectorized(Engine, Settings):
     """Trains clients in stacks: their weights lie along a first axis, and one program steps all.
 
     Small networks train several times as fast as one after another, because a step of the whole
@@ -50,7 +50,7 @@ class Vectorized(Delegate, Settings):
 
     @property
     def declarations(self) -> EngineDeclarations:
-        return replace(super().declarations, decides=("clients",), joins=self.workers == 1)
+        return replace(self._engine.declarations, decides=("clients",), joins=self.workers == 1)
 
     def start(self, setup: WorkerSetup) -> None:
         require_stackable(setup)
@@ -61,3 +61,19 @@ class Vectorized(Delegate, Settings):
         for request in requests:
             refuse_callbacks(request)
         self._engine.submit(requests)
+
+    def join(self, numbers: Collection[int]) -> None:
+        self._engine.join(numbers)
+
+    @property
+    def pending(self) -> Sequence[int]:
+        return self._engine.pending
+
+    def collect(self, number: int) -> Outcome:
+        return self._engine.collect(number)
+
+    def score(self, requests: Iterable[ScoreRequest]) -> Any:
+        return self._engine.score(requests)
+
+    def stop(self) -> None:
+        self._engine.stop()

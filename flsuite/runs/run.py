@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
+from flsuite.engines.base import Engine
 from flsuite.errors import FederationError
 from flsuite.files import replace_tensors
 from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome, Scores, Split
@@ -49,6 +50,7 @@ class Run:
         summary: The scores of the last round and of the picked round, and their cost.
         status: ``running``, then ``success`` or ``failed``.
         store: Its checkpoints.
+        engine: Where its clients train, from the start of a fit on.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Run:
         self.summary = RunSummary(options.monitor or "accuracy")
         self.status: Status = "running"
         self.store = RunStore(federation, folder, self.settings, callbacks, self.summary)
+        self.engine: Engine | None = None
         self._is_stopping = False
         self._improved = False
         self._accepting: Iterator[ClientUpdate] = iter(())

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.auto import Auto
-from flsuite.engines.base import Engine
+from flsuite.engines.base import Engine, EngineChoice
 from flsuite.errors import FederationError, FlsuiteError, one_line
 from flsuite.files import replace_tensors
 from flsuite.runs.checkpoint import load_checkpoint
@@ -89,18 +89,20 @@ def started(run: Run, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
         run.evaluator.engine = None
 
 
-def choose_engine(run: Run, engine: Engine, setup: WorkerSetup, ckpt_path: str | None) -> None:
-    """Let ``Auto`` choose the engine of a run, and record the choice where it decides the result.
+def choose_engine(
+    run: Run, choice: EngineChoice, setup: WorkerSetup, ckpt_path: str | None
+) -> Engine:
+    """Return the engine of a run, and record what ``Auto`` chooses where it decides the result.
 
     Args:
         run: The run, before its folder is made.
-        engine: The requested engine. Any but ``Auto`` stays as it is.
+        choice: The requested engine, or ``Auto``.
         setup: The setup of the run's workers.
         ckpt_path: The checkpoint that will be resumed, if any.
     """
-    if not isinstance(engine, Auto):
-        return
-    run.settings.pop("engine", None)  # what it chose for another run
+    if isinstance(choice, Engine):
+        return choice
+    assert isinstance(choice, Auto)
     checkpoint = run.folder.find_checkpoint(ckpt_path)
     before = None if checkpoint is None else load_checkpoint(checkpoint)["settings"]
     if before is None and run.store.parent is not None and run.store.parent.round:
@@ -111,7 +113,7 @@ def choose_engine(run: Run, engine: Engine, setup: WorkerSetup, ckpt_path: str |
     cohort = max(1, min(in_flight, federation.data.clients))
     if setup.aggregator.pools:  # one fit on all samples
         cohort = 1
-    engine.choose(
+    engine = choice.choose(
         setup,
         federation.first_requests(run.callbacks.for_clients, cohort),
         fits=budget.max_client_updates or cohort * (budget.rounds or _ROUNDS),
@@ -121,9 +123,10 @@ def choose_engine(run: Run, engine: Engine, setup: WorkerSetup, ckpt_path: str |
         before=before,
     )
     run.settings.update(described_engine(engine))
+    return engine
 
 
-def require_engine(run: Run, engine: Engine) -> None:
+def require_engine(run: Run, engine: EngineChoice) -> None:
     """Refuse an engine that cannot serve the schedule.
 
     Injected faults must not end the engine, and a resumed run must be able to group fits again.

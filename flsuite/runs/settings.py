@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from flsuite.arguments import MISSING, given_arguments, stored_argument
+from flsuite.engines.base import EngineChoice
 from flsuite.errors import FlsuiteError
 from flsuite.runs.options import RunOptions
 from flsuite.state import raw_bytes
@@ -79,9 +80,8 @@ def run_settings(
     }
 
 
-def described_engine(engine: Any) -> dict[str, Any]:
+def described_engine(engine: EngineChoice) -> dict[str, Any]:
     """Return an engine's class and the arguments that decide the result, if any do."""
-    engine = getattr(engine, "chosen", None) or engine
     if not (decides := engine.declarations.decides):
         return {}
     arguments = {name: describe(getattr(engine, name)) for name in decides}

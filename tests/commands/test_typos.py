@@ -19,6 +19,7 @@ from flsuite.commands.static.first_keys import TRAINER
 from flsuite.commands.static.modules import lookup
 from flsuite.commands.static.signatures import signature_of
 from flsuite.commands.static.typos import TyposError, refuse_typos
+from flsuite.engines.base import EngineChoice
 from flsuite.errors import FlsuiteError
 from flsuite.trainer import FederatedTrainer
 from tests.commands.command import QUICKSTART, cli, refused
@@ -246,7 +247,7 @@ BASES = (
 
 
 def test_every_engine_goes_by_its_short_name() -> None:
-    paths = get_all_subclass_paths(flsuite.engines.Engine)
+    paths = get_all_subclass_paths(EngineChoice)
     names = {path.rpartition(".")[2] for path in paths}
     assert names >= set(flsuite.engines.__all__) - {"Engine"}
 

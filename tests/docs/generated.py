@@ -16,7 +16,7 @@ from flsuite.attacks import Attack
 from flsuite.callbacks import FederationCallback
 from flsuite.client.lr_decay import LRDecay
 from flsuite.data import Augment, FederatedDataModule, Partition, Skew
-from flsuite.engines import Engine
+from flsuite.engines.base import EngineChoice
 from flsuite.exchange import SecureAggregation
 from flsuite.models import Backbone, ClientModel
 from flsuite.schedules import Availability, Schedule, Selection, Speeds
@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[type, Sequence[str]]] = {  # what its classes extend, and
     "speeds": (Speeds, ["schedules"]),
     "availability": (Availability, ["schedules"]),
     "selections": (Selection, ["schedules"]),
-    "engines": (Engine, ["engines"]),
+    "engines": (EngineChoice, ["engines"]),
     "learning rates over rounds": (LRDecay, ["client.lr_decay"]),
     "models": (ClientModel, ["models"]),
     "backbones": (Backbone, ["models"]),

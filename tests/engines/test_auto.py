@@ -31,14 +31,14 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return seconds
 
 
-def choice(rounds: int = 10, clients: int = 6, **settings: Any) -> Any:
+def choice(
+    rounds: int = 10, clients: int = 6, ckpt_path: str | None = None, **settings: Any
+) -> Any:
     """Return the engine that is chosen for a run, without training it."""
-    engine = Auto()
-    made = trainer(rounds=rounds, engine=engine, **settings)
+    made = trainer(rounds=rounds, engine=Auto(), **settings)
     run = made.prepare(model(), digits(clients=clients))
-    choose_engine(run, engine, worker_setup(made, run), None)
-    assert engine.chosen is not None
-    return engine.chosen, run.settings.get("engine")
+    chosen = choose_engine(run, made.engine, worker_setup(made, run), ckpt_path)
+    return chosen, run.settings.get("engine")
 
 
 def model() -> Classifier:
@@ -96,14 +96,23 @@ def test_an_injected_death_needs_processes(costs: dict[str, float]) -> None:
 
 
 def test_what_it_chose_for_another_run_is_not_recorded(costs: dict[str, float]) -> None:
-    engine, records = Auto(), []
+    made, records = trainer(rounds=10, engine=Auto()), []
     for stacked in (0.1, 10.0):
         costs["stacked"] = stacked
-        made = trainer(rounds=10, engine=engine)
         run = made.prepare(model(), digits(clients=6))
-        choose_engine(run, engine, worker_setup(made, run), None)
+        choose_engine(run, made.engine, worker_setup(made, run), None)
         records.append(run.settings.get("engine", {}).get("class_path"))
     assert records == ["flsuite.engines.Vectorized", None]
+
+
+def test_a_resumed_run_keeps_its_stacks_and_has_workers_again(
+    costs: dict[str, float], tmp_path: Path
+) -> None:
+    begun = trainer(rounds=1, engine=Vectorized(clients=2), run_dir=tmp_path / "run")
+    begun.fit(model(), digits(clients=6))
+    chosen, recorded = choice(ckpt_path="last", run_dir=tmp_path / "run")
+    assert isinstance(chosen, Vectorized) and (chosen.clients, chosen.workers) == (2, 3)
+    assert recorded["init_args"] == {"clients": 2}
 
 
 def test_training_in_one_place_is_one_fit(costs: dict[str, float]) -> None:
@@ -137,11 +146,11 @@ def test_a_run_ends_as_with_the_chosen_engine(
 def test_what_is_measured_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is really measured here, whatever comes out."""
     monkeypatch.setattr(auto, "_SECONDS", 0.01)
-    engine = Auto(workers=1)
-    measured = trainer(rounds=2, engine=engine, aggregator=SCAFFOLD())
+    measured = trainer(rounds=2, engine=Auto(workers=1), aggregator=SCAFFOLD())
     torch.manual_seed(3)
     measured.fit(model(), digits(clients=6))
-    plain = trainer(rounds=2, engine=engine.chosen, aggregator=SCAFFOLD())
+    chosen = measured.run.engine
+    plain = trainer(rounds=2, engine=chosen, aggregator=SCAFFOLD())
     plain.fit(model(), digits(clients=6))
-    assert isinstance(engine.chosen, (InProcess, Vectorized))
+    assert isinstance(chosen, (InProcess, Vectorized))
     assert_same_models(measured, plain)
