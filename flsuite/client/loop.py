@@ -98,7 +98,7 @@ class LocalLoop:
         # Callbacks may read trainer.train_dataloader, which Lightning's loop sets.
         set_train_loader(trainer, loader)
         # Once per fit, because this loop's gain is not to look up hooks at every step.
-        self._hooks = {hook: self._implementations(hook) for hook in _HOOKS}
+        self._hooks = {hook: bound_hooks(trainer, hook) for hook in _HOOKS}
 
         with _logging_refused(self.module):
             self._call("on_train_start")
@@ -186,24 +186,28 @@ class LocalLoop:
         self._call("on_train_batch_end", outputs, batch, index)
         loop.batch_progress.increment_completed()
 
-    def _implementations(self, hook: str) -> list[Callable[..., Any]]:
-        """Return the hooks in Lightning's order: callbacks first, then the model."""
-        hooks = [
-            _bind(getattr(callback, hook), hook, self.module, self.trainer, self.module)
-            for callback in self.trainer.callbacks  # type: ignore[attr-defined]
-            if implements(callback, Callback, hook)
-        ]
-        if implements(self.module, LightningModule, hook):
-            hooks.append(_bind(getattr(self.module, hook), hook, self.module))
-        return hooks
-
     def _call(self, hook: str, *args: Any) -> None:
         for method in self._hooks[hook]:
             method(*args)
 
 
+def bound_hooks(trainer: Trainer, hook: str) -> list[Callable[..., Any]]:
+    """Return all versions of a hook in Lightning's order: callbacks first, then the model."""
+    module = trainer.lightning_module
+    hooks = [
+        _bind(getattr(callback, hook), hook, module, trainer, module)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if implements(callback, Callback, hook)
+    ]
+    if implements(module, LightningModule, hook):
+        hooks.append(_bind(getattr(module, hook), hook, module))
+    return hooks
+
+
 def implements(obj: Any, base: type, hook: str) -> bool:
     """Return whether an object has its own version of a hook, on its class or on the instance."""
+    if not hasattr(base, hook):  # only models or only callbacks have it
+        return False
     # A bound method has its function in __func__. A hook set on the instance does not.
     method = getattr(obj, hook)
     return getattr(method, "__func__", method) is not getattr(base, hook)
@@ -263,9 +267,9 @@ def _steps_without_closure(optimizer: torch.optim.Optimizer) -> bool:
 def _bind(
     method: Callable[..., Any], hook: str, module: LightningModule, *first: Any
 ) -> Callable[..., Any]:
-    def call(*args: Any) -> None:
+    def call(*args: Any, **kwargs: Any) -> None:
         enter_hook(module, hook)
-        method(*first, *args)
+        method(*first, *args, **kwargs)
 
     return call
 

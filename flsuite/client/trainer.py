@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
-from flsuite.client.loop import LocalLoop, NeedsLightningLoopError, implements, only_optimizer
+from flsuite.client.loop import LocalLoop, NeedsLightningLoopError, bound_hooks, only_optimizer
 from flsuite.client.setup import refuse_callbacks
 from flsuite.errors import FlsuiteError
 from flsuite.lightning_internals import (
@@ -150,9 +150,9 @@ class _PlainFit:
         attach_to_fit(trainer, loader)
 
         try:
-            self._call_model("prepare_data")
+            self._call("prepare_data")
             self._call("setup", stage="fit")
-            self._call_model("configure_model")
+            self._call("configure_model")
             trainer.strategy.model_to_device()
             enter_hook(self.module, "configure_optimizers")
             optimizer = only_optimizer(self.module)
@@ -165,27 +165,15 @@ class _PlainFit:
             self._call("teardown", stage="fit")
         except BaseException as error:
             trainer.state.status = TrainerStatus.INTERRUPTED
-            self._call_callbacks("on_exception", error)
+            self._call("on_exception", error)
             raise
 
         leave_hooks(self.module)
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
 
-    def _call(self, hook: str, **kwargs: Any) -> None:
-        """Call a hook in Lightning's order: callbacks first, then the model."""
-        self._call_callbacks(hook, **kwargs)
-        self._call_model(hook, **kwargs)
-
-    def _call_model(self, hook: str, **kwargs: Any) -> None:
-        if implements(self.module, LightningModule, hook):
-            enter_hook(self.module, hook)
-            getattr(self.module, hook)(**kwargs)
-
-    def _call_callbacks(self, hook: str, *args: Any, **kwargs: Any) -> None:
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if implements(callback, Callback, hook):
-                enter_hook(self.module, hook)
-                getattr(callback, hook)(self.trainer, self.module, *args, **kwargs)
+    def _call(self, hook: str, *args: Any, **kwargs: Any) -> None:
+        for method in bound_hooks(self.trainer, hook):
+            method(*args, **kwargs)
 
 
 def _refuse_fused(optimizers: Iterable[Optimizer]) -> None:
