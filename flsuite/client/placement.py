@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 
-_ALL = (None, "auto", -1, "-1", [-1])  # values of ``devices`` that name no GPUs
+_ALL = (None, "auto", -1, "-1")  # values of ``devices`` that name no GPUs
 
 
 def gpus(arguments: Mapping[str, Any]) -> list[int]:
@@ -21,27 +23,19 @@ def gpus(arguments: Mapping[str, Any]) -> list[int]:
             GPUs from the first one on, a list of their numbers, or all of them by default.
 
     Raises:
-        FlsuiteError: If ``devices`` names a GPU that does not exist.
+        FlsuiteError: If Lightning refuses ``devices``, such as a GPU that does not exist.
     """
     visible = torch.cuda.device_count()
     if not visible or (arguments.get("accelerator") or "auto") not in ("auto", "gpu", "cuda"):
         return []
     devices = arguments.get("devices")
-    if devices in _ALL:
-        return list(range(visible))
-
     try:
-        chosen = _listed(devices)
-    except (TypeError, ValueError) as error:
+        return CUDAAccelerator.parse_devices(-1 if devices in _ALL else devices) or []
+    except (MisconfigurationException, TypeError, ValueError) as error:
         raise FlsuiteError(
             f"trainer: devices must be a number of GPUs or a list of their numbers, got {devices!r}"
+            f" ({one_line(error)}); visible are {list(range(visible))}"
         ) from error
-    if any(not 0 <= gpu < visible for gpu in chosen):
-        raise FlsuiteError(
-            f"trainer: devices {devices!r} needs GPUs beyond the visible ones, "
-            f"{list(range(visible))}; name some of them, or leave devices out"
-        )
-    return chosen
 
 
 def on_one_gpu(arguments: Mapping[str, Any], worker: int = 0) -> dict[str, Any]:
@@ -72,10 +66,3 @@ def require_one_device(trainer: Trainer) -> None:
     """Refuse a Trainer that would spread one client's fit over several devices."""
     if trainer.world_size > 1:
         raise FlsuiteError("trainer: devices must be 1; spread clients with Processes(workers=4)")
-
-
-def _listed(devices: Any) -> list[int]:
-    """Return the GPU numbers that ``devices`` means to Lightning."""
-    if isinstance(devices, str):
-        devices = [part for part in devices.split(",") if part] if "," in devices else int(devices)
-    return list(range(devices)) if isinstance(devices, int) else [int(part) for part in devices]

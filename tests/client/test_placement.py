@@ -44,18 +44,21 @@ def test_the_argument_devices_keeps_its_meaning(
 
 
 @pytest.mark.parametrize(
-    ("devices", "message"),
+    ("devices", "reason"),
     [
-        (4, "devices 4 needs GPUs beyond the visible ones"),
-        ([0, 3], r"devices \[0, 3\] needs GPUs beyond"),
-        ("all", "devices must be a number of GPUs or a list"),
+        (4, r"got 4 \(.*machine only has: \[0, 1, 2\]"),
+        ([0, 3], r"got \[0, 3\] \(.*machine only has"),
+        ([0, 0], "must be unique"),
+        ([-1], "machine only has"),
+        ("all", "got 'all'"),
+        (True, "got True"),
     ],
 )
 def test_gpus_that_are_not_there_are_refused(
-    devices: Any, message: str, monkeypatch: pytest.MonkeyPatch
+    devices: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    with pytest.raises(FlsuiteError, match=message):
+    with pytest.raises(FlsuiteError, match=f"devices must be a number of GPUs or a list.*{reason}"):
         gpus({"devices": devices})
 
 
