@@ -15,7 +15,7 @@ from flsuite.aggregators.transforms import Transform
 from flsuite.arguments import check_init, require_known
 from flsuite.attacks import Attack
 from flsuite.attacks.compose import with_attack
-from flsuite.callbacks.defaults import moved_into, with_defaults, with_task_matrix
+from flsuite.callbacks.defaults import moved_into, with_defaults
 from flsuite.client.entries import BatchNorm
 from flsuite.client.lr_decay import LRDecay
 from flsuite.client.placement import on_one_gpu, require_one_device
@@ -257,8 +257,7 @@ class FederatedTrainer(ScoringTrainer):
         )
         monitor = evaluator.monitored(options.monitor, bool(federation.entries.personal))
         options = replace(options, monitor=monitor)
-        chosen: list[Callback] = self.callbacks  # type: ignore[attr-defined]
-        callbacks = with_task_matrix(chosen, federation.data)
+        callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         settings = run_settings(self, options, model, data, callbacks, weights, checkpoint)
         config, hooks, reuse = self.config or settings, Hooks(callbacks), None
         if self.keep_updates or self.from_updates:

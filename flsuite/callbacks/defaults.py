@@ -11,8 +11,6 @@ from flsuite.callbacks.loggers import RoundLogger
 from flsuite.callbacks.progress import RoundProgress
 from flsuite.callbacks.task_matrix import TaskMatrix
 from flsuite.client.setup import refuse_callbacks
-from flsuite.data.federated import FederatedData
-from flsuite.data.tasks import TaskData
 
 
 def moved_into(folder: Path | None, loggers: Sequence[Logger]) -> list[Logger]:
@@ -39,15 +37,6 @@ def with_defaults(callbacks: list[Callback] | Callback | None, progress: bool) -
     given = [] if callbacks is None else callbacks
     chosen = list(given) if isinstance(given, (list, tuple)) else [given]
     refuse_callbacks(chosen)
-    usual: list[type[Callback]] = [RoundLogger, *([RoundProgress] if progress else [])]
-    return [*chosen, *(kind() for kind in usual if not _have(chosen, kind))]
-
-
-def with_task_matrix(callbacks: Sequence[Callback], data: FederatedData) -> list[Callback]:
-    """Return the callbacks, plus a :class:`TaskMatrix` if the data has tasks."""
-    is_missing = isinstance(data, TaskData) and not _have(callbacks, TaskMatrix)
-    return [*callbacks, TaskMatrix()] if is_missing else [*callbacks]
-
-
-def _have(callbacks: Sequence[Callback], kind: type[Callback]) -> bool:
-    return any(isinstance(callback, kind) for callback in callbacks)
+    usual = [RoundLogger, TaskMatrix, *([RoundProgress] if progress else [])]
+    missing = (kind for kind in usual if not any(isinstance(one, kind) for one in chosen))
+    return [*chosen, *(kind() for kind in missing)]

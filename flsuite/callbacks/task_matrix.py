@@ -33,7 +33,7 @@ class TaskMatrix(FederationCallback, Settings):
 
     The picture is ``tasks.png`` in the run's folder.
 
-    Every run with tasks has this callback. Name it in ``trainer.callbacks`` to choose the clients.
+    Every run has this callback. Name it in ``trainer.callbacks`` to choose the clients.
 
     Args:
         clients: Number of clients with a matrix. Default: all.
