@@ -41,6 +41,7 @@ INTERNALS = (
     "LightningCLI._set_seed",
     "WandbLogger._experiment",
     "WandbLogger._id",
+    "WandbLogger._log_model",
     "WandbLogger._offline",
     "WandbLogger._project",
     "WandbLogger._wandb_init",

@@ -58,7 +58,8 @@ class FederationCallback(Callback):
     def on_round_end(self, run: Run, round: int) -> None:
         """Handle the end of a round that is aggregated and scored but not yet recorded.
 
-        ``run.finished`` is true in the last round. ``run.log_metric`` adds numbers to the round.
+        ``run.finished`` is true in the last round. ``run.log_metric`` adds numbers to the round,
+        and ``run.log_picture`` adds pictures.
         """
 
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:

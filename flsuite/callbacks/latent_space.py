@@ -1,12 +1,10 @@
 """The latent space of the clients and their class priors, as pictures and as numbers."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
-from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
 from flsuite.arguments import NonNegativeInt, PositiveInt, Settings, at_least
@@ -23,8 +21,9 @@ class LatentSpace(FederationCallback, Settings):
 
     Logged in every round as ``train/<name>``: ``prior_distance_min`` and ``prior_distance_mean``
     over pairs of classes, ``prior_sigma_min``. The picture is written to ``latent/round-NNNN.png``
-    in the run's folder and sent to W&B. It has one panel per client. Its two axes are the first
-    principal components of the class centers, along which the centers differ most.
+    in the run's folder, and sent to the loggers as ``latent``. It has one panel per client. Its two
+    axes are the first principal components of the class centers, along which the centers differ
+    most.
 
     Args:
         every: Rounds between two pictures. The last round is always drawn. 0 draws none.
@@ -77,11 +76,11 @@ class LatentSpace(FederationCallback, Settings):
         names = federation.data.spec.names
         figure = latent_figure(latents, test.y[rows].numpy(), means, sigmas, names)
         figure.suptitle(f"round {round}")
+        run.log_picture("latent", figure)
         if run.folder.path is not None:
             path = run.folder.path / "latent" / f"round-{round:04d}.png"
             path.parent.mkdir(exist_ok=True)
             figure.savefig(path)
-            _send(run, path, round)
 
 
 def _prior_moments(model: PriorModel) -> tuple[Tensor, Tensor]:
@@ -98,11 +97,3 @@ def prior_distances(means: Tensor, sigmas: Tensor) -> dict[str, float]:
         "prior_distance_mean": float(distances.mean()),
         "prior_sigma_min": float(sigmas.min()),
     }
-
-
-def _send(run: Run, path: Path, round: int) -> None:
-    for logger in run.loggers:
-        if isinstance(logger, WandbLogger):
-            import wandb
-
-            logger.experiment.log({"latent": wandb.Image(str(path)), "round": round})

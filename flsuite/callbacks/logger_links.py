@@ -97,11 +97,20 @@ class LoggerLink:
             self.send(run, row)
 
     def send(self, run: Run, row: RoundNumbers) -> None:
-        """Send the numbers of a round."""
+        """Send the numbers and pictures of a round."""
         self.logger.log_metrics(row.numbers, step=row.round)
+        self.try_to_show(row.round, row.pictures)
+
+    def try_to_show(self, round: int, pictures: Mapping[str, "Figure"]) -> None:
+        """Send named pictures of the run after a round. A failure does not end the run."""
+        try:
+            self.show(round, pictures)
+        except Exception as error:  # from the logger, its transport or its server
+            kind = type(self.logger).__name__
+            log.warning("%s: no %s (%s)", kind, ", ".join(pictures), one_line(error, 200))
 
     def show(self, round: int, pictures: Mapping[str, "Figure"]) -> None:
-        """Send named pictures of the run after a round."""
+        """Send named pictures to a logger that accepts pictures."""
 
     def finish(self, run: Run) -> None:
         """End the log of the run."""
@@ -181,14 +190,16 @@ class TensorBoardLink(_VersionLink):
     def show(self, round: int, pictures: Mapping[str, "Figure"]) -> None:
         for name, figure in pictures.items():
             self.logger.experiment.add_figure(name, figure, global_step=round, close=False)
-        self.logger.save()
+        if pictures:
+            self.logger.save()
 
 
 class MLflowLink(LoggerLink):
     """Continues the same MLflow run, with metric names that every MLflow store accepts.
 
     A file store cannot have both ``test/accuracy`` and ``test/accuracy/0``, because the first would
-    also be a folder. The second one becomes ``test/accuracy.0``.
+    also be a folder. The second one becomes ``test/accuracy.0``. A picture replaces an earlier one
+    of its name.
     """
 
     def start(self, run: Run, state: dict[str, Any]) -> None:
@@ -208,6 +219,7 @@ class MLflowLink(LoggerLink):
         numbers = [(_mlflow_name(name), value) for name, value in row.numbers.items()]
         for first in range(0, len(numbers), _MOST_METRICS):
             self.logger.log_metrics(dict(numbers[first : first + _MOST_METRICS]), step=row.round)
+        self.try_to_show(row.round, row.pictures)
 
     def show(self, round: int, pictures: Mapping[str, "Figure"]) -> None:
         for name, figure in pictures.items():

@@ -25,7 +25,6 @@ from flsuite.callbacks.logger_links import (
 from flsuite.callbacks.pictures import final_pictures, first_pictures
 from flsuite.callbacks.round_numbers import earlier_rounds, latest_round
 from flsuite.callbacks.wandb_link import WandbLink
-from flsuite.errors import one_line
 from flsuite.runs.run import Run
 
 if TYPE_CHECKING:
@@ -48,14 +47,15 @@ class RoundLogger(FederationCallback, Settings):
     Virtual seconds, wall seconds, client updates and bytes so far are sent too, so that a chart can
     use any of them as its horizontal axis. W&B gets the scores of single clients as tables; the
     run's ``metrics.csv`` has all of them. W&B, TensorBoard and MLflow get pictures: the partition,
-    the clients over the rounds, the timeline, and the confusion matrix.
+    the clients over the rounds, the timeline, the confusion matrix, and those of
+    :meth:`~flsuite.runs.run.Run.log_picture`. With ``log_model`` of Lightning's ``WandbLogger``,
+    W&B gets the final model.
 
     A resumed federation continues the same W&B run, TensorBoard version, CSV file or MLflow run.
     Rounds missing from the log are sent from ``metrics.csv``: rounds that were in transit when the
     run was killed, or all earlier rounds if the logger is new.
 
     Args:
-        log_model: Whether to upload the final model to W&B as an artifact.
         per_client: Log the numbers of single clients, as ``client/<n>/<split>/<metric>``, if there
             are at most this many clients. The default is 0, because every number becomes a chart.
             Mean, worst and spread are always logged.
@@ -63,7 +63,6 @@ class RoundLogger(FederationCallback, Settings):
 
     affects: ClassVar[Affects] = "nothing"
 
-    log_model: bool = False
     per_client: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
@@ -76,7 +75,7 @@ class RoundLogger(FederationCallback, Settings):
             self._states = []
         self._links = []
         for logger in run.loggers:
-            link = _link(logger, self.log_model)
+            link = _link(logger)
             link.start(run, self._take_state(link))
             self._links.append(link)
         _show(0, lambda: first_pictures(run), [link for link in self._links if 0 not in link.held])
@@ -130,22 +129,13 @@ class RoundLogger(FederationCallback, Settings):
 
 
 def _show(round: int, draw: Callable[[], dict[str, "Figure"]], links: Sequence[LoggerLink]) -> None:
-    """Draw pictures and send them to the loggers that accept pictures.
-
-    A failure to store a picture does not end the run.
-    """
+    """Draw pictures and send them to the loggers that accept pictures."""
     links = [link for link in links if type(link).show is not LoggerLink.show]
     pictures = draw() if links else {}
-    for link in links if pictures else ():
-        try:
-            link.show(round, pictures)
-        except Exception as error:  # from the logger, its transport or its server
-            kind = type(link.logger).__name__
-            log.warning("%s: no %s (%s)", kind, ", ".join(pictures), one_line(error, 200))
+    for link in links:
+        link.try_to_show(round, pictures)
 
 
-def _link(logger: Logger, log_model: bool) -> LoggerLink:
-    for kind, link in _LINKS:
-        if isinstance(logger, kind):
-            return WandbLink(logger, log_model) if link is WandbLink else link(logger)
-    return LoggerLink(logger)
+def _link(logger: Logger) -> LoggerLink:
+    kinds = (link for kind, link in _LINKS if isinstance(logger, kind))
+    return next(kinds, LoggerLink)(logger)

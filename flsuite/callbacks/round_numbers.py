@@ -1,12 +1,16 @@
 """The numbers of a round for the loggers: the round just done, or the rounds before a resume."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from flsuite.runs.run import Run
 from flsuite.server.evaluation import GLOBAL
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LAST_NUMBER = "wall_s"
 """The number that is sent last. A log with this number has the whole round."""
@@ -20,11 +24,13 @@ class RoundNumbers:
         round: The round.
         numbers: The numbers for every logger. :data:`LAST_NUMBER` is the last one.
         of_clients: The numbers of single clients, as ``client/<n>/<split>/<metric>``.
+        pictures: The pictures of callbacks.
     """
 
     round: int
     numbers: dict[str, float]
     of_clients: dict[str, float]
+    pictures: Mapping[str, "Figure"] = field(default_factory=dict)
 
 
 def latest_round(run: Run, named: Mapping[str, float], with_clients: bool) -> RoundNumbers:
@@ -45,7 +51,8 @@ def latest_round(run: Run, named: Mapping[str, float], with_clients: bool) -> Ro
         "total/bytes_down": summary.bytes_down,
         LAST_NUMBER: summary.wall_seconds,
     }
-    return _numbers(run.round, named, axes, with_clients)
+    numbers = _numbers(run.round, named, axes, with_clients)
+    return replace(numbers, pictures=run.pictures)
 
 
 def earlier_rounds(run: Run, with_clients: bool) -> Iterator[RoundNumbers]:

@@ -26,6 +26,10 @@ class StopAt(FederationCallback, Settings):
         metric: ``accuracy``, ``f1_macro``, ``balanced_accuracy``, ``auroc`` or ``loss`` of the
             global model.
         value: The target. A loss must fall to it, and every other score must rise to it.
+
+    Attributes:
+        reached: The score that reached the target.
+        round: The round of that score.
     """
 
     affects: ClassVar[Affects] = "rounds"
@@ -37,6 +41,7 @@ class StopAt(FederationCallback, Settings):
         super().__post_init__()
         require_score("StopAt", metric=self.metric)
         self.reached: float | None = None
+        self.round: int | None = None
 
     @property
     def state_key(self) -> str:
@@ -46,7 +51,7 @@ class StopAt(FederationCallback, Settings):
     def on_federation_start(self, run: Run) -> None:
         require_validation(run, "StopAt")
         if run.round == 0:
-            self.reached = None
+            self.reached = self.round = None
         # A resumed run that had stopped stops again, unless its target is now harder.
         elif self.is_reached(self.reached):
             run.stop()
@@ -55,7 +60,7 @@ class StopAt(FederationCallback, Settings):
         score = scores[GLOBAL].get(score_name(self.metric))
         if split != "val" or not self.is_reached(score):
             return
-        self.reached = score
+        self.reached, self.round = score, round
         log.info(
             "validation %s %.4f has reached the target %g: stopping after round %d, at virtual "
             "second %.1f and client update %d",
@@ -69,10 +74,10 @@ class StopAt(FederationCallback, Settings):
         run.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"reached": self.reached}
+        return {"reached": self.reached, "round": self.round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.reached = state_dict["reached"]
+        self.reached, self.round = state_dict["reached"], state_dict.get("round")
 
     def is_reached(self, score: float | None) -> bool:
         """Return whether a score on validation data is at or beyond the target."""

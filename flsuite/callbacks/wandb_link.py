@@ -23,7 +23,6 @@ from flsuite.callbacks.wandb_files import logged_rounds
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe
-from flsuite.score_names import score_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,27 +45,21 @@ class WandbLink(LoggerLink):
     scores per evaluation, pictures, and a summary of the last and the picked round.
 
     Args:
-        logger: A WandbLogger.
-        log_model: Whether to upload the final model.
+        logger: A WandbLogger. With its ``log_model``, the final model is uploaded.
     """
 
-    def __init__(self, logger: Logger, log_model: bool = False) -> None:
+    def __init__(self, logger: Logger) -> None:
         super().__init__(logger)
-        self.log_model = log_model
         self._id: str | None = None
         self._step = 0  # the next free step
         self._offsets: list[tuple[int, int]] = []  # (first round, W&B's step minus the round)
         self._is_earlier_version = False
         self._has_warned = False
-        self._rounds_to_target: int | None = None
 
     def start(self, run: Run, state: dict[str, Any]) -> None:
         self._id, self._step = state.get("id"), state.get("step", 0)
         self._is_earlier_version = bool(state) and "offsets" not in state
         self._offsets = [(first, offset) for first, offset in state.get("offsets", ())]
-        self._rounds_to_target = state.get("rounds_to_target")
-        if (stop := _stop_at(run)) and not stop.is_reached(stop.reached):  # a harder target
-            self._rounds_to_target = None
 
         experiment = self._open(run)
         self._id = experiment.id
@@ -79,29 +72,24 @@ class WandbLink(LoggerLink):
 
     def log(self, run: Run, row: RoundNumbers) -> None:
         super().log(run, row)
-        stop = _stop_at(run)
-        if stop and self._rounds_to_target is None:
-            is_reached = stop.is_reached(row.numbers.get(f"val/{score_name(stop.metric)}"))
-            self._rounds_to_target = row.round if is_reached else None
-        self.logger.experiment.summary.update(self._summary(run))
+        self.logger.experiment.summary.update(_summary(run))
 
         # The pictures at the end take one more step. An extended run continues after them.
         self._step = _next_step(self.logger.experiment) + int(run.finished)
 
     def send(self, run: Run, row: RoundNumbers) -> None:
-        self._send(row.round, row.numbers, _client_table(run, row))
+        # In one row: W&B counts rows, and a resume finds out from their number which rounds it has.
+        self._send(row.round, row.numbers, _client_table(run, row) | _images(row.pictures))
 
     def show(self, round: int, pictures: Mapping[str, "Figure"]) -> None:
-        import wandb
-
         if pictures:
-            self._send(round, {}, {name: wandb.Image(figure) for name, figure in pictures.items()})
+            self._send(round, {}, _images(pictures))
 
     def finish(self, run: Run) -> None:
         import wandb
 
         experiment, folder = self.logger.experiment, run.folder.checkpoints
-        if self.log_model and folder is not None and (folder / "model.ckpt").exists():
+        if self.logger._log_model and folder is not None and (folder / "model.ckpt").exists():
             artifact = wandb.Artifact(f"model-{experiment.id}", type="model")
             artifact.add_file(str(folder / "model.ckpt"))
             experiment.log_artifact(artifact)
@@ -117,7 +105,6 @@ class WandbLink(LoggerLink):
             "id": self._id,
             "step": self._step,
             "offsets": self._offsets,
-            "rounds_to_target": self._rounds_to_target,
         }
 
     def _resume(self, run: Run, experiment: Any) -> None:
@@ -202,23 +189,6 @@ class WandbLink(LoggerLink):
         else:
             arguments.setdefault("resume", "allow")
 
-    def _summary(self, run: Run) -> dict[str, float]:
-        """Return the test scores of the last and of the picked round, and the guarantees.
-
-        W&B's own summary rules would turn a value into a mapping.
-        """
-        named: dict[str, float] = {}
-        for title, scores in (("last", run.summary.last), ("picked", run.summary.best)):
-            for name, value in scores.items():
-                if name == "round":
-                    named[f"{title}/round"] = value
-                elif "/" not in name or name.startswith("all_clients/"):  # no per-class scores
-                    named[f"{title}/test/{name}"] = value
-        named |= {f"last/{name}": value for name, value in run.summary.privacy.items()}
-        if self._rounds_to_target is not None:
-            named["rounds_to_target"] = self._rounds_to_target
-        return named
-
     def _send(self, round: int, numbers: Mapping[str, float], media: dict[str, Any]) -> None:
         """Send a row of numbers, with tables and pictures if W&B accepts them now.
 
@@ -241,6 +211,25 @@ class WandbLink(LoggerLink):
                 log.warning("W&B: %s (%s)", missing, one_line(error, 200))
                 self._has_warned = True
             self.logger.log_metrics(row)
+
+
+def _summary(run: Run) -> dict[str, float]:
+    """Return the test scores of the last and of the picked round, and the guarantees.
+
+    W&B's own summary rules would turn a value into a mapping.
+    """
+    named: dict[str, float] = {}
+    for title, scores in (("last", run.summary.last), ("picked", run.summary.best)):
+        for name, value in scores.items():
+            if name == "round":
+                named[f"{title}/round"] = value
+            elif "/" not in name or name.startswith("all_clients/"):  # no per-class scores
+                named[f"{title}/test/{name}"] = value
+    named |= {f"last/{name}": value for name, value in run.summary.privacy.items()}
+    stop = next((callback for callback in run.callbacks if isinstance(callback, StopAt)), None)
+    if stop and stop.round and stop.is_reached(stop.reached):  # not if the target is now harder
+        named["rounds_to_target"] = stop.round
+    return named
 
 
 def _client_table(run: Run, row: RoundNumbers) -> dict[str, Any]:
@@ -267,11 +256,13 @@ def _client_table(run: Run, row: RoundNumbers) -> dict[str, Any]:
     return {"clients": wandb.Table(columns=["client", "samples", *names], data=rows)}
 
 
+def _images(pictures: Mapping[str, "Figure"]) -> dict[str, Any]:
+    import wandb
+
+    return {name: wandb.Image(figure) for name, figure in pictures.items()}
+
+
 def _next_step(experiment: Any) -> int:
     """Return the step of the next row, or 0 if W&B is disabled."""
     # Just after a resume, W&B's own counter has not yet reached the starting step.
     return 0 if experiment.disabled else max(int(experiment.step), int(experiment.starting_step))
-
-
-def _stop_at(run: Run) -> StopAt | None:
-    return next((callback for callback in run.callbacks if isinstance(callback, StopAt)), None)

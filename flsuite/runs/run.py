@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning.pytorch.loggers import Logger
 from torch import nn
@@ -23,6 +23,9 @@ from flsuite.server.adaptation import adapted_scores
 from flsuite.server.evaluation import GLOBAL, Evaluator
 from flsuite.server.federation import Federation
 from flsuite.state import State, clone
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 log = logging.getLogger("flsuite")
 
@@ -51,6 +54,7 @@ class Run:
         status: ``running``, then ``success`` or ``failed``.
         store: Its checkpoints.
         engine: Where its clients train, from the start of a fit on.
+        pictures: The pictures of the round in progress.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Run:
         self.status: Status = "running"
         self.store = RunStore(federation, folder, self.settings, callbacks, self.summary)
         self.engine: Engine | None = None
+        self.pictures: dict[str, Figure] = {}
         self._is_stopping = False
         self._improved = False
         self._accepting: Iterator[ClientUpdate] = iter(())
@@ -106,6 +111,10 @@ class Run:
     ) -> None:
         """Add a number to the round in progress, for the table and the loggers."""
         self.folder.table.note(str(scope), split, {metric: value})
+
+    def log_picture(self, name: str, figure: "Figure") -> None:
+        """Add a picture to the round in progress, for the loggers."""
+        self.pictures[name] = figure
 
     # One round: the steps of FederatedTrainer.fit
 
@@ -198,6 +207,7 @@ class Run:
         if self.finished:
             self.summary.ends.append(self.round)
         self.callbacks.notify("on_round_recorded", self, self.round, named)
+        self.pictures.clear()
 
     def save(self) -> None:
         """Write the checkpoint. It is renamed into place during the next round."""

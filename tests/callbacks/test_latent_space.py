@@ -1,5 +1,6 @@
 """The pictures and numbers of a latent space, and the probe that looks at it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ from matplotlib.image import imread
 
 from flsuite.aggregators import CMGA, FedAvg
 from flsuite.analysis import latent_figure
-from flsuite.callbacks import ForestProbe, LatentSpace
+from flsuite.callbacks import FederationCallback, ForestProbe, LatentSpace
 from flsuite.callbacks.latent_space import prior_distances
 from flsuite.data import Digits, Dirichlet, PublishedSplits
 from flsuite.errors import FlsuiteError
 from flsuite.models import ACVAE
+from flsuite.runs.run import Run
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
 
@@ -40,16 +42,28 @@ def test_distances_by_hand() -> None:
     assert numbers["prior_distance_mean"] == pytest.approx((5 + 1 + 18**0.5) / 3)
 
 
+class Reads(FederationCallback):
+    """Reads the pictures that a round has for the loggers."""
+
+    affects = "nothing"
+
+    def __init__(self) -> None:
+        self.names: list[list[str]] = []
+
+    def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
+        self.names.append(list(run.pictures))
+
+
 @pytest.mark.draws
 def test_every_round_is_measured_and_some_are_drawn(tmp_path: Path) -> None:
-    made = fit(
-        [LatentSpace(every=2, clients=2, samples=50)], rounds=3, run_dir=str(tmp_path / "run")
-    )
+    space, reads = LatentSpace(every=2, clients=2, samples=50), Reads()
+    made = fit([space, reads], rounds=3, run_dir=str(tmp_path / "run"))
     numbers = logged(made)
     assert {round for round, name in numbers if name == "prior_distance_min"} == {1, 2, 3}
     assert numbers[3, "prior_distance_min"] == pytest.approx(
         numbers[3, "prior_distance_after"], rel=1e-5
     )
+    assert reads.names == [[], ["latent"], ["latent"]]
     pictures = sorted((tmp_path / "run" / "latent").iterdir())
     assert [path.name for path in pictures] == ["round-0002.png", "round-0003.png"]
     assert np.ptp(imread(pictures[0])[..., :3]) > 0.5

@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import (
     TensorBoardLogger,
     WandbLogger,
 )
+from matplotlib.figure import Figure
 
 from flsuite.callbacks import FederationCallback, RoundLogger
 from flsuite.callbacks.logger_links import TensorBoardLink
@@ -31,6 +32,15 @@ LOGGED, ROUNDS = 4, 6
 
 class KilledError(Exception):
     pass
+
+
+class Draws(FederationCallback):
+    """Draws a picture in every round."""
+
+    affects = "nothing"
+
+    def on_round_end(self, run: Run, round: int) -> None:
+        run.log_picture("mine", Figure())
 
 
 class Dies(FederationCallback):
@@ -105,7 +115,7 @@ class TensorBoard(Log):
 
     def events(self) -> Any:
         reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-        return reader.EventAccumulator(str(self._path)).Reload()
+        return reader.EventAccumulator(str(self._path), {"images": 0}).Reload()  # all of them
 
     @property
     def _path(self) -> Path:
@@ -194,7 +204,7 @@ def cases() -> list[Any]:
     return found
 
 
-def fit(folder: Path, logger: Logger | bool, *more: Any) -> FederatedTrainer:
+def fit(folder: Path, logger: Logger | list[Logger] | bool, *more: Any) -> FederatedTrainer:
     made = trainer(rounds=ROUNDS, logger=logger, run_dir=folder, callbacks=[RoundLogger(), *more])
     made.fit(classifier(), digits(), ckpt_path="last")
     return made
@@ -218,14 +228,14 @@ def test_every_round_is_there_once(
     server = request.getfixturevalue("wandb_server") if kind is WandbOnline else None
     log = kind(tmp_path / "log", server)
     with pytest.raises(KilledError):
-        fit(tmp_path / "run", log.make(), Dies())
+        fit(tmp_path / "run", log.make(), Draws(), Dies())
     log.wait()
     assert [round for round, _ in log.scores()] == [1, 2, 3, 4]
     if kept < LOGGED:
         log.lose(kept)
         assert [round for round, _ in log.scores()][:kept] == [*range(1, kept + 1)]
 
-    made = fit(tmp_path / "run", log.make())
+    made = fit(tmp_path / "run", log.make(), Draws())
     log.wait()
     assert log.scores() == expected(made) and len(log.scores()) == ROUNDS
 
@@ -261,6 +271,17 @@ def test_a_logger_that_is_new_gets_the_earlier_rounds(tmp_path: Path) -> None:
     assert set(events.Tags()["images"]) == {"partition", "clients/heatmap", "confusion"}
     assert [image.step for image in events.Images("partition")] == [0]
     assert "hp_metric" not in events.Tags()["scalars"]
+
+
+def test_pictures_of_callbacks_are_with_the_numbers_of_their_round(tmp_path: Path) -> None:
+    boards, weights = TensorBoard(tmp_path / "board"), WandbOffline(tmp_path / "wandb")
+    fit(tmp_path / "run", [boards.make(), weights.make()], Draws())
+    assert [image.step for image in boards.events().Images("mine")] == [1, 2, 3, 4, 5, 6]
+    weights.wait()
+    (path,) = weights._paths
+    rows = [row for _, row in logged_rows(path) if any(name.startswith("mine") for name in row)]
+    assert [row["round"] for row in rows if "test/accuracy" in row] == [1, 2, 3, 4, 5, 6]
+    assert len(rows) == ROUNDS
 
 
 @pytest.mark.long

@@ -191,6 +191,22 @@ def test_the_summary_is_explicit(tmp_path: Path) -> None:
     assert not [name for name in run.summary if name.startswith("last/test/accuracy/")]
 
 
+def test_the_final_model_is_uploaded_if_lightnings_logger_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    sent: list[Any] = []
+    monkeypatch.setattr(wandb.Run, "log_artifact", lambda self, artifact: sent.append(artifact))
+    for is_asked in (False, True):
+        logger = offline(tmp_path / f"log-{is_asked}")
+        logger._log_model = is_asked  # Lightning refuses it offline
+        made = trainer(rounds=1, logger=logger, run_dir=tmp_path / f"run-{is_asked}")
+        made.fit(classifier(), digits())
+    (model,) = [artifact for artifact in sent if artifact.type == "model"]  # others are tables
+    assert list(model.manifest.entries) == ["model.ckpt"]
+
+
 def test_no_target_no_rounds_to_it(runs: list[Recorded]) -> None:
     assert all("rounds_to_target" not in run.summary for run in runs)
     assert all(run.summary["last/round"] == ROUNDS for run in runs)
