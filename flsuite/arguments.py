@@ -51,7 +51,14 @@ Bits = Annotated[int, Range("from 2 to 16", lambda x: 2 <= x <= 16)]
 Threads = Annotated[int, at_least(1), Range("at most 4096", lambda x: x <= 4096)]
 
 
-_WORDS = {bool: "true or false", str: "text", tuple: "a list", list: "a list", Sequence: "a list"}
+_WORDS = {
+    bool: "true or false",
+    str: "text",
+    dict: "a mapping",
+    tuple: "a list",
+    list: "a list",
+    Sequence: "a list",
+}
 
 
 class Settings:

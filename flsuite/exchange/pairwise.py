@@ -7,18 +7,13 @@ doi:10.1145/3133956.3133982, figure 4, without the signatures of its active mode
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from flsuite.errors import (
-    FederationError,
-    FlsuiteError,
-    require_at_least,
-    require_extra,
-    require_one_of,
-    require_positive,
-)
+from flsuite.arguments import Range, Settings, at_least
+from flsuite.errors import FederationError, FlsuiteError, require_extra, require_positive
 from flsuite.exchange.ciphers import KEY_BYTES, SEAL_BYTES
 from flsuite.exchange.fixed_point import decode_sum
 from flsuite.exchange.pairwise_client import Message, PairwiseClient, size_of
@@ -27,8 +22,11 @@ from flsuite.exchange.secure import Parties, PartyCost, SecureAggregation, SumRe
 from flsuite.exchange.shamir import SHARE_BYTES
 from flsuite.state import State, matches, template_of
 
+_Majority = Annotated[float, Range("a share from 0.5 to below 1", lambda x: 0.5 <= x < 1)]
 
-class PairwiseMasks(SecureAggregation):
+
+@dataclass(eq=False)
+class PairwiseMasks(SecureAggregation, Settings):
     """Every pair of clients agrees on a mask that one adds and the other subtracts.
 
     Under its masks, a client's contribution is a vector of integers modulo 2^32 that looks
@@ -67,18 +65,19 @@ class PairwiseMasks(SecureAggregation):
             and a client with a value outside its range is excluded.
     """
 
+    threshold: Annotated[int, at_least(2)] | _Majority = 0.5
+    ranges: dict[str, float] | Literal["maxima"] = "maxima"
+
     needs = frozenset({"clients", "a cohort of known size", "current models", "shared parameters"})
     withholds = {
         "each update": "shows the server only a sum",
         "plain updates": "shows the server only a sum",
     }
 
-    def __init__(
-        self, threshold: int | float = 0.5, ranges: dict[str, float] | Literal["maxima"] = "maxima"
-    ) -> None:
-        self.threshold = threshold
-        self.ranges = ranges
-        self._check_arguments()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        limits = {} if isinstance(self.ranges, str) else self.ranges
+        require_positive("PairwiseMasks", **{f"ranges[{k!r}]": v for k, v in limits.items()})
         require_extra("PairwiseMasks", ("cryptography",), "secure")
 
     def configure(self, template: State, clients: int) -> None:
@@ -107,7 +106,8 @@ class PairwiseMasks(SecureAggregation):
         threshold = self._needed(len(clients))
         devices = {c: PairwiseClient(c, self._template, self._limits) for c in sorted(clients)}
         sizes = [value.numel() for value in self._template.values()]
-        parties = PairwiseParties(devices, PairwiseServer(list(devices), threshold, sizes))
+        server = PairwiseServer(list(devices), threshold, sizes)
+        parties = PairwiseParties(devices, server, self._template, self._limits)
 
         # Rounds 0 and 1 of the paper: keys, and sealed shares of the secrets.
         for client in parties.clients:
@@ -118,41 +118,6 @@ class PairwiseMasks(SecureAggregation):
         for client in parties.clients:
             parties.ask("shares", client, PairwiseClient.collect, parties.server.inbox(client))
         return parties
-
-    def finish(
-        self, parties: Parties, arrived: Collection[int], gone: Collection[int] = ()
-    ) -> tuple[State, SumReport]:
-        assert isinstance(parties, PairwiseParties)
-        survivors = tuple(sorted(arrived))
-        parties.server.require_enough(len(survivors), "came back")
-
-        if self._limits is None:
-            for client in survivors:
-                parties.ask("maxima", client, PairwiseClient.maxima)
-            ranges = parties.server.ranges()
-        else:
-            ranges = tuple(self._limits.values())
-        # Round 2, one client at a time: only the sum and one masked vector are in memory.
-        for client in survivors:
-            parties.ask("masked", client, PairwiseClient.masked, ranges)
-        # Round 4. Round 3 belongs to the active model.
-        for client in survivors:
-            if client not in gone:
-                parties.ask("unmasking", client, PairwiseClient.reveal, survivors)
-
-        sums = self._decoded(parties.total(), ranges, len(parties.clients))
-        return sums, parties.report(survivors)
-
-    def _decoded(self, total: np.ndarray, ranges: Sequence[float], clients: int) -> State:
-        """Return the sum of all integers decoded as named float64 tensors."""
-        sizes = [value.numel() for value in self._template.values()]
-        pieces = np.split(total, np.cumsum(sizes)[:-1])
-        return {
-            name: decode_sum(piece, largest, clients).reshape(value.shape)
-            for (name, value), piece, largest in zip(
-                self._template.items(), pieces, ranges, strict=True
-            )
-        }
 
     def _needed(self, clients: int) -> int:
         """Return how many of the clients of a round must come back.
@@ -203,21 +168,6 @@ class PairwiseMasks(SecureAggregation):
                 )
         return limits
 
-    def _check_arguments(self) -> None:
-        if isinstance(self.threshold, int):
-            require_at_least("PairwiseMasks", 2, threshold=self.threshold)
-        elif not 0.5 <= self.threshold < 1:
-            raise FlsuiteError(
-                "PairwiseMasks: threshold must be a number of clients, or a share of at least 0.5 "
-                f"and below 1, got {self.threshold}"
-            )
-        if isinstance(self.ranges, str):
-            require_one_of("PairwiseMasks", ("maxima",), ranges=self.ranges)
-        else:
-            require_positive(
-                "PairwiseMasks", **{f"ranges[{k!r}]": value for k, value in self.ranges.items()}
-            )
-
 
 class PairwiseParties(Parties):
     """The devices of a round, and the server that receives their messages.
@@ -225,12 +175,22 @@ class PairwiseParties(Parties):
     Args:
         devices: The clients' sides, by client.
         server: The server's side. It receives only messages.
+        template: The names and shapes of a contribution.
+        limits: The public range of each entry. ``None`` if clients send their maxima.
     """
 
-    def __init__(self, devices: dict[int, PairwiseClient], server: PairwiseServer) -> None:
+    def __init__(
+        self,
+        devices: dict[int, PairwiseClient],
+        server: PairwiseServer,
+        template: State,
+        limits: Mapping[str, float] | None,
+    ) -> None:
         self.clients = tuple(devices)
         self.server = server
         self._devices = devices
+        self._template = template
+        self._limits = limits
         self._costs = {client: PartyCost() for client in devices}
         self._server_seconds = 0.0
 
@@ -259,14 +219,38 @@ class PairwiseParties(Parties):
             self.server.receive(message)
             self._server_seconds += time.perf_counter() - started
 
-    def total(self) -> np.ndarray:
-        """Return the unmasked sum of the integers."""
+    def finish(
+        self, arrived: Collection[int], gone: Collection[int] = ()
+    ) -> tuple[State, SumReport]:
+        survivors = tuple(sorted(arrived))
+        self.server.require_enough(len(survivors), "came back")
+
+        if self._limits is None:
+            for client in survivors:
+                self.ask("maxima", client, PairwiseClient.maxima)
+            ranges = self.server.ranges()
+        else:
+            ranges = tuple(self._limits.values())
+        # Round 2, one client at a time: only the sum and one masked vector are in memory.
+        for client in survivors:
+            self.ask("masked", client, PairwiseClient.masked, ranges)
+        # Round 4. Round 3 belongs to the active model.
+        for client in survivors:
+            if client not in gone:
+                self.ask("unmasking", client, PairwiseClient.reveal, survivors)
+
         started = time.perf_counter()
         total = self.server.total()
         self._server_seconds += time.perf_counter() - started
-        return total
-
-    def report(self, survivors: Collection[int]) -> SumReport:
-        """Return the cost of the sum."""
         dropped = tuple(client for client in self.clients if client not in survivors)
-        return SumReport(tuple(survivors), dropped, self._costs, self._server_seconds)
+        report = SumReport(survivors, dropped, self._costs, self._server_seconds)
+        return self._decoded(total, ranges), report
+
+    def _decoded(self, total: np.ndarray, ranges: Sequence[float]) -> State:
+        """Return the sum of all integers decoded as named float64 tensors."""
+        pieces = np.split(total, np.cumsum(self.server.sizes)[:-1])
+        entries = zip(self._template.items(), pieces, ranges, strict=True)
+        return {
+            name: decode_sum(piece, largest, len(self.clients)).reshape(value.shape)
+            for (name, value), piece, largest in entries
+        }

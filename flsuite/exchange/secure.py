@@ -57,11 +57,25 @@ class Parties(ABC):
             ValueError: If it cannot be summed. The message says why.
         """
 
+    @abstractmethod
+    def finish(
+        self, arrived: Collection[int], gone: Collection[int] = ()
+    ) -> tuple[State, SumReport]:
+        """Return the sums in float64, and their cost.
+
+        Args:
+            arrived: Clients that came back. Each has called :meth:`hold`.
+            gone: Clients that are lost after sending their masked contribution.
+
+        Raises:
+            FederationError: If too few clients came back, or remain at the end.
+        """
+
 
 class SecureAggregation(ABC):
     """A protocol that sums the clients' contributions without showing them to the server.
 
-    A subclass takes its parameters in ``__init__`` and stores each under its own name.
+    A subclass stores each of its parameters under its own name.
     """
 
     @abstractmethod
@@ -86,19 +100,4 @@ class SecureAggregation(ABC):
 
         Raises:
             FederationError: If there are too few of them.
-        """
-
-    @abstractmethod
-    def finish(
-        self, parties: Parties, arrived: Collection[int], gone: Collection[int] = ()
-    ) -> tuple[State, SumReport]:
-        """Return the sums in float64, and their cost.
-
-        Args:
-            parties: The return value of :meth:`begin`.
-            arrived: Clients that came back. Each has called :meth:`Parties.hold`.
-            gone: Clients that are lost after sending their masked contribution.
-
-        Raises:
-            FederationError: If too few clients came back, or remain at the end.
         """

@@ -60,7 +60,7 @@ class Devices:
         assert self._parties is not None, "no client of this round has been taken"
         parties, self._parties = self._parties, None
         try:
-            return self.secure_sum.finish(parties, arrived, gone)
+            return parties.finish(arrived, gone)
         except FederationError as error:
             # Report the masking fault if there is one, not the missing clients.
             raise (self.failure(len(arrived)) or error) from None

@@ -56,7 +56,7 @@ def run(
     parties = masks.begin(list(clients))
     for client in arrived:
         parties.hold(client, contribution(client))
-    return parties, *masks.finish(parties, set(arrived))
+    return parties, *parties.finish(set(arrived))
 
 
 def plain_sum(arrived: Iterable[int], clients: int = len(CLIENTS)) -> State:
@@ -139,7 +139,7 @@ def test_below_the_threshold_the_round_fails_in_words(count: int) -> None:
     for client in CLIENTS[:count]:
         parties.hold(client, contribution(client))
     with pytest.raises(FederationError, match=f"{count} of 5 clients came back"):
-        masks.finish(parties, CLIENTS[:count])
+        parties.finish(CLIENTS[:count])
 
 
 def test_a_client_may_also_be_lost_after_its_masked_vector() -> None:
@@ -163,7 +163,7 @@ def test_clients_that_are_gone_after_masking_are_in_the_sum() -> None:
     parties = configured().begin(CLIENTS)
     for client in CLIENTS:
         parties.hold(client, contribution(client))
-    sums, report = configured().finish(parties, CLIENTS[:4], gone=CLIENTS[3:])
+    sums, report = parties.finish(CLIENTS[:4], gone=CLIENTS[3:])
     assert_equal(sums, plain_sum(CLIENTS[:4]))
     assert report.survivors == CLIENTS[:4]
     assert [c for c in CLIENTS if report.costs[c].sent["unmasking"]] == list(CLIENTS[:3])
@@ -172,7 +172,7 @@ def test_clients_that_are_gone_after_masking_are_in_the_sum() -> None:
     for client in CLIENTS:
         parties.hold(client, contribution(client))
     with pytest.raises(FederationError, match="2 of 5 clients revealed their shares, but 3"):
-        configured().finish(parties, CLIENTS, gone=CLIENTS[2:])
+        parties.finish(CLIENTS, gone=CLIENTS[2:])
 
 
 def test_the_server_receives_nothing_that_is_or_reveals_a_contribution(received: list[Any]) -> None:
@@ -184,7 +184,7 @@ def test_the_server_receives_nothing_that_is_or_reveals_a_contribution(received:
         parties = masks.begin(CLIENTS)
         for client in survivors:
             parties.hold(client, contribution(client, size))
-        sums, _ = masks.finish(parties, survivors)
+        sums, _ = parties.finish(survivors)
         runs.append((vectors(received), sums))
 
     kinds = {type(message) for message in received}
@@ -468,7 +468,7 @@ def test_ranges_that_do_not_fit_the_contributions_are_refused() -> None:
     for bad in (0.0, -1.0, float("inf")):
         with pytest.raises(FlsuiteError, match=r"ranges\['w'\] must be positive"):
             PairwiseMasks(ranges={"w": bad})
-    with pytest.raises(FlsuiteError, match="ranges must be one of maxima"):
+    with pytest.raises(FlsuiteError, match="ranges must be a mapping or one of maxima"):
         PairwiseMasks(ranges="minima")  # type: ignore[arg-type]
 
 

@@ -175,7 +175,7 @@ def test_an_altered_message_of_a_secure_sum_is_taken_or_refused(
     parties = masks.begin(list(CLIENTS))
     for client in CLIENTS:
         parties.hold(client, contribution(client))
-    masks.finish(parties, set(CLIENTS))
+    parties.finish(set(CLIENTS))
     sizes = [value.numel() for value in contribution(0).values()]
 
     @fuzzed(100)
