@@ -51,14 +51,14 @@ def context_of(setup: WorkerSetup, request: FitRequest) -> ClientContext:
         global_state=broadcast.state,
         received=broadcast.extras.get("objective", {}),
         memory=copy.deepcopy(request.memory.get("objective", {})),
-        layout=setup.layout,
+        layout=setup.uplink.layout,
     )
 
 
 def callbacks_of_algorithm(setup: WorkerSetup, client: ClientContext) -> list[Callback]:
     """Return what the attack and the algorithm do in a client's fit."""
     attacks = setup.attack.callbacks(client) if setup.attack else []
-    return [*attacks, *setup.aggregator.callbacks(client)]
+    return [*attacks, *setup.uplink.aggregator.callbacks(client)]
 
 
 def loader_of(view: FederatedData, seed: int, request: FitRequest) -> TrainLoader:

@@ -69,9 +69,9 @@ class ClientRunner:
         self.model = setup.model
         if setup.channels_last:
             declarations.to_channels_last(self.model)
-        self.entries = entries_of(setup.model, setup.aggregator, setup.batchnorm)
+        self.entries = entries_of(setup.model, setup.uplink.aggregator, setup.batchnorm)
         self._resident = Resident(self.model, self.entries.frozen)
-        self._stateless = Stateless(setup.aggregator)
+        self._stateless = Stateless(setup.uplink.aggregator)
         self._use_local_loop = True
         self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None

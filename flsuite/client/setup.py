@@ -7,7 +7,6 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 
-from flsuite.aggregators import Aggregator
 from flsuite.aggregators.uplink import Uplink
 from flsuite.attacks import Attack
 from flsuite.client.entries import BatchNorm
@@ -15,7 +14,7 @@ from flsuite.client.lr_decay import LRDecay
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import batch_bounds
 from flsuite.errors import FlsuiteError, require_at_least, require_positive
-from flsuite.state import State, StateLayout
+from flsuite.state import State
 
 _ALL_SAMPLES = (
     "has no effect, because scores use all samples; remove it, and for fewer samples set "
@@ -62,9 +61,8 @@ class WorkerSetup:
     Attributes:
         model: The model. Its weights are not used.
         data: The samples of all clients.
-        aggregator: The algorithm.
-        uplink: Packs and unpacks the updates that clients send.
-        layout: Names and groups of the shared entries.
+        uplink: Packs and unpacks the updates that clients send. It has the algorithm, and the names
+            and groups of the shared entries.
         seed: The run's seed.
         initial: Initial values of entries that a fit receives from nowhere else: private entries
             before a client's first fit, frozen parameters, and buffers.
@@ -83,9 +81,7 @@ class WorkerSetup:
 
     model: LightningModule
     data: FederatedData
-    aggregator: Aggregator
     uplink: Uplink
-    layout: StateLayout
     seed: int
     initial: State
     trainer_kwargs: dict[str, Any]

@@ -64,7 +64,7 @@ class Stack:
         self.starts, self.setup = starts, setup
         self.model = setup.model
         self._modules: list[LightningModule] = []
-        self._stateless = Stateless(setup.aggregator)
+        self._stateless = Stateless(setup.uplink.aggregator)
         self._level = logging.WARNING
         keep_freed_memory()
 

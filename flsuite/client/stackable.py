@@ -187,7 +187,7 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
             yield f"trainer.{argument} is {value!r}"
     # Attackers train by themselves.
     if not _steps_are_stackable(replace(setup, attack=None)):
-        yield f"{setup.aggregator.name} does more in a client's steps than a stack can"
+        yield f"{setup.uplink.aggregator.name} does more in a client's steps than a stack can"
     try:
         optimizer = optimizer_of(model)
     except (RuntimeError, AttributeError) as error:

@@ -117,7 +117,7 @@ class Auto(EngineChoice, Settings):
             engine = Vectorized(clients=size, workers=min(self._workers(setup), most))
             log.info("engine: %s (auto: the run began with these stacks)", _name(engine))
             return engine
-        if setup.aggregator.pools or not _can_be_copied(setup):
+        if setup.uplink.aggregator.pools or not _can_be_copied(setup):
             return InProcess()
         with isolate_rng():
             ways = self._plain(setup, requests)

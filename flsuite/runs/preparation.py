@@ -228,9 +228,7 @@ def worker_setup(trainer: Any, run: Run) -> WorkerSetup:
     return WorkerSetup(
         model=run.evaluator.model,
         data=federation.data,
-        aggregator=federation.aggregator,
         uplink=federation.uplink,
-        layout=federation.server.layout,
         seed=options.seed,
         initial=federation.initial,
         trainer_kwargs=trainer.client_kwargs,

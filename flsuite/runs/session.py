@@ -111,7 +111,7 @@ def choose_engine(
     declared = federation.schedule.declarations
     in_flight = declared.cohort or max(_IN_FLIGHT, declared.at_once)
     cohort = max(1, min(in_flight, federation.data.clients))
-    if setup.aggregator.pools:  # one fit on all samples
+    if setup.uplink.aggregator.pools:  # one fit on all samples
         cohort = 1
     engine = choice.choose(
         setup,

@@ -65,13 +65,10 @@ class ServerFit:
             self._model = copy.deepcopy(self.evaluator.model)
         # The clients' objective, without transforms of the change.
         algorithm = Aggregator(objective=federation.aggregator.objective)
-        layout = federation.server.layout
         setup = WorkerSetup(
             model=self._model,
             data=_of_one(federation.data.at(round)),
-            aggregator=algorithm,
-            uplink=Uplink(algorithm, layout, state),
-            layout=layout,
+            uplink=Uplink(algorithm, federation.server.layout, state),
             seed=seed_for(self.evaluator.seed, "server"),
             initial=federation.initial,
             trainer_kwargs=self.evaluator.trainer_kwargs,

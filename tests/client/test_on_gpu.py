@@ -98,7 +98,7 @@ def test_a_client_on_a_gpu_contributes_there(name: str) -> None:
     made = trainer(rounds=1, aggregator=aggregator, enable_checkpointing=False)
     run = made.prepare(model, digits())
     setup, whole = worker_setup(made, run), run.federation.state
-    uplink, layout, aggregator = setup.uplink, setup.layout, setup.aggregator
+    uplink, layout, aggregator = setup.uplink, setup.uplink.layout, setup.uplink.aggregator
     statistics = aggregator.statistics(layout, whole).items()
     extras = _empty({name: statistic.template for name, statistic in statistics})
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -158,7 +158,7 @@ class _NumPy(Mean):
 @pytest.mark.parametrize("rule", [_OwnTensor, _NumPy])
 def test_a_rule_that_needs_the_cpu_sums_there(rule: type[Mean]) -> None:
     setup = runner(Classifier(MLP((8,))), FedAvg(), lean=True).setup
-    setup.aggregator.rule = rule()
+    setup.uplink.aggregator.rule = rule()
     jobs = JobRunner.__new__(JobRunner)
     jobs._setup = setup
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -1,5 +1,6 @@
 """Workers are spread over the visible GPUs, here a fake number of them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,7 +77,8 @@ def test_worker_i_has_gpu_i_and_the_first_ones_are_shared(monkeypatch: pytest.Mo
 def test_a_worker_and_the_server_take_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     model = classifier()
-    setup = WorkerSetup(model, None, FedAvg(), None, None, 0, {}, {"accelerator": "gpu"})  # type: ignore[arg-type]
+    uplink: Any = SimpleNamespace(aggregator=FedAvg())
+    setup = WorkerSetup(model, None, uplink, 0, {}, {"accelerator": "gpu"})  # type: ignore[arg-type]
     devices = [ClientRunner(setup, worker).trainer_kwargs["devices"] for worker in range(5)]
     assert devices == [[0], [1], [2], [3], [0]]
 
@@ -118,7 +120,7 @@ def test_several_gpus_need_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     for devices in (None, "auto", -1, 1, [1]):
         require_one_gpu({"devices": devices})
     with pytest.raises(FlsuiteError, match=message):
-        InProcess().start(WorkerSetup(None, None, None, None, None, 0, {}, {"devices": 2}))  # type: ignore[arg-type]
+        InProcess().start(WorkerSetup(None, None, None, 0, {}, {"devices": 2}))  # type: ignore[arg-type]
 
 
 def test_the_device_is_in_use_before_a_fit_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def runner(model: ClientModel, aggregator: Aggregator, lean: bool, **kwargs: Any
     layout = StateLayout(tuple(name for name, _ in model.named_parameters()), 3)
     uplink, settings = Uplink(aggregator, layout, state), {"accelerator": "cpu", **kwargs}
     data = module.federated
-    made = ClientRunner(WorkerSetup(model, data, aggregator, uplink, layout, 0, state, settings))
+    made = ClientRunner(WorkerSetup(model, data, uplink, 0, state, settings))
     made._use_local_loop = lean
     return made
 
@@ -34,7 +34,7 @@ def runner(model: ClientModel, aggregator: Aggregator, lean: bool, **kwargs: Any
 def outcome(made: ClientRunner, client: int, *callbacks: Callback) -> Outcome:
     """Return the outcome of a fit in the first round."""
     setup = made.setup
-    server = Server(setup.initial, setup.layout, ServerTools())
-    extras = setup.aggregator.broadcast(server)
+    server = Server(setup.initial, setup.uplink.layout, ServerTools())
+    extras = setup.uplink.aggregator.broadcast(server)
     broadcast = Broadcast(1, setup.initial, extras, callbacks)
     return made.run(FitRequest(client, client, broadcast, {}))

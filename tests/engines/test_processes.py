@@ -78,7 +78,7 @@ def worker_setup() -> tuple[WorkerSetup, dict[str, Tensor]]:
     state, settings = clone(net.state_dict()), {"max_epochs": 2, "accelerator": "cpu"}
     layout = StateLayout(tuple(name for name, _ in net.named_parameters()), 6)
     uplink = Uplink(FedAvg(), layout, state)
-    setup = WorkerSetup(net, module.federated, FedAvg(), uplink, layout, 3, state, settings)
+    setup = WorkerSetup(net, module.federated, uplink, 3, state, settings)
     return setup, state
 
 
