@@ -167,7 +167,7 @@ def test_wrong_settings_are_one_line_before_training(
     ("rule", "arguments", "message"),
     [
         (OTFusion(), {"backbone": ResNet20(width=4)}, "OTFusion needs a chain of Conv2d"),
-        (RegMean(), {"compression": Quantize()}, "RegMean sends Gram matrices, which rounding"),
+        (RegMean(), {"compression": Quantize()}, "RegMean sends gram, which rounding"),
         (Mean(), {"compression": LowRank()}, "set trainer.compression to Quantize"),
         (FisherMerge(), {"private": ["network"]}, "FisherMerge: the clients share no parameters"),
     ],

@@ -224,7 +224,7 @@ def test_gradient_dissimilarity_of_a_model_that_optimizes_by_hand_is_refused_ear
     [
         ({"round": 3}, "no argument 'round'; did you mean rounds"),
         ({"aggregator": "FedAvg"}, "aggregator must be a .*Aggregator or a .*Rule, got 'FedAvg'"),
-        ({"engine": Processes}, "engine must be a .*Engine, got <class"),
+        ({"engine": Processes}, "engine must be a .*EngineChoice, got <class"),
     ],
 )
 def test_a_wrong_argument_is_one_line(wrong: dict[str, Any], words: str) -> None:
