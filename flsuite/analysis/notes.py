@@ -10,6 +10,7 @@ from flsuite.analysis.groups import Group
 from flsuite.analysis.listing import has_ended
 from flsuite.analysis.runs import curve, run_scores
 from flsuite.files import failure_reason
+from flsuite.runs.record import read_settings
 
 _MOST_LINES = 5  # runs that are named one by one
 
@@ -21,7 +22,7 @@ def finished(groups: Sequence[Group]) -> tuple[Sequence[Group], list[str]]:
     """
     ended: list[Group] = []
     for group in groups:
-        runs = {f: t for f, t in group.runs.items() if has_ended(f, group.settings, t)}
+        runs = {f: t for f, t in group.runs.items() if has_ended(f, read_settings(f), t)}
         ended += [replace(group, runs=runs)] if runs else []
     kept = {folder for group in ended for folder in group.runs}
     left = {f: t for group in groups for f, t in group.runs.items() if f not in kept}

@@ -165,14 +165,16 @@ def first_to_target(table: pd.DataFrame, goal: str, x: str = "round") -> str | N
         return None
 
     several = table["partition"].nunique() > 1
-    first, second = (
+    names = [
         f"{row['method']}, {row['partition']}" if several else row["method"]
-        for row in ranked.head(2).to_dict("records")
-    )
+        for row in ranked.to_dict("records")
+    ]
     soonest, next_soonest = ranked[x].iloc[:2]
-    amount = AXES[x].amount
-    if soonest == next_soonest:
-        return f"{first} and {second} are the first to reach {goal}, both after {amount(soonest)}"
+    amount, ties = AXES[x].amount, int((ranked[x] == soonest).sum())
+    if ties > 1:
+        all_first = f"{', '.join(names[: ties - 1])} and {names[ties - 1]}"
+        return f"{all_first} are the first to reach {goal}, after {amount(soonest)}"
+    first, second = names[:2]
     ratio = f" ({next_soonest / soonest:.2f} times as many)" if soonest > 0 else ""
     return (
         f"{first} is the first to reach {goal}, after {amount(soonest)}; {second} is next, after "

@@ -6,7 +6,7 @@ import math
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,8 +106,12 @@ class LoggerLink:
         try:
             self.show(round, pictures)
         except Exception as error:  # from the logger, its transport or its server
-            kind = type(self.logger).__name__
-            log.warning("%s: no %s (%s)", kind, ", ".join(pictures), one_line(error, 200))
+            self.warn_of(pictures, error)
+
+    def warn_of(self, pictures: Iterable[str], error: Exception) -> None:
+        """Say which pictures are missing, and why."""
+        kind = type(self.logger).__name__
+        log.warning("%s: no %s (%s)", kind, ", ".join(pictures), one_line(error, 200))
 
     def show(self, round: int, pictures: Mapping[str, "Figure"]) -> None:
         """Send named pictures to a logger that accepts pictures."""

@@ -79,11 +79,12 @@ class WandbLink(LoggerLink):
 
     def send(self, run: Run, row: RoundNumbers) -> None:
         # In one row: W&B counts rows, and a resume finds out from their number which rounds it has.
-        self._send(row.round, row.numbers, _client_table(run, row) | _images(row.pictures))
+        more = _client_table(run, row) | self._images(row.pictures)
+        self._send(row.round, row.numbers, more)
 
     def show(self, round: int, pictures: Mapping[str, "Figure"]) -> None:
         if pictures:
-            self._send(round, {}, _images(pictures))
+            self._send(round, {}, self._images(pictures))
 
     def finish(self, run: Run) -> None:
         import wandb
@@ -106,6 +107,16 @@ class WandbLink(LoggerLink):
             "step": self._step,
             "offsets": self._offsets,
         }
+
+    def _images(self, pictures: Mapping[str, "Figure"]) -> dict[str, Any]:
+        """Return pictures for a row. Without those that fail, the row has the numbers."""
+        import wandb
+
+        try:
+            return {name: wandb.Image(figure) for name, figure in pictures.items()}
+        except Exception as error:  # from matplotlib or PIL
+            self.warn_of(pictures, error)
+            return {}
 
     def _resume(self, run: Run, experiment: Any) -> None:
         """Find out which rounds of the resumed run W&B already has.
@@ -254,12 +265,6 @@ def _client_table(run: Run, row: RoundNumbers) -> dict[str, Any]:
         for client, of_client in sorted(scores.items())
     ]
     return {"clients": wandb.Table(columns=["client", "samples", *names], data=rows)}
-
-
-def _images(pictures: Mapping[str, "Figure"]) -> dict[str, Any]:
-    import wandb
-
-    return {name: wandb.Image(figure) for name, figure in pictures.items()}
 
 
 def _next_step(experiment: Any) -> int:

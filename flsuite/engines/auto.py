@@ -87,7 +87,8 @@ class Auto(EngineChoice, Settings):
     @property
     def declarations(self) -> EngineDeclarations:
         # It chooses worker processes for a run in which clients die.
-        return EngineDeclarations(survives=EngineDeclarations.survives | {"dies"})
+        more: set[Fault] = set() if self.workers == 1 else {"dies"}
+        return EngineDeclarations(survives=EngineDeclarations.survives | more)
 
     def choose(
         self,

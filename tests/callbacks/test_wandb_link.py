@@ -19,11 +19,12 @@ from lightning.pytorch.loggers import WandbLogger
 
 from flsuite.aggregators import FedBuff
 from flsuite.analysis.groups import experiment_hash
-from flsuite.callbacks import RoundLogger, StopAt
+from flsuite.callbacks import FederationCallback, RoundLogger, StopAt
 from flsuite.callbacks.pictures import client_rounds, confusion_counts
 from flsuite.client.entries import Entries
 from flsuite.data.spec import DataSpec, DataSplit
 from flsuite.models import MLP, Classifier
+from flsuite.runs.run import Run
 from flsuite.schedules import Asynchronous, Stragglers
 from tests.callbacks.wandb_files import Recorded, recorded
 from tests.callbacks.wandb_server import WandbServer
@@ -264,6 +265,22 @@ def test_a_table_that_wandb_refuses_is_named_once(
     (run,) = recorded(tmp_path)
     assert [row["round"] for row in run.rounds] == [1, 2, 3]
     assert caplog.text.count("W&B: no clients from round 1") == caplog.text.count("W&B: no ") == 1
+
+
+def test_a_round_whose_picture_fails_has_its_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Undrawable(FederationCallback):
+        affects = "nothing"
+
+        def on_round_end(self, run: Run, round: int) -> None:
+            run.log_picture("mine", "no figure")  # type: ignore[arg-type]
+
+    made = trainer(rounds=2, logger=offline(tmp_path), callbacks=[Undrawable()])
+    made.fit(classifier(), digits())
+    (run,) = recorded(tmp_path)
+    assert [row["round"] for row in run.rounds] == [1, 2]
+    assert "WandbLogger: no mine (" in caplog.text
 
 
 def test_a_resume_without_the_logger_does_not_forget_its_run(tmp_path: Path) -> None:

@@ -534,10 +534,13 @@ def test_the_first_group_is_named_with_the_next_one(
     ) in out
 
 
-def test_two_groups_can_be_first_together(races: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_that_are_first_together_are_all_named(
+    races: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = ran(capsys, str(races), "--target", "0.1")
     assert (
-        "FedAdam and FedAvg are the first to reach test accuracy 0.1, both after 1 round\n" in out
+        "FedAdam, FedAvg and FedYogi are the first to reach test accuracy 0.1, after 1 round\n"
+        in out
     )
 
 
@@ -696,6 +699,17 @@ def test_runs_that_are_not_finished_are_left_out(
     (tmp_path / "whole" / "metrics.csv").unlink()
     out = ran(capsys, str(tmp_path))
     assert "0.900" in out and "left out" not in out, "alone, it shows how far it is"
+
+
+def test_a_run_that_a_callback_ended_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = {"class_path": "flsuite.callbacks.StopAt", "init_args": {"value": 0.9}}
+    write(tmp_path / "whole", settings(0), [0.1, 0.2, 0.3])
+    write(tmp_path / "stopped", settings(0, "FedYogi", stopping=[stop]), [0.9])
+    (tmp_path / "stopped" / "curves.png").touch()  # drawn at the end
+    out = " ".join(ran(capsys, str(tmp_path)).split())
+    assert "FedYogi" in out and "left out" not in out
 
 
 def test_many_short_runs_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,8 @@ def test_stacks_of_fits_in_flight_are_of_one_process(costs: dict[str, float]) ->
 def test_an_injected_death_needs_processes(costs: dict[str, float]) -> None:
     chosen, _ = choice(rounds=1, schedule=Faults(Synchronous(), dies=0.1))
     assert "dies" in chosen.declarations.survives
+    assert "dies" in Auto().declarations.survives
+    assert "dies" not in Auto(workers=1).declarations.survives, "a dry run of a sweep refuses it"
 
 
 def test_what_it_chose_for_another_run_is_not_recorded(costs: dict[str, float]) -> None:

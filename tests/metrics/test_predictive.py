@@ -269,6 +269,14 @@ class Ignored(Uses):
         return self.last(x)
 
 
+class Pair(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
 class Mixed(Uses):
     """Its layers see rows that depend on all samples of the batch."""
 
@@ -413,6 +421,8 @@ def test_bad_models_are_named() -> None:
     x = images()
     with pytest.raises(FlsuiteError, match=r"logits of Conv2d must have one row per sample"):
         predictive_diagonal(nn.Conv2d(2, 2, 3), ["weight"], [(x,)], task="multiclass")
+    with pytest.raises(FlsuiteError, match=r"one row per sample, .*, got tuple"):
+        predictive_diagonal(Pair(), ["weight"], [(torch.ones(2, 4),)], task="multiclass")
     with pytest.raises(FlsuiteError, match="logits of Ignored depend on none"):
         predictive_diagonal(Ignored(), ["linear.weight"], [(torch.ones(2, 4),)], task="multiclass")
 

@@ -45,10 +45,11 @@ class Logits(nn.Module):
         logits: Tensor = (
             self.model.logits(x) if isinstance(self.model, LogitModel) else self.model(x)
         )
-        if logits.ndim != 2 or len(logits) != len(x):
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        if not isinstance(got, tuple) or len(got) != 2 or len(logits) != len(x):
             raise FlsuiteError(
                 f"the logits of {self.owner} must have one row per sample, ({len(x)}, outputs), "
-                f"got {tuple(logits.shape)}"
+                f"got {got}"
             )
         return logits
 
