@@ -111,10 +111,12 @@ def _contribution(parser: CommandParser) -> None:
 
 
 def _verify(parser: CommandParser) -> None:
-    """Do some rounds of a run again, and compare weights, table and timeline with its record, bit
-    for bit. The exit status is 0 if all are equal, else 1. What differs is printed, and which
-    versions, threads or kind of CPU are not those of the record. There, weights may differ by
-    0.001 of their norm and scores by 0.01, and the status is 0.
+    """Do some rounds of a run again, and compare them with its record.
+
+    Weights, table and timeline are compared bit for bit. The exit status is 0 if all are equal,
+    else 1. The output says what differs. It also says which versions, threads or kind of CPU are
+    not those of the record. If one of these differs, weights may differ by 0.001 of their norm and
+    scores by 0.01, and the status is still 0.
     """
     add = parser.add_argument
     add("run", metavar="RUN", help="the folder of a run, or a file of flsuite pack")
