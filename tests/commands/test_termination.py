@@ -142,8 +142,10 @@ def test_of_two_processes_that_start_in_one_folder_one_runs(
     for place in places:
         place.mkdir()
     context = multiprocessing.get_context("fork")
+    names = [*map(str, places)]
+    # As daemons, they end with this process if one of them hangs.
     both = [
-        context.Process(target=race, args=([*map(str, places)], name, ckpt_path)) for name in "ab"
+        context.Process(target=race, args=(names, name, ckpt_path), daemon=True) for name in "ab"
     ]
     for process in both:
         process.start()
