@@ -2,12 +2,16 @@
 
 import gc
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, wraps
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from lightning.fabric.utilities import registry
@@ -120,18 +124,37 @@ def mostly_long(choices: Mapping[str, Any], *fast: str) -> list[Any]:
 @pytest.fixture
 def wandb_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
     """Return a local W&B server that W&B in this process, and in processes it starts, uses."""
-    import wandb
-
     server = WandbServer()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     # W&B reads the environment once for a process. Without these it would keep the settings of the
     # test before, and the test after would look for this server.
-    wandb.teardown()
+    _end_wandb()
     monkeypatch.delenv("WANDB_SERVICE", raising=False)
     yield server
-    wandb.teardown()
+    _end_wandb()
     server.close()
+
+
+def _end_wandb() -> None:
+    """End W&B's own process. W&B waits for it without a limit, so kill it if it stays."""
+    import wandb
+
+    def kill() -> None:
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                if child.name().startswith("wandb-core"):
+                    child.kill()
+
+    alarm = threading.Timer(60, kill)
+    alarm.start()
+    try:
+        wandb.teardown()
+    except SystemExit as end:
+        if end.code != -signal.SIGKILL:
+            raise
+    finally:
+        alarm.cancel()
 
 
 def published(*files: str) -> Path:
