@@ -131,9 +131,11 @@ def wandb_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
     # test before, and the test after would look for this server.
     _end_wandb()
     monkeypatch.delenv("WANDB_SERVICE", raising=False)
-    yield server
-    _end_wandb()
-    server.close()
+    try:
+        yield server
+        _end_wandb()
+    finally:
+        server.close()
 
 
 def _end_wandb() -> None:
