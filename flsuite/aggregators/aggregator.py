@@ -22,7 +22,15 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 
 from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.part import Named, Part, Sent, Server, Statistic, refuse_conflicts
+from flsuite.aggregators.part import (
+    Capability,
+    Named,
+    Part,
+    Sent,
+    Server,
+    Statistic,
+    refuse_conflicts,
+)
 from flsuite.aggregators.rules.base import (
     CohortRule,
     LinearRule,
@@ -95,6 +103,12 @@ class Aggregator:
     def name(self) -> str:
         """Return the name of the preset, or of the rule if this is not a preset."""
         return Named("", self.rule).name if type(self) is Aggregator else type(self).__name__
+
+    @property
+    def needs(self) -> frozenset[Capability]:
+        """Return what it requires of the other parts of a run."""
+        # A size that decides who is drawn must not decide again how much a client counts.
+        return frozenset({"equal chances"} if self.rule.weighting == "samples" else ())
 
     def described(self) -> dict[str, Any]:
         """Return the arguments that a config can set, as recorded in a run's settings.

@@ -6,6 +6,8 @@ from flsuite.aggregators.aggregator import Aggregator
 class LocalOnly(Aggregator):
     """The lower baseline: every entry is private, so each client trains alone."""
 
+    needs = frozenset()  # nothing is averaged
+
     def __init__(self) -> None:
         super().__init__(private=["*"])
 
@@ -18,6 +20,7 @@ class Centralized(Aggregator):
     """
 
     pools = True
+    needs = frozenset()
     withholds = {"clients": "trains on pooled data, without clients"}
 
     def __init__(self) -> None:

@@ -17,7 +17,9 @@ from flsuite.arguments import Fraction, NonNegativeFloat, PositiveInt, Settings
 from flsuite.messages import ClientContext
 from flsuite.state import State, clone, load_
 
-_MOST_PASSES, _SETTLED = 30, 0.01  # the first time, W is learned until the loss falls by < 1 %
+# The first time, W is learned until the last ten losses deviate by less than 0.1, like in the
+# authors' code, whose loop has no other end.
+_COMPARED, _SETTLED, _MOST_PASSES = 10, 0.1, 100
 
 
 class FedALA(FedAvg):
@@ -25,8 +27,12 @@ class FedALA(FedAvg):
 
     A fit starts from ``v_k + (w - v_k) * W`` in the upper layers and from ``w`` in the others,
     where ``v_k`` is the client's last trained model (eq. 4). ``W`` in [0, 1] is learned on a part
-    of the client's samples (eq. 5), until the loss settles at the first time, and in one pass
-    later. A client's first fit starts from ``w``. A client is scored by ``v_k``.
+    of the client's samples (eq. 5). A client's first fit starts from ``w``. A client is scored by
+    ``v_k``.
+
+    A client's second fit, the first one with a ``v_k``, learns ``W`` until the loss settles: the
+    losses of the last batch of the last ten passes have a standard deviation below 0.1. This takes
+    11 to 100 passes, each as long as ``samples`` of an epoch. Later fits take one pass.
 
     Args:
         samples: Share of the samples that ``W`` is learned on.
@@ -87,22 +93,18 @@ class _Start(Callback):
         """Descend along ``W``: its gradient is the model's times ``w - v`` (eq. 5)."""
         loader: Any = model.trainer.train_dataloader
         samples = max(1, round(self.settings.samples * self.client.samples))
-        before = float("inf")
-        for _ in range(passes):
-            total = 0.0
+        losses: list[float] = []
+        while len(losses) < passes and not has_settled(losses):
             for index, batch in enumerate(loader.plain_batches(samples, loader.data.batch_size)):
                 start = {k: v[k].lerp(w[k], weights[k]) for k in weights}
                 batch = at_least_two(model.trainer.strategy.batch_to_device(batch))
                 at = {**model.parameters, **start}
                 loss, gradient = model.loss_and_gradient(batch, index, at)
-                total += float(loss)
                 for k, slope in gradient.items():
                     if k in weights:
                         step = self.settings.rate * slope * (w[k] - v[k])
                         weights[k].sub_(step).clamp_(0, 1)
-            if total > before * (1 - _SETTLED):
-                return
-            before = total
+            losses.append(float(loss))  # of the last batch, as in the authors' code
 
     def _upper(self, module: LightningModule) -> Sequence[str]:
         """Return the parameters of the upper layers that the client received."""
@@ -116,3 +118,9 @@ class _Start(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         own = pl_module.state_dict()
         self.client.memory["local"] = clone({k: own[k] for k in self.client.global_state})
+
+
+def has_settled(losses: Sequence[float]) -> bool:
+    """Return whether the loss per pass has settled. It takes more passes than are compared."""
+    last = torch.tensor(losses[-_COMPARED:])
+    return len(losses) > _COMPARED and float(last.std(correction=0)) < _SETTLED

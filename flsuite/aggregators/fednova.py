@@ -53,6 +53,7 @@ class NormalizedMean(LinearRule, Settings):
 
     mu: NonNegativeFloat = 0.0
 
+    weighting = "samples"
     withholds = withheld_by("the worth of its steps")
 
     def callbacks(self, client: ClientContext) -> list[Callback]:

@@ -25,10 +25,12 @@ class FedRoD(HeadAware):
     """A generic head for all classes alike, and a personal head for a client's own classes.
 
     Body and generic head are averaged. They minimize the balanced softmax loss, in which the logit
-    of class ``c`` grows by ``log n_kc`` (eq. 6). The personal head is trained on the detached
-    features, and its logits are added to the detached generic ones (eq. 9). A client is scored by
-    the sum of both heads, which are one linear layer. A step costs one more forward pass. It
-    sends as many bytes as FedAvg.
+    of class ``c`` grows by ``log n_kc`` (eq. 6, with a gamma of 1). A class without samples leaves
+    the client's softmax, and its logit has no gradient. The personal head is trained on the
+    detached features, and its logits are added to the detached generic ones (eq. 9). It starts at
+    zero, where public code copies the generic head. A client is scored by the sum of both heads,
+    which are one linear layer. A step costs one more forward pass. It sends as many bytes as
+    FedAvg.
 
     Args:
         head: Prefix of the head's entries, a linear layer. Default: as named by the model.
@@ -81,9 +83,9 @@ class TwoHeads(SecondSteps, FeatureTerm, Settings):
         return {name: state[name] + value for name, value in memory.get("head", {}).items()}
 
     def read(self, client: ClientContext, module: LightningModule) -> State:
-        # A class that the client lacks must not have a logit of minus infinity.
-        counts = client.class_counts.clamp(min=1).to(module.device)
-        return {"shift": counts.log()}
+        # A class that the client lacks leaves the softmax: exp(-1e4) is 0, and so is its gradient.
+        # A logit of minus infinity would do the same, but 0 times infinity is NaN.
+        return {"shift": client.class_counts.log().clamp(min=-1e4).to(module.device)}
 
     def logits(self, outputs: Tensor, batch: Any, held: State) -> Tensor:
         classes_of(batch, "FedRoD")  # a softmax needs one class per sample

@@ -59,6 +59,7 @@ class ClusterMeans(LinearRule, Settings):
 
     clusters: PositiveInt = 2
 
+    weighting = "samples"
     needs = frozenset({"current models"})
     withholds = {
         **withheld_by("its cluster"),

@@ -76,6 +76,7 @@ class Declarations:
         expected_updates: Number of updates that an aggregation waits for, if no client is lost. 0
             if unknown.
         sees_updates: Whether cohorts depend on what clients have sent.
+        draws_by_size: Whether clients with more samples are drawn more often.
         client_sampling: How cohorts are drawn. ``None`` unless the draw is random and depends only
             on the seed. Differential-privacy guarantees rely on it.
     """
@@ -90,6 +91,7 @@ class Declarations:
     at_once: int = 0
     expected_updates: int = 0
     sees_updates: bool = False
+    draws_by_size: bool = False
     client_sampling: RandomDraw | None = None
 
     @property
@@ -110,6 +112,10 @@ class Declarations:
             withheld["current models"] = "brings models of older versions"
         if self.may_be_empty:
             withheld["a cohort of known size"] = "draws cohorts of any size"
+        if self.draws_by_size:
+            withheld["equal chances"] = (
+                "draws large clients more often, so that weights by samples count size twice"
+            )
         if self.client_sampling is None:
             withheld["random cohorts"] = "draws them by data, speed or availability"
         return withheld

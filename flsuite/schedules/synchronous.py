@@ -43,10 +43,10 @@ class Synchronous(Schedule, Settings):
             A fraction is rounded to the nearest number of clients.
         sampling: ``uniform``, ``size`` (probabilities in proportion to training samples),
             ``poisson`` (each client independently), or a class that chooses by what clients have
-            sent before: ``PowerOfChoice`` or ``Oort``. Under ``poisson``, the cohort size varies
-            from round to round, and ``participation`` is its mean as a fraction or a number. A
-            cohort may be empty. Such a round counts, and the aggregator's ``without_updates``
-            determines the next model.
+            sent before: ``PowerOfChoice`` or ``Oort``. Under ``size``, aggregators must weight
+            clients uniformly: weights by samples would count size twice. Under ``poisson``, the
+            cohort size varies from round to round, and ``participation`` is its mean as a fraction
+            or a number. A cohort may be empty. Such a round counts, and its change is 0.
         over_selection: Number of clients to start, as a multiple of the number that the round waits
             for. The paper uses 1.3.
         deadline: Virtual seconds after which a round ends with the updates so far. Default: wait
@@ -113,7 +113,11 @@ class Synchronous(Schedule, Settings):
         is_random = self.sampling != "size" and not (declared.may_lose or declared.sees_updates)
         draw = RandomDraw(clients, self._expected, may_be_empty) if is_random else None
         self.declarations = replace(
-            declared, cohort=started, expected_updates=self._number, client_sampling=draw
+            declared,
+            cohort=started,
+            expected_updates=self._number,
+            draws_by_size=self.sampling == "size" and started < clients,
+            client_sampling=draw,
         )
 
         self._weights = np.asarray(sizes, dtype=np.float64) if self.sampling == "size" else None

@@ -1,9 +1,13 @@
 """FedALA with weights of one is FedAvg, and its weights go where the loss falls."""
 
+from collections.abc import Iterator
+from itertools import chain, cycle, repeat
+
 import pytest
 import torch
 
 from flsuite.aggregators import FedALA, FedAvg
+from flsuite.aggregators.second_model import SecondModel
 from tests.aggregators.federations import Quadratic, Quadratics, assert_equal, federation, run
 
 
@@ -27,6 +31,30 @@ def test_a_client_far_from_the_mean_starts_from_its_own_model() -> None:
     assert weights[2] < 0.05
     assert float(made.federation.client_state(2)["w"]) == pytest.approx(3.0, abs=0.05)
     assert all(0 <= weight <= 1 for weight in weights)
+
+
+@pytest.mark.parametrize(
+    ("losses", "passes"),
+    [
+        (repeat(1.0), 11),
+        (chain(repeat(1.0, 5), repeat(0.0)), 15),
+        (cycle([0.0, 1.0]), 100),
+        (repeat(float("nan")), 100),
+    ],
+    ids=["level", "level from pass 6", "up and down", "not a number"],
+)
+def test_weights_are_learned_until_ten_losses_agree_and_then_in_one_pass(
+    losses: Iterator[float], passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+
+    def step(model: SecondModel, *args: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        seen.append(next(losses))
+        return torch.tensor(seen[-1]), {}
+
+    monkeypatch.setattr(SecondModel, "loss_and_gradient", step)
+    federation(FedALA(), 3).fit(Quadratic(), Quadratics((1.0,), (1.0,)))
+    assert len(seen) == passes + 1
 
 
 def test_only_the_upper_layers_are_mixed() -> None:

@@ -4,11 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import FedAvg, FedRoD
+from flsuite.aggregators.fedrod import TwoHeads
 from flsuite.data import Dirichlet, Synthetic
+from flsuite.messages import ClientContext
 from tests.aggregators.federations import run, table_model
 
 
@@ -18,18 +22,31 @@ def skewed(alpha: float) -> Synthetic:
     )
 
 
-def test_the_generic_logits_grow_by_the_log_of_class_counts() -> None:
-    from torch.nn import functional as F
+def balanced_loss(logits: Tensor, y: Tensor, counts: Tensor) -> Tensor:
+    """Return eq. 6 as it is written: class weights times exponentials."""
+    weighted = counts * logits.exp()
+    return -(weighted.gather(1, y[:, None])[:, 0] / weighted.sum(1)).log().mean()
 
-    from flsuite.aggregators.fedrod import TwoHeads
-    from flsuite.messages import ClientContext
 
-    client = ClientContext(0, 1, 100, torch.tensor([90, 10, 0]), {}, {}, {})
-    heads, model = TwoHeads("head."), table_model()
-    batch = None, torch.zeros(1).long()
-    logits = heads.logits(torch.zeros(1, 3), batch, heads.read(client, model))
-    assert torch.equal(logits, torch.tensor([[90.0, 10.0, 1.0]]).log())
-    assert F.softmax(logits, 1)[0, 0] == pytest.approx(90 / 101)
+@pytest.mark.parametrize("counts", [[6, 3, 0], [0, 9, 0], [4, 3, 2]], ids=str)
+def test_an_absent_class_is_not_pushed_down(counts: list[int]) -> None:
+    client = ClientContext(0, 1, 9, torch.tensor(counts), {}, {}, {})
+    heads = TwoHeads("head.")
+    held = heads.read(client, table_model())
+    y = torch.tensor(counts).nonzero()[:, 0].repeat(4)
+    z = torch.randn(len(y), 3, generator=torch.Generator().manual_seed(1))
+
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(heads.logits(z[None], (None, y[None]), held), y[None])
+
+    def reference(z: Tensor) -> Tensor:
+        return balanced_loss(z, y, torch.tensor(counts))
+
+    # By sample and at once, as in a stack of clients.
+    own = torch.func.vmap(torch.func.grad(loss))(z, y) / len(y)
+    torch.testing.assert_close(own, torch.func.grad(reference)(z))
+    assert own.isfinite().all()
+    assert (own[:, torch.tensor(counts) == 0] == 0).all()
 
 
 def test_a_client_is_scored_by_the_sum_of_both_heads() -> None:

@@ -10,8 +10,10 @@ from torch.optim import SGD, Optimizer
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import (
+    IFCA,
     SCAFFOLD,
     Aggregator,
+    Bucketing,
     Centralized,
     ClipUpdates,
     CohortRule,
@@ -19,8 +21,11 @@ from flsuite.aggregators import (
     DPFedAvg,
     FedAvg,
     FedBuff,
+    FedNova,
+    FedProto,
     GaussianMechanism,
     Krum,
+    LocalOnly,
     Mean,
     Objective,
     Server,
@@ -186,6 +191,24 @@ def test_a_change_that_cannot_be_decoded_is_a_failure_of_the_client() -> None:
 def test_a_conflict_names_the_key_that_was_set() -> None:
     with pytest.raises(FlsuiteError, match=r"TopK .*trainer\.compression"):
         run(Aggregator(transforms=[Quantize(8)]), compression=TopK(0.5))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [FedAvg, FedNova, IFCA, FedProto, lambda: Aggregator(Bucketing(Mean()))],
+    ids=["FedAvg", "FedNova", "IFCA", "FedProto", "a rule in a rule"],
+)
+def test_cohorts_and_weights_by_size_count_size_twice(make: Any) -> None:
+    with pytest.raises(FlsuiteError, match=r"needs equal chances, .* size twice; .*weighting or"):
+        run(make(), schedule=Synchronous(2, sampling="size"))
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "number"), [(FedAvg("uniform"), 2), (FedAvg(), 4), (LocalOnly(), 2)]
+)
+def test_size_counts_once(aggregator: Aggregator, number: int) -> None:
+    """A cohort of all four clients does not depend on sizes, and LocalOnly averages nothing."""
+    assert run(aggregator, 1, schedule=Synchronous(number, sampling="size")).round == 1
 
 
 @pytest.mark.parametrize("forgets", [False, True])

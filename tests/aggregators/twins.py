@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -141,7 +142,7 @@ class FedRoDTwin(Twin):
         for name, value in self.head.named_parameters():
             value.data.copy_(kept[name] if kept else torch.zeros_like(value))
         self.of_head = SGD(self.head.parameters(), **OPTIMIZER)
-        self.log_counts = self.data.class_counts(self.client).clamp(min=1).log()
+        self.counts = self.data.class_counts(self.client)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         z = self.model.network[:3](x)
@@ -150,7 +151,9 @@ class FedRoDTwin(Twin):
         F.cross_entropy(generic.detach() + self.head(z.detach()), y).backward()
         self.clip(self.head.parameters())
         self.of_head.step()
-        return F.cross_entropy(generic + self.log_counts, y)
+        own = self.counts > 0  # eq. 6 is a softmax over the client's classes, weighted by counts
+        places = own.cumsum(0) - 1
+        return F.cross_entropy(generic[:, own] + self.counts[own].log(), places[y])
 
     def end(self, end: State) -> None:
         self.notes[self.client]["head"] = clone(self.head.state_dict())
@@ -169,27 +172,25 @@ class FedALATwin(Twin):
         if "last" not in notes:
             return
         upper = [HEAD + "weight", HEAD + "bias"]
-        v, passes = notes["last"], 1 if "weights" in notes else 30
+        v, most = notes["last"], 1 if "weights" in notes else 100
         weights = notes.get("weights", {k: torch.ones_like(v[k]) for k in upper})
-        model, before = copy.deepcopy(self.model), float("inf")
+        model, losses = copy.deepcopy(self.model), list[float]()
         own = dict(model.named_parameters())
         loader = TrainLoader(self.data, self.client, self.seed, 1)
         samples, size = self.data.samples(self.client), self.data.batch_size
-        for _ in range(passes):
-            total = 0.0
+        while len(losses) < most:
             for x, y in loader.plain_batches(samples, size):
                 for k in upper:
                     own[k].data.copy_(v[k] + (self.w[k] - v[k]) * weights[k])
                 model.zero_grad()
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
-                total += loss.item()
                 weights = {
                     k: (weights[k] - own[k].grad * (self.w[k] - v[k])).clamp(0, 1) for k in upper
                 }
-            if total > 0.99 * before:
+            losses.append(loss.item())
+            if len(losses) > 10 and np.std(losses[-10:]) < 0.1:
                 break
-            before = total
         notes["weights"] = weights
         start = {k: v[k] + (self.w[k] - v[k]) * weights[k] for k in upper}
         self.model.load_state_dict({**self.w, **start})

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from lightning.pytorch import Callback
 
@@ -15,6 +15,8 @@ from flsuite.aggregators.part import Capability, Part, Server, Statistic
 from flsuite.aggregators.staleness import rebased
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.state import State, StateLayout, Sums, Tree, moved
+
+Weighting = Literal["samples", "uniform"]
 
 
 def withheld_by(sends: str = "") -> Mapping[Capability, str]:
@@ -34,8 +36,12 @@ class Rule(Part, ABC):
 
     It is a :class:`LinearRule`, which needs only sums over clients, or a :class:`CohortRule`. Its
     client half measures statistics after the clients' fits.
+
+    Attributes:
+        weighting: Whether clients count by their training samples, or all alike.
     """
 
+    weighting: Weighting = "uniform"
     withholds = withheld_by()
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
@@ -117,6 +123,10 @@ class RuleAround(CohortRule):
     """
 
     rule: Rule
+
+    @property
+    def weighting(self) -> Weighting:  # type: ignore[override]
+        return self.rule.weighting
 
     @property
     def needs(self) -> frozenset[Capability]:  # type: ignore[override]

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators.part import Server
-from flsuite.aggregators.rules.base import LinearRule
-from flsuite.aggregators.rules.mean import Weighting
+from flsuite.aggregators.rules.base import LinearRule, Weighting
 from flsuite.arguments import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveFloat, Settings
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate

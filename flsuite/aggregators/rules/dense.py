@@ -108,6 +108,7 @@ class DENSE(CohortRule, Settings):
     flip: bool = True
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
 
+    weighting = "samples"
     needs = frozenset({"each update", "current models"})
 
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:

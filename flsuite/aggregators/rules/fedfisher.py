@@ -106,6 +106,7 @@ class FedFisher(LinearRule, Settings):
     noise: SampleNoise | None = None
     epsilon_inside: bool = False
 
+    weighting = "samples"
     needs = frozenset({"current models"})
     withholds = withheld_by("Fisher information")
 

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from flsuite.aggregators.optimizers import about_to_step
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass, require_classes
-from flsuite.aggregators.rules.base import LinearRule, withheld_by
-from flsuite.aggregators.rules.mean import Weighting
+from flsuite.aggregators.rules.base import LinearRule, Weighting, withheld_by
 from flsuite.arguments import NonNegativeFloat, PositiveInt, Range, Settings
 from flsuite.data.spec import Batch, Task
 from flsuite.errors import FlsuiteError

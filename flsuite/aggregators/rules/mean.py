@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators.part import Capability, Server
-from flsuite.aggregators.rules.base import LinearRule
+from flsuite.aggregators.rules.base import LinearRule, Weighting
 from flsuite.aggregators.staleness import Staleness, StalenessName, staleness_weight
 from flsuite.arguments import NonNegativeFloat, Settings
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, StateLayout, Tree, divided, scaled
 
-Weighting = Literal["samples", "uniform"]
 Normalize = Literal["buffer", "weights"]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flsuite.aggregators.part import Server
-from flsuite.aggregators.rules.base import CohortRule
-from flsuite.aggregators.rules.mean import Mean, Normalize, Weighting, mixed
+from flsuite.aggregators.rules.base import CohortRule, Weighting
+from flsuite.aggregators.rules.mean import Mean, Normalize, mixed
 from flsuite.aggregators.staleness import Staleness, StalenessName, staleness_weight
 from flsuite.arguments import Fraction, Settings, Share
 from flsuite.errors import FederationError, FlsuiteError

@@ -51,6 +51,7 @@ class OTFusion(CohortRule, Settings):
 
     pivot: Literal["largest"] | NonNegativeInt = "largest"
 
+    weighting = "samples"
     needs = frozenset({"each update", "current models"})
 
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:

@@ -64,6 +64,7 @@ class RegMean(LinearRule, Settings):
     bias: bool = False
     samples: PositiveInt | None = None
 
+    weighting = "samples"
     needs = frozenset({"current models"})
     withholds = withheld_by("Gram matrices")
 

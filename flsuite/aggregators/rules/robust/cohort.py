@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from flsuite.aggregators.part import Server
-from flsuite.aggregators.rules.base import Rule
-from flsuite.aggregators.rules.mean import Weighting
+from flsuite.aggregators.rules.base import Rule, Weighting
 from flsuite.aggregators.rules.robust.vectors import Vectors, flatten, row_dtype, unflatten
 from flsuite.aggregators.staleness import rebased
 from flsuite.messages import ClientUpdate

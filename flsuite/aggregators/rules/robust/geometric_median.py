@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators.part import Server
-from flsuite.aggregators.rules.mean import Weighting
+from flsuite.aggregators.rules.base import Weighting
 from flsuite.aggregators.rules.robust.base import ParameterRule
 from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.aggregators.rules.robust.vectors import distances_from, squared_distances

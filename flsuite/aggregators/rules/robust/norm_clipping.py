@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flsuite.aggregators.part import Server
-from flsuite.aggregators.rules.mean import Weighting
+from flsuite.aggregators.rules.base import Weighting
 from flsuite.aggregators.rules.robust.base import ParameterRule
 from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.arguments import Radius
