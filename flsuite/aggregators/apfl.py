@@ -24,7 +24,8 @@ class APFL(FedAvg):
     A client is scored by ``alpha v_k + (1 - alpha) w``. In each step, ``v_k`` is trained through
     the mixture of ``v_k`` and the client's copy of ``w`` (eq. 5), so that its gradient has the
     factor ``alpha``. It starts from the global model of the client's first fit, and its optimizer
-    anew in every fit. A fit costs about two fits of FedAvg. The bytes are the same.
+    anew in every fit. The paper weights all clients equally: set ``weighting`` to ``uniform`` for
+    this. A fit costs about two fits of FedAvg. The bytes are the same.
 
     Args:
         alpha: Share of the local model in the mixture, at first. With 0 this is FedAvg, with 1 the

@@ -26,10 +26,11 @@ class FedProto(HeadAware):
 
     A client adds ``lam`` times the mean squared distance of its samples' features to the global
     prototypes of their classes (eq. 7, per feature). After its fit, it sends the sums of its
-    features by class. The server's prototype of a class is the mean over all samples of the class
-    (eq. 6), and stays where no client of the round has the class. With ``weighting="uniform"``,
-    each client counts as if it had as many samples as any other. A client is scored by its own
-    model with its own head, not by the nearest prototype.
+    features by class. The server's prototype of a class is the mean over all samples of the class,
+    and stays where no client of the round has the class. Eq. 6 also divides this mean by the number
+    of clients that have the class, which would pull features towards zero. With
+    ``weighting="uniform"``, each client counts as if it had as many samples as any other. A client
+    is scored by its own model with its own head, not by the nearest prototype.
 
     Args:
         lam: Weight of the distance, ``lambda``. With 0, clients train alone.
@@ -88,7 +89,7 @@ class Prototypes(FeatureTerm, Settings):
         }
 
     def conclude(self, server: Server, means: Tree, updates: int) -> None:
-        """Update the prototypes of the classes that some client of the round has (eq. 6)."""
+        """Update the prototypes of the classes that some client of the round has."""
         if not updates:
             return
         old = server.memory or {

@@ -23,7 +23,8 @@ class FedRep(HeadAware):
     """Each client keeps its head. A fit trains the head first, and then the body.
 
     The first ``head_epochs`` of ``trainer.max_epochs`` train the head with the body frozen (lines 7
-    to 9), and the others the body with the head frozen (line 10).
+    to 9), and the others the body with the head frozen (line 10). The paper weights all clients
+    equally: set ``weighting`` to ``uniform`` for this.
 
     Args:
         head_epochs: Epochs for the head. There must be another one for the body.

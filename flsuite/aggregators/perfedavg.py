@@ -28,13 +28,15 @@ class PerFedAvg(FedAvg):
     Batches come in pairs. On the first one, ``w~ = w - alpha grad F(w)`` (line 7). On the second
     one, the model's optimizer steps from ``w`` with the gradient at ``w~`` (line 8). If a fit has
     an odd number of batches, the last one serves as both. The rate ``beta`` of the paper is the
-    optimizer's. Clients are scored by the global model. Set ``trainer.adapt_epochs`` to score them
-    after an adaptation, too, which takes whole epochs of the model's optimizer.
+    optimizer's. The paper weights all clients equally: set ``weighting`` to ``uniform`` for this.
+    Clients are scored by the global model. Set ``trainer.adapt_epochs`` to score them after an
+    adaptation, too, which takes whole epochs of the model's optimizer.
 
     Args:
         alpha: Rate of the adaptation step. With 0 this is FedAvg on every second batch.
         order: ``first`` leaves out the Hessian, as in FO-MAML. ``hessian_free`` approximates its
-            product with the gradient by a difference of two more, on the second batch (eq. 9).
+            product with the gradient by a difference of two more (eq. 9). They are on the second
+            batch, where the paper draws a third one.
         delta: Step of the difference.
         kwargs: See FedAvg.
     """

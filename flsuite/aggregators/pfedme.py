@@ -28,6 +28,11 @@ class PFedMe(FedAvg):
     takes one step with the gradient of the envelope, ``lam (w_k - theta)`` (line 8). The server
     moves to ``(1 - beta) w + beta mean(w_k)`` (line 12). A client is scored by its last ``theta``.
 
+    ``theta`` starts at the received model, and each batch goes on from the ``theta`` of the batch
+    before, because the paper does not say where the steps on a batch start. The paper weights all
+    clients equally: set ``weighting`` to ``uniform`` for this. The Trainer's gradient clipping
+    applies to the optimizer's step, and not to the steps that approach ``theta``.
+
     A fit costs ``steps + 1`` fits of FedAvg. The bytes are the same.
 
     Args:

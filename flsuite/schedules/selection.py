@@ -89,7 +89,8 @@ class PowerOfChoice(Selection, Settings):
     Towards Understanding Biased Client Selection in Federated Learning, arXiv:2010.01243. This is
     the variant rpow-d, which takes the mean training loss of a client's last fit, so that nobody
     computes or sends anything for the selection. Clients that have not been chosen yet come first,
-    and those whose last fit failed come last.
+    and those whose last fit failed come last. The paper weights the cohort equally, because sizes
+    count in the draw: set the aggregator's ``weighting`` to ``uniform`` for this.
 
     Args:
         candidates: Number ``d`` of candidates, or their share of all clients. They are drawn with
@@ -124,10 +125,11 @@ class Oort(Selection, Settings):
     """Lai et al. 2021, algorithm 1: clients by their utility, and some that are new.
 
     Oort: Efficient Federated Learning via Guided Participant Selection, arXiv:2010.06081. The
-    utility of a client is its samples times its last loss, plus ``sqrt(0.1 ln R / L)`` times the
-    largest one for a client whose last round is ``L`` of ``R``, times ``(T / t)^penalty`` for a
-    client whose fit takes ``t`` virtual seconds, more than ``T`` (eq. 2). The pacer, which moves
-    ``T``, and the cap on the number of a client's rounds are left out.
+    utility of a client is its samples times its last mean loss, plus ``sqrt(0.1 ln R / L)`` times
+    the largest one for a client whose last round is ``L`` of ``R``, times ``(T / t)^penalty`` for a
+    client whose fit takes ``t`` virtual seconds, more than ``T`` (eq. 2). In place of the mean, the
+    paper has the root mean square of the samples' losses, which clients do not report here. The
+    pacer, which moves ``T``, and the cap on the number of a client's rounds are left out.
 
     Args:
         exploration: Share of the cohort for clients that have not trained yet, while there are any.

@@ -31,6 +31,9 @@ class CMGA(LinearRule, Settings):
     only sums over clients. The log variance of a class is also averaged over its holders: a client
     without samples of a class has learned nothing about it.
 
+    The momentum of a class starts at the first observed centre. The description mixes every
+    observation in, but does not say where the momentum starts.
+
     A late client has learned its priors in the latent space of an older model. They do not apply to
     the latent space of the current model, so CMGA needs current models.
 
