@@ -25,16 +25,36 @@ class FederationError(RuntimeError):
     """
 
 
-def one_line(error: BaseException, longest: int | None = None) -> str:
+def one_line(error: object, longest: int | None = None) -> str:
     """Return an error's message on one line, or the class name if it has no message.
 
+    Control characters are escaped, because a message may come from another machine, and a terminal
+    would obey them.
+
     Args:
-        error: Any exception. Messages from libraries may span many lines.
+        error: Any exception, or a message. Messages from libraries may span many lines.
         longest: Maximum number of characters. Default: no limit.
     """
-    message = " ".join(str(error).split()) or type(error).__name__
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # from the __str__ of a user's own class
+        text = f"{type(error).__name__}, whose message cannot be read"
+    message = text or type(error).__name__
+    if not message.isprintable():
+        shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+        message = "".join(shown)
     is_long = longest is not None and len(message) > longest
     return f"{message[:longest]}..." if is_long else message
+
+
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "cannot allocate memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory could not be allocated. torch raises a RuntimeError for that."""
+    if isinstance(error, RuntimeError):
+        return any(words in one_line(error).lower() for words in _OUT_OF_MEMORY)
+    return isinstance(error, MemoryError)
 
 
 def with_place(error: BaseException, text: str = "", longest: int | None = None) -> str:

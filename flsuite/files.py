@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -222,7 +223,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, wait: bool = False, shared: bool = False) -> Iterator[bool | None]:
+def locked(path: Path, wait: float = 0.0, shared: bool = False) -> Iterator[bool | None]:
     """Lock a file or a folder, and yield whether this process got the lock.
 
     ``None`` means that the system or the disk has no locks. The kernel releases a lock when the
@@ -230,7 +231,7 @@ def locked(path: Path, wait: bool = False, shared: bool = False) -> Iterator[boo
 
     Args:
         path: A folder, or a file. A missing file is created, and never removed.
-        wait: Wait until no other process holds the lock.
+        wait: Maximum seconds to wait until no other process holds the lock.
         shared: Let others have the lock at the same time, if they share it too. The path exists.
     """
     if fcntl is None:
@@ -242,14 +243,23 @@ def locked(path: Path, wait: bool = False, shared: bool = False) -> Iterator[boo
     is_ours: bool | None = True
     try:
         try:
-            fcntl.flock(descriptor, kind | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            is_ours = False
+            end = time.monotonic() + wait
+            while not (is_ours := _has_locked(descriptor, kind)) and time.monotonic() < end:
+                time.sleep(0.05)
         except OSError:
             is_ours = None
         yield is_ours
     finally:
         os.close(descriptor)
+
+
+def _has_locked(descriptor: int, kind: int) -> bool:
+    """Return whether a lock is free, and take it then."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_locked(path: Path) -> bool:

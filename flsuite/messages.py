@@ -3,17 +3,21 @@
 They are plain data, identical in one process, across processes, and on the network.
 """
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from flsuite.errors import one_line
 from flsuite.state import State, StateLayout, Sums, mismatch, non_finite
 
 POOLED = -1
 """The number of the virtual client that holds the training samples of all clients."""
+
+MOST = 2**53
+"""The largest count in a message. Up to here, a float holds every integer."""
 
 
 Fault = Literal["raises", "nan", "shapes", "hangs", "dies", "late", "twice", "gone"]
@@ -254,19 +258,29 @@ class ClientUpdate:
 
     def _fault_of_numbers(self) -> str | None:
         """Return what is wrong with the non-tensor fields, which make up the record."""
-        if type(self.samples) is not int or self.samples < 1:
-            return f"it claims {self.samples!r} training samples"
-        for name in ("steps", "bytes_up", "bytes_down", "seconds"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value < math.inf:
-                return f"its {name} are {value!r}"
+        if not is_count(self.samples) or self.samples < 1:
+            return f"it claims {_shown(self.samples)} training samples"
+        for name in ("steps", "bytes_up", "bytes_down"):
+            if not is_count(value := getattr(self, name)):
+                return f"its {name} are {_shown(value)}"
+        if type(self.seconds) not in (int, float) or not 0 <= self.seconds <= MOST:
+            return f"its seconds are {_shown(self.seconds)}"
         if not isinstance(self.metrics, dict) or any(
             type(name) is not str or type(value) not in (int, float)
             for name, value in self.metrics.items()
         ):
             return f"its metrics are not numbers: {self.metrics!r}"[:200]
-        if not isinstance(self.class_counts, Tensor) or self.class_counts.ndim != 1:
+        return self._fault_of_class_counts()
+
+    def _fault_of_class_counts(self) -> str | None:
+        counts = self.class_counts
+        if not isinstance(counts, Tensor) or counts.ndim != 1:
             return "its class counts are not a vector"
+        if counts.dtype != torch.int64 or counts.layout != torch.strided:
+            return f"its class counts are {counts.dtype}, {counts.layout}; int64 is expected"
+        # A sample has a class once, or a label once.
+        if counts.numel() and not bool(((counts >= 0) & (counts <= self.samples)).all()):
+            return f"its class counts are not between 0 and its {self.samples} samples"
         return None
 
     def without_tensors(self) -> "ClientUpdate":
@@ -337,6 +351,20 @@ class ClientFailure:
     before_first_step: bool = False
     number: int = 0
     steps: int = 0
+
+    def __post_init__(self) -> None:
+        # The reason may come from another machine.
+        self.reason = one_line(self.reason, 500)
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value of a message is an integer from 0 to :data:`MOST`."""
+    return type(value) is int and 0 <= value <= MOST
+
+
+def _shown(value: Any) -> str:
+    """Return a value of a message as text. Python does not print integers of any length."""
+    return "more than 2**53" if type(value) is int and value > MOST else repr(value)[:80]
 
 
 Outcome = ClientResult | ClientFailure

@@ -93,6 +93,8 @@ class FederatedTrainer(ScoringTrainer):
             in the first round, so that aggregators are compared on the same models.
         without: Clients that never train. They keep their samples and their places in the draws, so
             that all others train as they would with them.
+        max_share: Largest share of all training samples that a client may claim. An update that
+            claims more is refused. Default: the share of the largest client in the server's data.
         fork: The moment of another run that this one begins at, see ``flsuite fork``.
         keep_rounds: Rounds between two checkpoints that stay, for forks and proofs. Default: only
             the last round and the picked one.
@@ -127,6 +129,7 @@ class FederatedTrainer(ScoringTrainer):
         keep_updates: bool = False,
         from_updates: str | None = None,
         without: list[int] | None = None,
+        max_share: float | None = None,
         fork: Fork | None = None,
         keep_rounds: int | None = None,
         logger: Logger | Iterable[Logger] | bool = False,
@@ -176,6 +179,7 @@ class FederatedTrainer(ScoringTrainer):
             keep_optimizers=keep_optimizers,
             channels_last=channels_last,
             lr_decay=lr_decay,
+            max_share=max_share,
             show=bool(enable_progress_bar),
         )
         self.config: str | None = None

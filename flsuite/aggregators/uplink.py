@@ -11,7 +11,15 @@ from flsuite.aggregators.chain import Chain
 from flsuite.aggregators.rules.base import LinearRule
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.errors import one_line
-from flsuite.messages import Broadcast, ClientFailure, ClientUpdate, Outcome
+from flsuite.messages import (
+    MOST,
+    POOLED,
+    Broadcast,
+    ClientFailure,
+    ClientUpdate,
+    Outcome,
+    is_count,
+)
 from flsuite.state import (
     State,
     StateLayout,
@@ -37,6 +45,7 @@ class Uplink:
         state: The shared state, as a template.
         classes: Number of classes that clients count.
         masks: Whether the server learns only sums.
+        most_samples: The largest number of training samples that a client may claim.
 
     Attributes:
         chain: The transforms, for this model.
@@ -52,10 +61,12 @@ class Uplink:
         state: State,
         classes: int = 0,
         masks: bool = False,
+        most_samples: int = MOST,
     ) -> None:
         self.aggregator = aggregator
         self.layout = layout
         self.masks = masks
+        self._classes, self._most_samples = 0 if masks else classes or None, most_samples
         own = aggregator.rule.statistics(layout, state)
         self._own = frozenset(own)
         self._single = [name for name, statistic in own.items() if not statistic.is_sum]
@@ -112,13 +123,28 @@ class Uplink:
         """Return an update as the server reads it.
 
         Raises:
-            ValueError: If it cannot be read. The message says why.
+            ValueError: If it cannot be read, or claims too much. The message says why.
         """
+        if fault := self._fault_of_claims(update):
+            raise ValueError(fault)
         if self.masks:
             if fault := update.mismatch(*self._clear):
                 raise ValueError(fault)
             return update
         return self.chain.unpack(update, base, received)
+
+    def _fault_of_claims(self, update: ClientUpdate) -> str | None:
+        """Return what is wrong with what a client says about its data, or ``None``."""
+        counts = update.class_counts
+        if self._classes is not None and len(counts) != self._classes:
+            return f"it has {len(counts)} class counts; {self._classes} are expected"
+        # One client could otherwise take the whole mean. All samples are one client if pooled.
+        if update.samples > self._most_samples and update.client != POOLED:
+            return (
+                f"it claims {update.samples} training samples, and {self._most_samples} is the "
+                "most that a client may have; if that is right, raise trainer.max_share"
+            )
+        return None
 
     def checked(self, outcome: Outcome, broadcast: Broadcast) -> Outcome:
         """Return an outcome unpacked, or a failure if its update must not reach the aggregator.
@@ -146,7 +172,7 @@ class Uplink:
             return outcome
         if fault.startswith("extras"):
             fault += f" ({self.aggregator.name} says what clients send, by its parts' statistics)"
-        steps = update.steps if type(update.steps) is int and update.steps > 0 else 0
+        steps = update.steps if is_count(update.steps) else 0
         reason = f"its update was refused: {fault}"
         return ClientFailure(update.client, update.round, reason, steps=steps)
 

@@ -36,7 +36,7 @@ from flsuite.client.stack import Stack
 from flsuite.client.trainer import ClientTrainer
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
-from flsuite.errors import FlsuiteError, with_place
+from flsuite.errors import FlsuiteError, one_line, with_place
 from flsuite.lightning_internals import scaler_of, steps_taken
 from flsuite.messages import (
     Broadcast,
@@ -105,7 +105,7 @@ class ClientRunner:
             return self.run(request, stacked)
         except FlsuiteError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a library may call exit()
             self._trainer = None  # an exception may leave the Trainer in any state
             reason = f"{type(error).__name__}: {with_place(error, longest=300)}"
             has_stepped = bool(loss.steps or stacked or request.trained)
@@ -150,8 +150,9 @@ class ClientRunner:
             )
             state = {**self.setup.initial, **request.broadcast.state, **request.own}
             return scorer.own(request.client, state, request.split, request.details)
-        except Exception as error:
-            return request.failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+        except (Exception, SystemExit) as error:
+            reason = f"{type(error).__name__}: {one_line(error, 300)}"
+            return request.failure(reason, traceback.format_exc())
 
     def _fit(self, request: FitRequest, loss: MeanLoss, stacked: StackedFit | None) -> ClientResult:
         started = time.perf_counter()

@@ -85,7 +85,7 @@ class Stack:
         for request in requests:
             try:
                 one = candidate(self.setup, request)
-            except Exception:  # its fit by itself says why
+            except (Exception, SystemExit):  # its fit by itself says why
                 continue
             if one is not None:
                 alike.setdefault(self._kind(one, data), []).append(one)
@@ -97,7 +97,7 @@ class Stack:
                 continue
             try:
                 fits |= self._train(members, trainer, data)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 # Which client it is shows when each trains by itself.
                 self._modules = []  # a callback may have left hooks in them
                 level, self._level = self._level, logging.DEBUG  # said once

@@ -103,7 +103,9 @@ class ClientTrainer(Trainer):
                 again.run(train_dataloaders)
                 return
             super().fit(model, train_dataloaders)
-        except SystemExit:
+        except SystemExit as end:
+            if not isinstance(end.__context__, KeyboardInterrupt):
+                raise  # the client's own code has called exit()
             # Lightning has set SIGINT to be ignored.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt from None

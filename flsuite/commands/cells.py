@@ -41,6 +41,7 @@ def main() -> int:
         answer = _checked_in_forks(sweep, folder)
 
     print(json.dumps(answer), flush=True)
+    # Without a limit: the command answers or ends, which closes the pipe.
     if not sys.stdin.buffer.readline():
         return 0
     return run_workers(Queue(sweep, folder), lambda arguments: run_command("fit", arguments))
@@ -193,7 +194,7 @@ def _start(call: Callable[[], dict[str, Any]]) -> tuple[int, int]:
 
 
 def _end_of(child: int, descriptor: int) -> dict[str, Any]:
-    """Wait for the answer of a fork."""
+    """Wait for the answer of a fork. The command's alarm limits the wait."""
     with open(descriptor, encoding="utf-8") as file:
         answer = file.read()
     os.waitpid(child, 0)

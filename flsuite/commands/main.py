@@ -23,7 +23,14 @@ from flsuite.commands.run_folder import with_run_folder
 from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.commands.termination import TERMINATED, ending_on_sigterm
 from flsuite.commands.waiting import waiting
-from flsuite.errors import FederationError, FlsuiteError, likeliest, one_line, with_place
+from flsuite.errors import (
+    FederationError,
+    FlsuiteError,
+    is_out_of_memory,
+    likeliest,
+    one_line,
+    with_place,
+)
 
 
 class _Command(NamedTuple):
@@ -115,6 +122,11 @@ def run_command(command: str, args: list[str]) -> int:
             return _complain(one_line(error), 1)
         except OSError as error:  # a full or read-only disk, a missing folder
             return _complain(with_place(error), 1)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            advice = "choose a smaller model or smaller batches"
+            return _complain(f"out of memory ({one_line(error, 200)}); {advice}", 1)
         except KeyboardInterrupt:
             how = _COMMANDS[command].after_interrupt
             if termination.has_come:

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from flsuite.sweeps.status import (
 _PATIENCE = 30.0  # seconds to wait for runs to end after Ctrl-C
 _LOOK = 0.2  # seconds between updates of the progress
 _MOST_LINES = 20
+_CHECK, _CHECK_ONE = 3600.0, 60.0  # maximum seconds of the check, and more for each experiment
 
 
 def sweep(args: list[str]) -> None:
@@ -102,6 +104,10 @@ class _CellProcess:
                 stdout=subprocess.PIPE,
                 env=environment,
             )
+        self._limit = _CHECK + _CHECK_ONE * len(samples_of(sweep))
+        self._alarm = threading.Timer(self._limit, self._process.kill)
+        self._alarm.daemon = True
+        self._alarm.start()
         assert self._process.stdin is not None
         pickle.dump((sweep, folder, os.getpid()), self._process.stdin)
         self._process.stdin.flush()
@@ -110,17 +116,26 @@ class _CellProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._alarm.cancel()
         self._process.kill()
-        self._process.wait()
+        self.wait(_PATIENCE)
 
     def check(self) -> dict[str, Any]:
         """Wait until every method has been prepared, and return the result of :func:`check`.
 
         Raises:
             FlsuiteError: If the sweep cannot be checked.
+            FederationError: If it takes too long, or the process has ended.
         """
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._process.stdout.readline()  # the alarm ends the wait
+        is_late = not self._alarm.is_alive()
+        self._alarm.cancel()
+        if not line and is_late:
+            raise FederationError(
+                f"sweep: the check of the methods did not end within {self._limit:g} seconds; run "
+                "flsuite fit with one method to see what waits"
+            )
         if not line:
             raise FederationError("the process that cells are forked from has ended")
         answer = json.loads(line)
@@ -156,6 +171,7 @@ def _run(queue: Queue, process: _CellProcess) -> None:
     with SweepProgress(queue) as progress:
         process.start()
         try:
+            # Without a limit: runs take as long as they do.
             while (status := process.wait(_LOOK)) is None:
                 progress.look()
         except KeyboardInterrupt:

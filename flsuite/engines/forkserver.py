@@ -9,6 +9,7 @@ This module imports nothing heavy, so the new process can be started before anyt
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -23,6 +24,19 @@ from typing import Any
 
 _WORKER = "flsuite.engines.worker"
 _GPUS = ("nvidiactl", "kfd", "dxg")  # in /dev: NVIDIA, AMD, and both under WSL
+
+# Held while a thread patches Python, so that another one does not restore the patch. The wait for
+# it has no limit, because it is held only while a process starts.
+_patching = threading.RLock()
+
+# The code of a new server process. It may not have the import path of this process.
+_SERVE = """
+try:
+    from flsuite.engines.forkserver import serve_forks
+except ImportError:
+    serve_forks = exec
+serve_forks({code!r})
+"""
 
 
 def prepare_workers() -> None:
@@ -97,7 +111,7 @@ def _dummy_fork() -> None:
     if child == 0:
         os._exit(0)
     with suppress(ChildProcessError):  # this process ignores SIGCHLD
-        os.waitpid(child, 0)
+        os.waitpid(child, 0)  # without a limit, because it ends at once
 
 
 @contextmanager
@@ -114,18 +128,42 @@ def _forking() -> Iterator[None]:
 
     The check takes a while, so it waits until multiprocessing starts one: most often, one runs.
     """
-    spawn = util.spawnv_passfds
 
     def start(path: Any, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
         if _can_fork():
             return _run_in_fork(path, arguments, descriptors)
-        return spawn(path, arguments, descriptors)
+        code = _SERVE.format(code=arguments[-1])
+        return spawn(path, [*arguments[:-1], code], descriptors)
 
-    util.spawnv_passfds = start  # type: ignore[assignment]
+    with _patching:
+        spawn = util.spawnv_passfds
+        util.spawnv_passfds = start  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            util.spawnv_passfds = spawn
+
+
+def serve_forks(code: str) -> None:
+    """Run the code of multiprocessing's fork server until all of its clients have ended.
+
+    A killed client leaves two things to the server: the folder of the server's socket, which the
+    client would have removed, and a fork that waits for the rest of its message, which prints an
+    error.
+    """
+    sys.excepthook = _excepthook
     try:
-        yield
+        exec(code, {})
     finally:
-        util.spawnv_passfds = spawn
+        address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+        with suppress(OSError, TypeError):  # removed by the client, or there is none
+            os.unlink(address)
+            os.rmdir(os.path.dirname(address))  # unless it has other files
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if not issubclass(kind, (EOFError, pickle.UnpicklingError)):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _run_in_fork(path: Any, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
@@ -147,7 +185,7 @@ def _run_in_fork(path: Any, arguments: Sequence[str], descriptors: Sequence[int]
     status = 1
     try:
         _be_new(descriptors)
-        exec(arguments[-1], {})
+        serve_forks(arguments[-1])
         status = 0
     except SystemExit:
         status = 0
@@ -175,8 +213,9 @@ def _be_new(descriptors: Sequence[int]) -> None:
         if number > 2 and number not in descriptors:
             os.dup2(null, number)
 
-    # The parent holds this lock while it starts the fork server.
+    # The parent holds these locks while it starts the fork server.
     forkserver._forkserver._lock._at_fork_reinit()  # type: ignore[attr-defined]
+    _patching._at_fork_reinit()  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -187,17 +226,17 @@ def without_main() -> Iterator[None]:
     needs no ``__main__`` guard.
     """
     main = sys.modules["__main__"]
-    hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    # multiprocessing looks for the script in these two attributes.
-    main.__spec__ = None
-    if "__file__" in hidden:
-        del main.__file__
-
-    try:
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
+    names = "__file__", "__spec__"  # where multiprocessing looks for the script
+    with _patching:
+        hidden = {name: getattr(main, name) for name in names if hasattr(main, name)}
+        main.__spec__ = None
+        if "__file__" in hidden:
+            del main.__file__
+        try:
+            yield
+        finally:
+            for name, value in hidden.items():
+                setattr(main, name, value)
 
 
 @contextmanager

@@ -15,9 +15,12 @@ from flsuite.engines.forkserver import prepare_workers, prepare_workers_early, w
 from flsuite.engines.pool import Backlog, Job, Pool, cores, without_broadcast
 from flsuite.engines.wire import dump_shared, dump_without_data, receive, send
 from flsuite.engines.worker import Fatal, Ready, serve
+from flsuite.errors import FederationError
 from flsuite.messages import Broadcast, ClientFailure, ClientResult, OwnScores, ScoreRequest
 
 _AHEAD = 4  # uncollected outcomes per worker: bounds memory, hides uneven clients
+_SETUP = 600.0  # maximum seconds of a worker's setup, which takes a few
+_END = 5.0  # maximum seconds until a killed process has ended
 
 
 @dataclass
@@ -28,7 +31,7 @@ class _Worker:
         job: The requests that it is working on.
         broadcast: The last broadcast sent to it.
         is_ready: Whether its setup is complete. A fit's time counts from then.
-        alarm: Kills it when its fit takes too long.
+        alarm: Kills it when its setup or its fit takes too long.
         timed_out: Whether the alarm went off.
         is_gone: Whether its last job could not be sent to it.
     """
@@ -91,7 +94,7 @@ class Processes(Pool, Settings):
             worker.process.join(timeout=1)
             if worker.process.is_alive():
                 worker.process.kill()
-                worker.process.join()
+                worker.process.join(_END)
 
         self._pool = []
         self._backlog = Backlog()
@@ -104,6 +107,7 @@ class Processes(Pool, Settings):
 
     def _wait(self) -> None:
         busy: dict[Any, _Worker] = {w.connection: w for w in self._pool if w.job}
+        # Without a limit, because a fit takes as long as it does. A worker's alarm ends the wait.
         for connection in wait(list(busy)):
             self._take_answer(busy[connection])
 
@@ -122,8 +126,7 @@ class Processes(Pool, Settings):
 
     def _assign(self, worker: _Worker, job: Job) -> None:
         worker.job = job
-        if worker.is_ready:
-            self._arm(worker)
+        self._arm(worker)  # before sending, because a worker that hangs does not receive
         broadcast = job[0].broadcast
         try:
             with self._sendable("a callback or what a client keeps"):
@@ -137,14 +140,17 @@ class Processes(Pool, Settings):
 
     def _arm(self, worker: _Worker) -> None:
         """Start an alarm that kills the worker unless it answers in time, even if it hangs."""
-        if self.timeout is None or isinstance(worker.job[0], ScoreRequest):
+        _disarm(worker)
+        limit = None if isinstance(worker.job[0], ScoreRequest) else self.timeout
+        seconds = limit if worker.is_ready else _SETUP
+        if seconds is None:
             return
 
         def kill() -> None:
             worker.timed_out = True
             worker.process.kill()
 
-        worker.alarm = threading.Timer(self.timeout, kill)
+        worker.alarm = threading.Timer(seconds, kill)
         worker.alarm.daemon = True
         worker.alarm.start()
 
@@ -175,7 +181,13 @@ class Processes(Pool, Settings):
 
     def _take_death(self, worker: _Worker) -> None:
         _disarm(worker)
-        worker.process.join(timeout=5)
+        worker.process.join(_END)
+        if worker.timed_out and not worker.is_ready:
+            raise FederationError(
+                f"Processes: the setup of a worker did not end within {_SETUP:g} seconds; look for "
+                "what waits in the constructors of your model, data and aggregator, or use "
+                "InProcess"
+            )
         death = None if worker.timed_out else f"exit code {worker.process.exitcode}"
         # A worker killed before reading the job did not die because of it.
         self._take_back([worker.job], death, was_read=not worker.is_gone)
@@ -195,6 +207,7 @@ class Processes(Pool, Settings):
 
         process = context.Process(target=serve, args=arguments, daemon=True)
         with without_main():
+            # It waits for the server without a limit. The server imports flsuite only.
             process.start()
         # Leave this end open only in the worker, so its death closes the connection.
         theirs.close()

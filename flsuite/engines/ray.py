@@ -18,7 +18,7 @@ from flsuite.engines.ray_cluster import Needs, join, leave, number_of_workers, r
 from flsuite.engines.ray_worker import SMALL, RayWorker, pack, unpack
 from flsuite.engines.wire import dump_without_data
 from flsuite.engines.worker import Fatal
-from flsuite.errors import FederationError, FlsuiteError
+from flsuite.errors import FederationError, FlsuiteError, one_line
 from flsuite.messages import Broadcast, ClientResult, ScoreRequest
 from flsuite.state import nbytes
 
@@ -38,6 +38,7 @@ _AHEAD = 4  # calls per worker in flight or uncollected
 _STARTS = 3  # maximum worker deaths in a row during startup
 _GLANCE = 10.0  # seconds without an answer before the cluster is checked
 _PATIENCE = 6  # checks before a warning that no worker has started
+_FETCH = 600.0  # maximum seconds to fetch an answer that is ready, perhaps from another machine
 
 
 @dataclass(eq=False)
@@ -146,9 +147,8 @@ class Ray(Pool, Settings):
         import ray
 
         owned, self._owns_connection = self._owns_connection, False
-        if not ray.is_initialized():  # otherwise, ray.kill searches for a cluster for minutes
-            return
-        for actor in actors:
+        # Without a connection, ray.kill searches for a cluster for minutes.
+        for actor in actors if ray.is_initialized() else ():
             with suppress(Exception):  # a worker, or the cluster, may be gone
                 ray.kill(actor.handle)
         if owned:
@@ -250,7 +250,11 @@ class Ray(Pool, Settings):
     # From answers to outcomes
 
     def _wait(self) -> None:
-        """Wait until a worker answers, becomes ready, dies, or times out."""
+        """Wait until a worker answers, becomes ready, dies, or times out.
+
+        Without ``timeout``, the caller waits without a limit: a fit takes as long as it does, and
+        others may use the cluster. Every ``_GLANCE`` seconds, the cluster is checked.
+        """
         import ray
 
         if not self._waiting:
@@ -267,7 +271,7 @@ class Ray(Pool, Settings):
 
         actor, call = self._waiting.pop(ready[0])
         try:
-            answer = unpack(ray.get(ready[0]))
+            answer = unpack(ray.get(ready[0], timeout=_FETCH))
         except ray.exceptions.RayTaskError as error:
             raise RuntimeError(f"a worker failed:\n{error}") from error
         except ray.exceptions.RayError as error:  # the worker, its node or the answer is lost
@@ -366,7 +370,7 @@ class Ray(Pool, Settings):
 
 def _reason(error: Exception) -> str:
     """Return the first sentence of the last line of Ray's message, which has the cause."""
-    return str(error).split("\n")[-1].split(". ")[0][:200]
+    return one_line(str(error).split("\n")[-1].split(". ")[0], 200)
 
 
 def _was_read(call: _Call) -> bool:

@@ -1,17 +1,21 @@
 """The Ray cluster that workers run in: joining, capacity, and leaving."""
 
 import os
+import secrets
 import signal
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.pool import cores
 from flsuite.errors import FlsuiteError, one_line
+
+_token_settings: list[str] = []  # names of the variables that _require_token has set
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ def join(address: str | None, runtime_env: dict[str, Any] | None) -> bool:
     settings: dict[str, Any] = {"runtime_env": runtime_env, "logging_level": "WARNING"}
     settings["address"] = address or "local"
     if address is None:
+        _require_token()
         # By default, Ray would use all cores of the machine, not those of this process.
         settings |= {"num_cpus": cores(), "include_dashboard": False}
 
@@ -73,6 +78,7 @@ def join(address: str | None, runtime_env: dict[str, Any] | None) -> bool:
         try:
             ray.init(**settings)
         except (ConnectionError, ValueError, RuntimeError) as error:
+            _drop_token()
             raise FlsuiteError(
                 f"Ray: cannot join {address or 'a cluster of this machine'} "
                 f"({one_line(error, 200)}); start a cluster with 'ray start --head', or leave "
@@ -87,6 +93,39 @@ def leave() -> None:
 
     with _signal_handlers_kept():
         ray.shutdown()
+    _drop_token()
+
+
+def _require_token() -> None:
+    """Let a local cluster serve only processes that know a token, unless the user has decided.
+
+    Ray's ports listen on all interfaces, and whoever reaches them can run code.
+    """
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    own = {"RAY_AUTH_MODE": "token"}
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
+        own["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    os.environ.update(own)
+    _token_settings.extend(own)
+    _read_token_again()
+
+
+def _drop_token() -> None:
+    """Remove the settings of :func:`_require_token`, which would not fit another cluster."""
+    if _token_settings:
+        for name in _token_settings:
+            os.environ.pop(name, None)
+        _token_settings.clear()
+        _read_token_again()
+
+
+def _read_token_again() -> None:
+    """Let Ray read the settings of its token, which it does once."""
+    with suppress(ImportError, AttributeError):  # a version of Ray without tokens
+        raylet: Any = import_module("ray._raylet")
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def number_of_workers(wanted: int | None, needs: Needs) -> int:

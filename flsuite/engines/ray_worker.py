@@ -91,7 +91,7 @@ class RayWorker:
             self._shared = list(_tensors(data))
             self._writes = [tensor._version for tensor in self._shared]
             self._runner = JobRunner(replace(pickle.loads(rest), data=data))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # Ray takes an exit for the wish of the actor
             return pack(Fatal.of(error))
         return pack(None)
 
@@ -118,7 +118,7 @@ class RayWorker:
                 return pack(outcomes, whole)
             except CANNOT_PICKLE:
                 return pack([sendable(self._runner, job) for job in jobs], whole)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # Ray takes an exit for the wish of the actor
             return pack(Fatal.of(error))
 
     def _refuse_writes(self, requests: Sequence[FitRequest | ScoreRequest]) -> None:

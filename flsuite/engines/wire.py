@@ -94,7 +94,9 @@ def send(connection: Connection, obj: Any) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """Wait for the next object.
+    """Wait for the next object, without a limit.
+
+    The other side may work as long as it needs. The wait ends when it dies, or an alarm kills it.
 
     Raises:
         EOFError: If the other side has closed.

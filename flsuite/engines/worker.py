@@ -15,7 +15,7 @@ import torch
 
 from flsuite.client.jobs import JobRunner
 from flsuite.engines.wire import CANNOT_PICKLE, dumps, load_shared, receive, send
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.errors import FlsuiteError, is_out_of_memory, one_line
 from flsuite.messages import Broadcast
 
 
@@ -36,10 +36,13 @@ class Fatal:
     is_user_error: bool
 
     @classmethod
-    def of(cls, error: Exception) -> "Fatal":
+    def of(cls, error: BaseException) -> "Fatal":
         """Return the answer for an error that is being handled."""
+        if is_out_of_memory(error):
+            reason = f"a worker ran out of memory ({one_line(error, 200)})"
+            return cls(f"{reason}; use fewer workers, or a smaller model", True)
         is_user_error = isinstance(error, FlsuiteError)
-        return cls(str(error) if is_user_error else traceback.format_exc(), is_user_error)
+        return cls(one_line(error) if is_user_error else traceback.format_exc(), is_user_error)
 
     def error(self) -> Exception:
         """Return the error to raise in the process that started the worker."""
@@ -80,7 +83,7 @@ def serve(
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The other side closed the connection, which stops the worker.
         return
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         with suppress(OSError):  # another worker reported the same, and the run has ended
             send(connection, Fatal.of(error))
 

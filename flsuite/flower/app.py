@@ -27,7 +27,7 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 from flsuite.flower.nodes import REFUSED, introduce
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _answering(
         try:
             return work(message, context)
         except FlsuiteError as error:
-            return Message(Error(REFUSED, str(error)), reply_to=message)
+            return Message(Error(REFUSED, one_line(error)), reply_to=message)
 
     return answer
 

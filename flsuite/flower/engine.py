@@ -8,7 +8,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines.base import Engine
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 from flsuite.flower.nodes import REFUSED
 from flsuite.flower.records import read_update
 from flsuite.messages import ClientResult, FitRequest, Outcome, OwnScores, Split
@@ -87,13 +87,13 @@ class NodeEngine(Engine):
         if answer.has_error():
             # In later rounds, a single node must not end the run.
             if answer.error.code == REFUSED and round == 1:
-                raise FlsuiteError(str(answer.error.reason))
-            return request.failure(str(answer.error.reason))
+                raise FlsuiteError(one_line(answer.error.reason))
+            return request.failure(answer.error.reason)
 
         try:
             update = read_update(answer.content)
         except Exception as error:
-            reason = f"its answer cannot be read: {type(error).__name__}: {error}"
+            reason = f"its answer cannot be read: {type(error).__name__}: {one_line(error)}"
             return request.failure(reason)
         if (update.client, update.round) != (client, round):
             return request.failure(

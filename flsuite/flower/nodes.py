@@ -9,7 +9,7 @@ import time
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 
 log = logging.getLogger("flsuite")
 
@@ -56,7 +56,7 @@ class Nodes:
     def all(self, grid: Grid) -> dict[int, int]:
         """Wait until every client is connected, without a limit, and return client to node.
 
-        Flower's own strategies also wait.
+        People start the nodes, perhaps hours later. Flower's own strategies also wait.
 
         Raises:
             FlsuiteError: If a node is not one of the clients.
@@ -120,7 +120,7 @@ class Nodes:
     def _read(self, answer: Message) -> tuple[int | None, str | None]:
         """Return the client that a node represents, or what is wrong with its answer."""
         if answer.has_error():
-            return None, f"cannot say which client it is: {answer.error.reason}"
+            return None, f"cannot say which client it is: {one_line(answer.error.reason, 500)}"
         record = answer.content.config_records.get("node", ConfigRecord())
         client, clients = record.get("client"), record.get("clients", -1)
         if not isinstance(client, int) or not 0 <= client < self.clients:

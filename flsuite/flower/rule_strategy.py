@@ -2,6 +2,7 @@
 
 import logging
 import operator
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from flwr.serverapp.strategy import FedAvg
 from flsuite.aggregators import Aggregator, Rule
 from flsuite.aggregators.objectives import Objective
 from flsuite.aggregators.part import Server, ServerTools
-from flsuite.errors import FlsuiteError, require_instance
+from flsuite.errors import FlsuiteError, one_line, require_instance, require_positive
 from flsuite.flower.records import to_arrays, to_state
 from flsuite.messages import ClientUpdate
 from flsuite.state import StateLayout, mismatch
@@ -32,13 +33,16 @@ class RuleStrategy(FedAvg):
     in the metric ``weighted_by_key``, ``num-examples`` by default. They need neither flsuite nor
     Lightning. Entries that a client keeps, such as a private encoder, are in no message. A rule
     that reads class counts, such as CMGA, finds them in the metric ``class-counts``. An answer with
-    other shapes or with numbers that are not finite is left out, and the log says why.
+    other shapes, with numbers that are not finite, or with another number of class counts than most
+    answers is left out, and the log says why.
 
     Args:
         aggregator: An aggregator or a rule that measures and changes nothing on the clients.
         groups: Names of arrays by parameter group, such as ``prior_mean`` for CMGA.
         buffers: Names of arrays that are not parameters, such as running statistics.
         seed: Seed of the rules that draw.
+        max_share: Largest share of the samples of a round's answers that one client may have. An
+            answer with a larger one is left out. Default: no limit, because clients may differ.
         kwargs: Arguments of :class:`flwr.serverapp.strategy.FedAvg`.
 
     Raises:
@@ -51,17 +55,20 @@ class RuleStrategy(FedAvg):
         groups: Mapping[str, Collection[str]] | None = None,
         buffers: Collection[str] = (),
         seed: int = 0,
+        max_share: float = 1.0,
         **kwargs: Any,
     ) -> None:
         if isinstance(aggregator, Rule):
             aggregator = Aggregator(rule=aggregator)
         require_instance(type(self).__name__, Aggregator, aggregator=aggregator)
+        require_positive(type(self).__name__, max_share=max_share)
         _refuse_client_half(aggregator)
         super().__init__(**kwargs)
         self.aggregator = aggregator
         self._groups = {name: tuple(names) for name, names in (groups or {}).items()}
         self._buffers, self._tools = frozenset(buffers), ServerTools(seed=seed)
         self._server: Server | None = None
+        self._max_share = max_share
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -100,6 +107,7 @@ class RuleStrategy(FedAvg):
         # Without Flower's own check, which ends the run at the first reply that differs.
         valid, _ = self._check_and_log_replies(ordered, is_train=True, validate=False)
         updates = {node: read for node, read in enumerate(map(self._read, valid)) if read}
+        updates = self._without_outliers(updates)
         if not updates:
             return None, None
         self._server.metrics.clear()
@@ -114,8 +122,8 @@ class RuleStrategy(FedAvg):
         node = reply.metadata.src_node_id
         try:
             update = _update(reply.content, node, self._server.round, self.weighted_by_key)
-        except (KeyError, TypeError, ValueError) as error:
-            fault: str | None = f"cannot be read: {error}"
+        except Exception as error:  # an answer may be anything
+            fault: str | None = f"cannot be read ({type(error).__name__}: {one_line(error, 200)})"
         else:
             # Flower's arrays have no order of their own.
             update.state = {k: update.state[k] for k in self._server.state if k in update.state}
@@ -123,8 +131,31 @@ class RuleStrategy(FedAvg):
             fault = f"has other arrays: {different}" if different else update.fault()
         if fault is None:
             return update
-        log.warning("round %s: the answer of node %s %s", self._server.round, node, fault)
+        self._warn(node, fault)
         return None
+
+    def _without_outliers(self, updates: dict[int, ClientUpdate]) -> dict[int, ClientUpdate]:
+        """Return the updates that are no outliers in their class counts and samples."""
+        if not updates:
+            return {}
+        lengths = Counter(len(update.class_counts) for update in updates.values())
+        usual, most = lengths.most_common(1)[0][0], sum(u.samples for u in updates.values())
+        kept = {}
+        for place, update in updates.items():
+            counts, share = len(update.class_counts), update.samples / most
+            if counts != usual:
+                self._warn(update.client, f"has {counts} class counts; {usual} are expected")
+            elif share > self._max_share:
+                fault = f"claims {share:.0%} of the round's samples; max_share is {self._max_share}"
+                self._warn(update.client, fault)
+            else:
+                kept[place] = update
+        return kept
+
+    def _warn(self, node: int, fault: str) -> None:
+        assert self._server is not None
+        what = self._server.round, node, one_line(fault, 500)
+        log.warning("round %s: the answer of node %s was refused: %s", *what)
 
 
 def _update(content: RecordDict, node: int, round: int, samples: str) -> ClientUpdate:

@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flsuite.errors import FlsuiteError
+from flsuite.errors import FlsuiteError, one_line
 from flsuite.flower.engine import NodeEngine, NodeEvaluator, NodeStore, by_node, messages
 from flsuite.flower.nodes import Nodes
 from flsuite.flower.records import ARRAYS, numbers_in, pack, to_arrays, to_state
@@ -160,9 +160,8 @@ class FlowerStrategy(Strategy):
                 for split, scores in _read_scores(answers.get(node)).items():
                     rows.setdefault(split, {})[client] = scores
             except Exception as error:
-                log.warning(
-                    "round %d: client %d was not scored: %s", self._run.round, client, error
-                )
+                what = self._run.round, client, one_line(error, 500)
+                log.warning("round %d: client %d was not scored: %s", *what)
         self._node_evaluator.rows = rows
         scored = self._node_evaluator.scores(self._federation, "test", sorted(self._asked))
         return MetricRecord(dict(scored[GLOBAL])) if scored else None

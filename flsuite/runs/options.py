@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flsuite.arguments import NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from flsuite.arguments import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from flsuite.client.entries import BatchNorm
 from flsuite.client.lr_decay import LRDecay
 from flsuite.schedules import Clock
@@ -73,4 +73,5 @@ class RunOptions(Settings):
     keep_optimizers: bool = False
     channels_last: bool = True
     lr_decay: LRDecay | None = None
+    max_share: Fraction | None = None
     show: bool = False

@@ -173,6 +173,7 @@ def make_federation(
         fit_samples(evaluator.trainer_kwargs, data.batch_size, extra_epochs(model)),
         make_tools(evaluator, entries.private, options.budget.rounds, fit),
         secure_sum,
+        options.max_share,
     )
     fit.federation = federation
     return federation

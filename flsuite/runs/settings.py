@@ -60,7 +60,7 @@ def run_settings(
             run's seed determines them.
         checkpoint: The checkpoint that will be resumed, if any.
     """
-    plain = {k: v for k, v in vars(options).items() if k not in ("show", "budget")}
+    plain = {k: v for k, v in vars(options).items() if k not in ("show", "budget", "max_share")}
     client = {k: v for k, v in trainer.client_kwargs.items() if k != "default_root_dir"}
     fork = trainer.fork
     return {
@@ -72,6 +72,7 @@ def run_settings(
         **described_engine(trainer.engine),
         # Only where they are set, so that runs of earlier versions have the same settings.
         **({"without": sorted(trainer.without)} if trainer.without else {}),
+        **({} if options.max_share is None else {"max_share": options.max_share}),
         **(fork.settings(checkpoint) if fork else {}),
         # They may be drawn from the seed, so the description of the attack does not contain them.
         "attackers": None if trainer.attack is None else describe(trainer.attack.attackers),

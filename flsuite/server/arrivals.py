@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 from flsuite.aggregators.uplink import Uplink
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.exchange import SumReport
-from flsuite.messages import ClientFailure, ClientResult, ClientUpdate, FitRequest, Outcome
+from flsuite.messages import (
+    ClientFailure,
+    ClientResult,
+    ClientUpdate,
+    FitRequest,
+    Outcome,
+    is_count,
+)
 from flsuite.schedules import Schedule
 from flsuite.server.devices import Devices
 from flsuite.state import nbytes
@@ -224,6 +231,6 @@ class Arrivals:
 
 
 def _count_refused(sender: ClientUpdate | ClientFailure, record: RoundLog) -> None:
-    """Count the bytes of a refused update, if its byte counts are numbers."""
-    if isinstance(sender, ClientUpdate) and isinstance(sender.bytes_up, int):
-        record.lost_up += max(sender.bytes_up, 0)
+    """Count the bytes of a refused update, if they are a valid number."""
+    if isinstance(sender, ClientUpdate) and is_count(sender.bytes_up):
+        record.lost_up += sender.bytes_up

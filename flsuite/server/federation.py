@@ -1,5 +1,6 @@
 """The federation: its state, and the step from one version of the global model to the next."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -42,6 +43,8 @@ class Federation:
         fit_samples: Returns the samples that a fit processes, given the client's sample count.
         tools: The tools that the server offers to the aggregator.
         secure_sum: The secure aggregation protocol, if any.
+        max_share: Largest share of all training samples that a client may claim. Default: that of
+            the largest client.
 
     Attributes:
         clock: Rounds, virtual seconds, client updates and bytes so far.
@@ -66,6 +69,7 @@ class Federation:
         fit_samples: Callable[[int], int],
         tools: ServerTools,
         secure_sum: SecureAggregation | None,
+        max_share: float | None = None,
     ) -> None:
         self.data = data
         self.aggregator = aggregator
@@ -98,7 +102,9 @@ class Federation:
             raise FlsuiteError(fault)
 
         masks = secure_sum is not None
-        self.uplink = Uplink(aggregator, layout, self.state, data.spec.num_classes, masks)
+        most = max(sizes) if max_share is None else math.ceil(max_share * sum(sizes))
+        classes = data.spec.num_classes
+        self.uplink = Uplink(aggregator, layout, self.state, classes, masks, most)
         self._bytes_up = self.uplink.chain.bytes_up
         self._devices: Devices | None = None
         if secure_sum is not None:

@@ -20,6 +20,8 @@ from flsuite.sweeps.tuning import Contest, contests, write_tuning
 
 CellState = Literal["done", "failed", "running", "interrupted", "waiting"]
 
+_TUNING = 60.0  # maximum seconds until another process has written tuning.csv
+
 
 class Queue:
     """The cells of a sweep in its folder.
@@ -169,7 +171,10 @@ class Queue:
     def note_tuning(self) -> None:
         """Write the current ``tuning.csv``, if there is tuning."""
         if self.sweep.tuning is not None:
-            with _locked(self.folder / ".tuning.lock", wait=True):
+            # If it waits in vain, the next cell that ends writes the file.
+            with _locked(self.folder / ".tuning.lock", _TUNING) as is_ours:
+                if not is_ours:
+                    return
                 path = self.folder / "tuning.csv"
                 write_tuning(path, self.contests, self.outcome, self._is_over)
 
@@ -190,7 +195,7 @@ class Queue:
 
 
 @contextmanager
-def _locked(path: Path, wait: bool = False) -> Iterator[bool]:
+def _locked(path: Path, wait: float = 0.0) -> Iterator[bool]:
     """Lock a file of the queue, and yield whether this process got the lock.
 
     Raises:

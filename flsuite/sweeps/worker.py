@@ -61,7 +61,10 @@ class _Children:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def wait(self) -> int:
-        """Wait for one child, and return its exit status, which is negative after a signal."""
+        """Wait for one child, and return its exit status, which is negative after a signal.
+
+        The wait has no limit, because a run takes as long as it does.
+        """
         child, status = os.wait()
         self._running.discard(child)
         return os.waitstatus_to_exitcode(status)

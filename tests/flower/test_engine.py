@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'")
 
@@ -15,7 +16,14 @@ from flsuite.flower.app import make_client_app
 from flsuite.flower.client import Site
 from flsuite.flower.engine import NodeEvaluator
 from flsuite.flower.nodes import own_client
-from flsuite.flower.records import read_update, to_arrays, to_state, unpack, write_update
+from flsuite.flower.records import (
+    pack,
+    read_update,
+    to_arrays,
+    to_state,
+    unpack,
+    write_update,
+)
 from flsuite.flower.server import serve
 from tests.conftest import classifier, digits, trainer
 from tests.flower.grid import Nodes, check_round_without_client_1, convolution, node_app, unscaled
@@ -49,6 +57,15 @@ def another_client(answer: Message) -> None:
     answer.content = write_update(update)
 
 
+def claims(**values: Any) -> Any:
+    """Return what lets an answer claim other numbers."""
+
+    def spoil(answer: Message) -> None:
+        answer.content.update(pack("update", {**unpack("update", answer.content), **values}))
+
+    return spoil
+
+
 def garbage(answer: Message) -> None:
     answer.content["update"] = ConfigRecord({"tree": '{"tensor": "0"'})
 
@@ -66,6 +83,10 @@ def nothing(answer: Message) -> None:
         (garbage, "its answer cannot be read: JSONDecodeError"),
         (nothing, "its answer cannot be read: KeyError"),
         (None, "its node did not answer in time"),
+        (claims(steps=10**400), "its steps are more than 2**53"),
+        (claims(samples=10**18), "it claims more than 2**53 training samples"),
+        (claims(samples=10**9), "it claims 1000000000 training samples, and"),
+        (claims(class_counts=torch.ones(3, dtype=torch.int64)), "it has 3 class counts"),
     ],
 )
 def test_the_round_goes_on_without_a_bad_answer(spoil: Any, reason: str) -> None:

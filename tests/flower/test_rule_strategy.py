@@ -123,7 +123,7 @@ def test_priors_that_nobody_names_are_refused() -> None:
         under_flower(RuleStrategy(CMGA(), fraction_evaluate=0.0))
 
 
-@pytest.mark.parametrize("fault", ["name", "metric", "samples", "counts"])
+@pytest.mark.parametrize("fault", ["name", "metric", "samples", "counts", "share", "many"])
 def test_an_answer_that_differs_is_left_out_and_does_not_end_the_run(fault: str) -> None:
     def tamper(round: int, client: int, answer: Message) -> Message:
         if client == 2:
@@ -134,14 +134,16 @@ def test_an_answer_that_differs_is_left_out_and_does_not_end_the_run(fault: str)
                 metrics["more"] = 1.0
             elif fault == "samples":
                 del metrics["num-examples"]
+            elif fault in ("share", "many"):
+                metrics["num-examples"] = 10**9 if fault == "share" else 2**60
             else:
                 metrics["class-counts"] = [1]
         return answer
 
     grid = Nodes(CLIENTS, app_of_ones_own(), tamper)
-    strategy = RuleStrategy(FedAvg(), fraction_evaluate=0.0)
+    strategy = RuleStrategy(FedAvg(), max_share=0.5, fraction_evaluate=0.0)
     result = strategy.start(grid, ArrayRecord(START), num_rounds=ROUNDS)
-    clients = (0, 1, 3, 4) if fault in ("name", "samples") else (0, 1, 2, 3, 4)
+    clients = (0, 1, 3, 4) if fault != "metric" else (0, 1, 2, 3, 4)
     assert_equal(to_state(result.arrays), by_hand(FedAvg(), clients))
 
 

@@ -1,7 +1,7 @@
 """What arrives from clients is checked before an aggregator sees it."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ from flsuite.aggregators import (
     Rule,
     Statistic,
 )
+from flsuite.aggregators.uplink import Uplink
 from flsuite.errors import FederationError, FlsuiteError
-from flsuite.messages import ClientUpdate
+from flsuite.messages import Broadcast, ClientFailure, ClientResult, ClientUpdate
 from flsuite.models import MLP, NFClassifier
 from flsuite.schedules import Asynchronous
+from flsuite.server.arrivals import RoundLog, _count_refused
+from flsuite.state import StateLayout
 from tests.conftest import WithoutOne, classifier, digits, equal_states, trainer
 from tests.schedules.simulation import PerClient
 
@@ -150,13 +153,58 @@ def test_a_rule_is_a_part_and_not_a_method_of_an_aggregator() -> None:
 )
 def test_updates_are_checked_on_arrival(change: Any, words: str) -> None:
     state = {"w": torch.zeros(2)}
+    counts = torch.zeros(2, dtype=torch.int64)
     update = ClientUpdate(
-        client=0, round=1, samples=4, steps=1, class_counts=torch.zeros(2), state=dict(state)
+        client=0, round=1, samples=4, steps=1, class_counts=counts, state=dict(state)
     )
     assert update.mismatch(state, {}) is None and update.fault() is None
     change(update.state)
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(update.mismatch(state, {}) or update.fault())
+
+
+_COUNTS = torch.tensor([3, 1])
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        *(({name: 10**400}, "more than 2") for name in ("steps", "bytes_up", "bytes_down")),
+        ({"samples": 10**400}, r"it claims more than 2\*\*53 training samples"),
+        ({"samples": 10**18}, r"it claims more than 2\*\*53 training samples"),
+        ({"seconds": 1e300}, "its seconds are 1e"),
+        ({"samples": 5}, "it claims 5 training samples, and 4 is the most"),
+        ({"class_counts": torch.ones(3, dtype=torch.int64)}, "it has 3 class counts; 2 are"),
+        ({"class_counts": torch.tensor([1.0, float("nan")])}, "class counts are torch.float32"),
+        ({"class_counts": _COUNTS.to_sparse()}, "torch.sparse_coo"),
+        ({"class_counts": torch.tensor([-1, 4])}, "not between 0 and its 4 samples"),
+        ({"class_counts": torch.tensor([10**18, 0])}, "not between 0 and its 4 samples"),
+        ({"class_counts": torch.ones(1, 2, dtype=torch.int64)}, "are not a vector"),
+    ],
+)
+def test_claims_that_are_not_possible_are_refused(claim: dict[str, Any], words: str) -> None:
+    state = {"w": torch.zeros(2)}
+    uplink = Uplink(FedAvg(), StateLayout(("w",), 2), state, classes=2, most_samples=4)
+    update = ClientUpdate(0, 1, samples=4, steps=1, class_counts=_COUNTS, state=state)
+    broadcast, honest = Broadcast(1, state, {}), ClientResult(update, {})
+    assert uplink.checked(honest, broadcast) == honest
+    refused = uplink.checked(ClientResult(replace(update, **claim), {}), broadcast)
+    assert isinstance(refused, ClientFailure) and len(refused.reason) < 250
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(refused.reason)
+    record = RoundLog(1)
+    _count_refused(replace(update, **claim), record)
+    assert record.lost_up == 0, "the round's bytes would overflow"
+
+
+@pytest.mark.parametrize("max_share", [None, 1.0, 0.2])
+def test_a_client_may_claim_a_share_of_the_samples(max_share: float | None) -> None:
+    made, data = trainer(rounds=1, max_share=max_share), digits()
+    made.fit(classifier(), data)
+    sizes = [data.federated.samples(client) for client in range(5)]
+    above = [c for c, size in enumerate(sizes) if size > (max_share or 1.0) * sum(sizes)]
+    assert [failure.client for failure in made.federation.log.failures] == above
+    assert bool(above) == (max_share == 0.2)
 
 
 def test_staleness_counts_the_aggregations_since_the_start_of_a_fit(tmp_path: Path) -> None:

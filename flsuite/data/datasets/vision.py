@@ -31,6 +31,7 @@ _Selections = tuple[dict[str, Any], dict[str, Any]]
 EMNISTSplit = Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"]
 
 _SIGNS = 43
+_DOWNLOAD = 6 * 3600.0  # maximum seconds to wait for the download of another process
 """Classes of GTSRB."""
 
 
@@ -93,7 +94,7 @@ def _no_other_download(root: Path, makes: bool) -> Iterator[None]:
         with suppress(OSError):  # the download says why
             root.mkdir(parents=True, exist_ok=True)
     has_lock = root.is_dir() and os.access(root, os.R_OK)
-    with locked(root, wait=True) if has_lock else nullcontext():
+    with locked(root, wait=_DOWNLOAD) if has_lock else nullcontext():
         yield
 
 
