@@ -105,7 +105,8 @@ class _CellProcess:
                 env=environment,
             )
         self._limit = _CHECK + _CHECK_ONE * len(samples_of(sweep))
-        self._alarm = threading.Timer(self._limit, self._process.kill)
+        self._is_late = False
+        self._alarm = threading.Timer(self._limit, self._give_up)
         self._alarm.daemon = True
         self._alarm.start()
         assert self._process.stdin is not None
@@ -129,9 +130,8 @@ class _CellProcess:
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()  # the alarm ends the wait
-        is_late = not self._alarm.is_alive()
         self._alarm.cancel()
-        if not line and is_late:
+        if self._is_late:
             raise FederationError(
                 f"sweep: the check of the methods did not end within {self._limit:g} seconds; run "
                 "flsuite fit with one method to see what waits"
@@ -142,6 +142,10 @@ class _CellProcess:
         if "error" in answer:
             raise FlsuiteError(f"sweep: {answer['error']}")
         return answer
+
+    def _give_up(self) -> None:
+        self._is_late = True
+        self._process.kill()
 
     def start(self) -> None:
         """Run the cells."""

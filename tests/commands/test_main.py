@@ -485,6 +485,14 @@ def test_a_bad_request_is_one_line(
     assert words in refused(capsys, *args)
 
 
+def test_a_model_larger_than_the_memory_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli(*SHORT, "--model.backbone.hidden", "[10000000,10000000]") == 1
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("flsuite: error: out of memory (")
+
+
 def test_an_empty_config_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.yaml").write_text("")
     assert "empty.yaml is not a config" in refused(capsys, "fit", "--config", "empty.yaml")

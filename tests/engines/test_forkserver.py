@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from multiprocessing import forkserver as server
+from multiprocessing import util
+from pathlib import Path
 from types import ModuleType
 
 import psutil
@@ -127,6 +129,50 @@ def test_a_server_that_runs_is_not_checked_for_again(monkeypatch: pytest.MonkeyP
     prepare_workers()
     monkeypatch.delattr(forkserver, "_can_fork")
     prepare_workers()
+
+
+def test_threads_that_start_a_server_at_once_leave_no_patch_behind() -> None:
+    main, inside, end = sys.modules["__main__"], threading.Event(), threading.Event()
+
+    def patch() -> None:
+        with forkserver.without_main(), forkserver._forking():
+            inside.set()
+            end.wait(10)
+
+    before = util.spawnv_passfds, main.__spec__, getattr(main, "__file__", None)
+    thread = threading.Thread(target=patch)
+    with forkserver.without_main(), forkserver._forking():
+        thread.start()
+        assert not inside.wait(0.1), "the second thread waits"
+    end.set()
+    thread.join(10)
+    assert inside.is_set()
+    assert before == (util.spawnv_passfds, main.__spec__, getattr(main, "__file__", None))
+
+
+KILLED = """
+import os, signal, sys
+from multiprocessing import forkserver as server
+from flsuite.engines import forkserver
+
+forkserver._WORKER, forkserver._can_fork = "json", lambda: sys.argv[1] == "True"
+forkserver.prepare_workers()
+status, message = server.connect_to_new_process([])
+os.write(message, b"\\x80\\x05\\x95\\x10")  # the first bytes of a worker's arguments
+print(*os.listdir(os.environ["TMPDIR"]), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@LINUX
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_killed_process_leaves_no_folder_and_no_traceback(forks: bool, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(forks)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    # Returns once the server and the worker have closed the pipes.
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == -signal.SIGKILL and done.stdout.startswith("pymp-")
+    assert not list(tmp_path.iterdir()) and done.stderr == ""
 
 
 SCRIPT = """

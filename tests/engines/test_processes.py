@@ -20,12 +20,12 @@ from flsuite.aggregators import Aggregator, FedAvg, Objective
 from flsuite.aggregators.uplink import Uplink
 from flsuite.client.setup import WorkerSetup
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, Natural, PublishedSplits
-from flsuite.engines import Engine, InProcess, Processes
+from flsuite.engines import Engine, InProcess, Processes, Vectorized, processes
 from flsuite.engines.forkserver import prepare_workers
 from flsuite.engines.wire import dumps
-from flsuite.errors import FlsuiteError
-from flsuite.messages import Broadcast, ClientResult, FitRequest, Outcome
-from flsuite.models import Backbone, Classifier
+from flsuite.errors import FederationError, FlsuiteError
+from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitRequest, Outcome
+from flsuite.models import MLP, Backbone, Classifier
 from flsuite.state import StateLayout, clone
 from tests.conftest import equal_states, trainer
 
@@ -307,6 +307,64 @@ def test_a_worker_that_cannot_start_ends_the_run(part: str, workers: int) -> Non
             within(60, lambda: outcomes(engine, requests(state)))
     finally:
         engine.stop()
+
+
+class Waits:
+    """Waits in the process that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return time.sleep, (600,)
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_a_worker_that_hangs_in_its_setup_ends_the_run(
+    timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_SETUP", 0.2)
+    made, state = worker_setup()
+    made.model.waits = Waits()  # type: ignore[assignment]
+    state["large"] = torch.zeros(2**20)  # more than a pipe takes before the worker reads
+    engine = Processes(workers=1, timeout=timeout)
+    engine.start(made)
+    try:
+        with pytest.raises(FederationError, match=r"setup .* did not end within 0\.2 seconds"):
+            within(20, lambda: outcomes(engine, requests(state)))
+    finally:
+        engine.stop()
+
+
+class Exits(Callback):
+    """Calls ``exit()`` in the fit of one client."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        loader: Any = trainer.train_dataloader
+        if loader.client == 1:
+            sys.exit(3)
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Processes(workers=1)])
+@pytest.mark.parametrize("order", [(1, 0), (0, 1)])  # in the first fit of a Trainer, and later
+def test_a_client_that_calls_exit_has_failed(engine: Engine, order: tuple[int, ...]) -> None:
+    made, state = worker_setup()
+    engine.start(made)
+    try:
+        results = within(60, lambda: outcomes(engine, requests(state, order, callbacks=(Exits(),))))
+    finally:
+        engine.stop()
+    (failure,) = (outcome for outcome in results if isinstance(outcome, ClientFailure))
+    assert failure.client == 1
+    assert failure.reason.startswith("SystemExit: 3 (test_processes.py, line ")
+
+
+def test_a_model_that_calls_exit_fails_in_a_stack_too() -> None:
+    class Leaves(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            sys.exit("no license")
+
+    made = trainer(rounds=1, engine=Vectorized(clients=3))
+    net = Leaves(MLP(hidden=(4,)), lambda params: torch.optim.SGD(params, lr=0.1))
+    with pytest.raises(FlsuiteError, match="first step with SystemExit: no license"):
+        made.fit(net, images())
 
 
 class Refuses(Callback):

@@ -1,5 +1,6 @@
 """How the Ray engine hands out clients, and what it does about dead workers, without a cluster."""
 
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -185,6 +186,29 @@ def test_a_cluster_is_left_by_whoever_joined_it(start: Start) -> None:
     engine.start(worker_setup()[0])
     engine.stop()
     assert cluster.settings == {}
+
+
+@pytest.mark.parametrize("mode", [None, "disabled"])
+def test_a_local_cluster_has_a_token_unless_the_user_decides(
+    mode: str | None, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+    for name, value in zip(names, (mode, None), strict=True):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    before = [os.environ.get(name) for name in names]
+    tokens = set()
+    for _ in range(2):
+        engine, _ = start()
+        if mode is None:
+            assert os.environ["RAY_AUTH_MODE"] == "token"
+            tokens.add(os.environ["RAY_AUTH_TOKEN"])
+        else:
+            assert [os.environ.get(name) for name in names] == before
+        engine.stop()
+        assert [os.environ.get(name) for name in names] == before, "for another cluster"
+    assert len(tokens) == (2 if mode is None else 0) and all(len(token) == 64 for token in tokens)
 
 
 def test_workers_that_do_not_fit_and_clusters_that_are_not_there_are_refused(

@@ -323,6 +323,15 @@ def test_an_engine_that_is_chosen_later_is_not_refused_before() -> None:
     assert not check(sweep, Path("runs"), samples_of(sweep))["refused"]
 
 
+def test_a_check_that_does_not_end_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flsuite.commands.sweep._CHECK", 0.1)
+    monkeypatch.setattr("flsuite.commands.sweep._CHECK_ONE", 0.0)
+    assert cli("sweep", "--config", write_sweep("s.yaml", "{FedAvg: {}}")) == 1
+    assert "check of the methods did not end within 0.1 seconds" in capsys.readouterr().err
+
+
 def test_a_wrong_file_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
     methods = "{FedAvg: {}, FedProx: {trainer.aggregator: FedProxx}}"
     name = write_sweep("s.yaml", methods)
