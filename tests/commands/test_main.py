@@ -488,7 +488,7 @@ def test_a_bad_request_is_one_line(
 def test_a_model_larger_than_the_memory_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli(*SHORT, "--model.backbone.hidden", "[10000000,10000000]") == 1
+    assert cli(*SHORT, "--model.backbone.hidden", "[1000000000000]") == 1
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("flsuite: error: out of memory (")
 
