@@ -73,20 +73,55 @@ def test_older_figures_are_those_of_the_older_conversion(
     assert 0.8 * published < epsilon(sampling, noise, rounds, delta) < published
 
 
-def test_without_sampling_it_is_close_to_the_exact_gaussian_mechanism() -> None:
-    """Balle and Wang 2018: T mechanisms of multiplier z are one of ``z / sqrt(T)``."""
-    from dp_accounting import get_epsilon_gaussian
+def exact(noise: float, rounds: int, delta: float) -> float:
+    """Balle and Wang 2018, theorem 8, by bisection: T mechanisms of z are one of ``z / sqrt(T)``."""
+    step = math.sqrt(rounds) / noise
 
-    exact = get_epsilon_gaussian(4.0 / math.sqrt(10), 1e-5)
-    for sampling in (poisson(50, 50), fixed(50, 50)):
-        spent = epsilon(sampling, 4.0, 10, 1e-5)
-        assert exact < spent < 1.15 * exact
+    def normal_cdf(x: float) -> float:
+        return math.erfc(-x / math.sqrt(2)) / 2
+
+    def spent(epsilon: float) -> float:
+        far = normal_cdf(-step / 2 - epsilon / step)
+        return normal_cdf(step / 2 - epsilon / step) - math.exp(epsilon) * far
+
+    low, high = 0.0, 100.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if spent(middle) > delta else (low, middle)
+    return high
 
 
-def test_who_is_replaced_moves_the_sum_twice_as_far() -> None:
-    """A cohort of all but one is hardly a sample: a Gaussian mechanism of half the noise."""
-    whole = epsilon(poisson(1000, 1000), 2.0, 5, 1e-3)
-    assert epsilon(fixed(1000, 999), 4.0, 5, 1e-3) == pytest.approx(whole, rel=0.02)
+@pytest.mark.parametrize("rounds", [1, 10, 100])
+@pytest.mark.parametrize("sampling", [poisson(50, 50), fixed(50, 50)])
+def test_without_sampling_it_is_the_exact_gaussian_mechanism(
+    sampling: RandomDraw, rounds: int
+) -> None:
+    assert epsilon(sampling, 4.0, rounds, 1e-5) == pytest.approx(exact(4.0, rounds, 1e-5))
+
+
+@pytest.mark.parametrize("cohort", [1, 10, 50, 90, 99])
+@pytest.mark.parametrize("rounds", [1, 100])
+def test_a_cohort_of_fixed_size_never_costs_more_than_without_sampling(
+    cohort: int, rounds: int
+) -> None:
+    """Who is replaced moves the sum twice as far: a Gaussian mechanism of half the noise."""
+    whole, spent = exact(2.0, rounds, 1e-3), epsilon(fixed(100, cohort), 4.0, rounds, 1e-3)
+    assert spent <= whole * (1 + 1e-9)
+    if cohort == 99:  # hardly a sample
+        assert spent == pytest.approx(whole, rel=0.02)
+    if cohort <= 10:
+        assert spent < whole / 2
+
+
+def test_the_orders_of_a_cohort_of_fixed_size_are_dense_enough() -> None:
+    from dp_accounting import NeighboringRelation, SelfComposedDpEvent
+    from dp_accounting.rdp import RdpAccountant
+
+    from flsuite.metrics.privacy import _event
+
+    accountant = RdpAccountant(list(range(30, 60)), NeighboringRelation.REPLACE_ONE)
+    accountant.compose(SelfComposedDpEvent(_event(fixed(100, 1), 4.0), 10))
+    assert epsilon(fixed(100, 1), 4.0, 10, 1e-5) < 1.01 * accountant.get_epsilon(1e-5)
 
 
 @pytest.mark.parametrize("make", [poisson, fixed])
