@@ -91,9 +91,11 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FlsuiteError(
-            f"cannot write to {path}: {error.strerror}; name another folder"
-        ) from error
+        named = (path, *path.parents)
+        link = next((place for place in named if place.is_symlink() and not place.exists()), None)
+        reason = f"{link} is a link to a missing place" if link else error.strerror
+        name = str(path) if len(str(path)) <= 200 else f"{str(path)[:60]}..."
+        raise FlsuiteError(f"cannot write to {name}: {reason}; name another folder") from error
     return path
 
 

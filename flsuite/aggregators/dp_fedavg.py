@@ -17,9 +17,11 @@ class DPFedAvg(Aggregator):
 
     Args:
         clip: Largest L2 norm of a client's change. With ``quantile``, it is the initial value.
-        noise_multiplier: Standard deviation of the noise, in multiples of ``clip``.
+        noise_multiplier: Standard deviation of the noise, in multiples of ``clip``. With 0 there is
+            no privacy, and a warning says so.
         target_epsilon: Epsilon after ``trainer.rounds``. It determines the noise multiplier.
-        delta: Delta of the guarantee. Default: ``clients ** -1.1``.
+        delta: Delta of the guarantee, below one over the number of clients. Default: ``clients **
+            -1.1``.
         quantile: Target fraction of clients whose change is not clipped. Default: ``clip`` is
             fixed.
         clip_lr: Learning rate of the adaptive clip.

@@ -25,7 +25,14 @@ from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError, one_line, require_extra
 from flsuite.lightning_internals import scaler_of
 from flsuite.messages import ClientContext, ClientResult, Outcome
-from flsuite.metrics.privacy import RandomDraw, Release, epsilon, epsilon_of, kept_logging
+from flsuite.metrics.privacy import (
+    RandomDraw,
+    Release,
+    epsilon,
+    epsilon_of,
+    kept_logging,
+    require_small_delta,
+)
 from flsuite.models.modes import kept_modes
 from flsuite.random import torch_generator
 from flsuite.runs.run import Run
@@ -63,7 +70,8 @@ class DPSGD(FederationCallback, Settings):
     Args:
         noise_multiplier: Standard deviation of the noise, in multiples of ``max_grad_norm``.
         max_grad_norm: Largest L2 norm of a sample's gradient.
-        delta: Delta of the guarantee. It should be well below one over a client's samples.
+        delta: Delta of the guarantee, below one over the mean number of a client's samples. It
+            should be well below one over the largest client's.
     """
 
     reads_updates: ClassVar[bool] = False
@@ -181,6 +189,9 @@ class DPSGD(FederationCallback, Settings):
                 "DPSGD: losses of clients, which have no noise, decide who takes part; set "
                 "trainer.schedule.sampling to uniform"
             )
+        layout = run.federation.server.layout
+        mean = layout.samples // layout.clients
+        require_small_delta("DPSGD", self.delta, mean, "the mean number of a client's samples")
         _refuse_measured_extras(run.federation)
         _refuse_seen_batches(run.federation)
         _refuse_unsupported(run.evaluator.model)

@@ -5,6 +5,7 @@ them.
 """
 
 import atexit
+import errno
 import gc
 import importlib
 import os
@@ -21,7 +22,8 @@ from flsuite.commands.plugins import import_plugins
 from flsuite.commands.request import help_topic, option_values, read_configs, require_config
 from flsuite.commands.run_folder import with_run_folder
 from flsuite.commands.static.typos import TyposError, refuse_typos
-from flsuite.commands.termination import TERMINATED, ending_on_sigterm
+from flsuite.commands.streams import complain, open_streams, output_fault
+from flsuite.commands.termination import ending_on_signals
 from flsuite.commands.waiting import waiting
 from flsuite.errors import (
     FederationError,
@@ -70,29 +72,56 @@ _COMMANDS = {
     "workspace": _Command(),
 }
 
+# What to do about an error of the system. The user can change the request in the first case, and
+# something has failed in the second.
+_BY_REQUEST = {
+    errno.ENOENT: "name an existing file or folder",
+    errno.ENOTDIR: "a file is in the way; name another folder",
+    errno.EISDIR: "this is a folder; name a file",
+    errno.EEXIST: "name another place",
+    errno.EACCES: "change its permissions, or name another place",
+    errno.EPERM: "change its permissions, or name another place",
+    errno.EROFS: "it is read-only; name another place",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "the link leads to itself; name another place",
+}
+_REMEDIES = _BY_REQUEST | {
+    errno.ENOSPC: "free some space, or name another place",
+    errno.EDQUOT: "free some space, or name another place",
+    errno.EFBIG: "raise the limit on the size of files, see ulimit -f",
+    errno.EMFILE: "raise the limit on open files, see ulimit -n",
+}
+
 
 def console() -> None:
     """Run the command, and end the process."""
+    open_streams()
+    status: int | str | None = 0
     try:
         main()
     except SystemExit as end:
-        if isinstance(end.code, int):
-            end_process(end.code)
-        raise
+        status = end.code
+    except OSError:
+        if not (status := output_fault()):
+            raise
+    status = output_fault() or status
+    if isinstance(status, int):
+        end_process(status)
+    sys.exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
-    The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 130 after Ctrl-C, or
-    143 after SIGTERM.
+    The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 129 after SIGHUP, 130
+    after Ctrl-C, 141 if the reader of the output has ended, or 143 after SIGTERM.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     command = args[0] if args else "--help"
     try:
         "".join(args).encode()
     except UnicodeEncodeError as error:  # bytes of a file's name, say
-        sys.exit(_complain(f"the arguments are not UTF-8 text ({error.reason})", 2))
+        sys.exit(complain(f"the arguments are not UTF-8 text ({error.reason})", 2))
     if command in ("-h", "--help", "help"):
         print(HELP, end="")
     elif command == "--version":
@@ -106,33 +135,46 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         near = likeliest(command, _COMMANDS)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(_COMMANDS)}"
-        sys.exit(_complain(f"unknown command {command!r}; {hint}", 2))
+        sys.exit(complain(f"unknown command {command!r}; {hint}", 2))
 
 
 def run_command(command: str, args: list[str]) -> int:
     """Run one subcommand, print its errors as one line each, and return the exit status."""
-    with ending_on_sigterm() as termination:
+    with ending_on_signals() as termination:
         try:
             _run(command, args)
         except TyposError as error:
-            return max(_complain(line, 2) for line in error.lines)
+            return max(complain(line, 2) for line in error.lines)
         except FlsuiteError as error:
-            return _complain(one_line(error), 2)
+            return complain(one_line(error), 2)
         except FederationError as error:
-            return _complain(one_line(error), 1)
+            return complain(one_line(error), 1)
         except OSError as error:  # a full or read-only disk, a missing folder
-            return _complain(with_place(error), 1)
+            return output_fault() or _disk_fault(error)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             advice = "choose a smaller model or smaller batches"
-            return _complain(f"out of memory ({one_line(error, 200)}); {advice}", 1)
+            return complain(f"out of memory ({one_line(error, 200)}); {advice}", 1)
         except KeyboardInterrupt:
             how = _COMMANDS[command].after_interrupt
-            if termination.has_come:
-                return _complain(f"terminated{how}", TERMINATED)
-            return _complain(f"interrupted{how}", 130)
+            if termination.status:
+                return complain(f"terminated{how}", termination.status)
+            return complain(f"interrupted{how}", 130)
     return 0
+
+
+def _disk_fault(error: OSError) -> int:
+    """Print which file the system refuses and what to do, and return the exit status."""
+    if error.errno is None or not error.strerror:
+        return complain(with_place(error), 1)
+    # A name that is too long would fill the screen.
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    where = " to ".join(name if len(name) <= 200 else f"{name[:60]}..." for name in names)
+    text = ": ".join([*([where] if where else []), error.strerror])
+    remedy = _REMEDIES.get(error.errno)
+    text += f"; {remedy}" if remedy else ""
+    return complain(with_place(error, text), 2 if error.errno in _BY_REQUEST else 1)
 
 
 def _versions() -> str:
@@ -146,11 +188,11 @@ def _versions() -> str:
 def _help(command: str, topic: str) -> int:
     from flsuite.commands.parser_help import help_of
 
-    work_here()
     try:
+        work_here()
         print(help_of(command, SUMMARIES[command], topic), end="")
     except FlsuiteError as error:
-        return _complain(one_line(error), 2)
+        return complain(one_line(error), 2)
     return 0
 
 
@@ -195,7 +237,12 @@ def work_here() -> None:
 
     The path is absolute, because the parser changes to a config's folder while it reads it.
     """
-    here = os.getcwd()
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        raise FlsuiteError(
+            "the working folder does not exist any more; change to another one"
+        ) from None
     if here not in sys.path:
         sys.path.insert(0, here)
 
@@ -216,11 +263,6 @@ def _collecting_later() -> Iterator[None]:
         gc.freeze()
         gc.enable()
         atexit.register(gc.unfreeze)  # some libraries report objects left at exit
-
-
-def _complain(message: str, status: int) -> int:
-    print(f"flsuite: error: {message}", file=sys.stderr)
-    return status
 
 
 if __name__ == "__main__":

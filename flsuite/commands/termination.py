@@ -1,40 +1,53 @@
-"""Handling of SIGTERM, which clusters send before they reclaim a machine."""
+"""Handling of SIGTERM, which clusters send before they reclaim a machine, and of SIGHUP.
+
+A terminal sends SIGHUP when it closes.
+"""
 
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-TERMINATED = 143
-"""Exit status after SIGTERM: 128 + 15, by shell convention."""
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class Termination:
-    """Records whether a SIGTERM was received."""
+    """Records whether a signal was received.
 
-    has_come = False
+    Attributes:
+        status: The exit status after it, 128 and its number, by shell convention: 143 after
+            SIGTERM, 129 after SIGHUP. It is 0 if there was none.
+    """
+
+    status = 0
 
 
 @contextmanager
-def ending_on_sigterm() -> Iterator[Termination]:
-    """Interrupt the command on SIGTERM, as Ctrl-C would.
+def ending_on_signals() -> Iterator[Termination]:
+    """Interrupt the command on SIGTERM or SIGHUP, as Ctrl-C would.
 
-    Further SIGTERMs are ignored until the process ends, because clusters repeat the signal and the
-    exit status must not change.
+    Further signals are ignored until the process ends, because clusters repeat the signal and the
+    exit status must not change. A signal that is ignored at the start, as by nohup, remains so.
     """
     termination = Termination()
     if threading.current_thread() is not threading.main_thread():  # signals belong to that thread
         yield termination
         return
 
-    def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        termination.has_come = True
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    handled = [number for number in _SIGNALS if before[number] != signal.SIG_IGN]
+
+    def interrupt(number: int, _: object) -> None:
+        for each in handled:
+            signal.signal(each, signal.SIG_IGN)
+        termination.status = 128 + number
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    for number in handled:
+        signal.signal(number, interrupt)
     try:
         yield termination
     finally:
-        if not termination.has_come:
-            signal.signal(signal.SIGTERM, before)
+        if not termination.status:
+            for number in handled:
+                signal.signal(number, before[number])

@@ -2,8 +2,8 @@
 
 A step is one Gaussian mechanism on a random draw of a round's clients, or of a batch's samples.
 Steps compose in Renyi differential privacy (Mironov 2017, arXiv:1702.07476), which is then
-converted to epsilon at a given delta. Without the draws, the steps are one Gaussian mechanism, whose
-epsilon is known exactly (Balle and Wang 2018, arXiv:1805.06530). The smaller of both bounds holds.
+converted to epsilon at a given delta. Without the draws, the steps are one Gaussian mechanism,
+whose epsilon is known exactly (Balle and Wang 2018, arXiv:1805.06530). The smaller bound holds.
 """
 
 import logging
@@ -74,6 +74,28 @@ class Release(NamedTuple):
 def default_delta(clients: int) -> float:
     """Return ``clients ** -1.1``, the choice of McMahan et al. 2018, section 4."""
     return float(clients**-1.1)
+
+
+def require_small_delta(owner: str, delta: float, number: int, whose: str) -> None:
+    """Refuse a delta of one over the number of protected clients or samples, or more.
+
+    Revealing one of them entirely, drawn at random, would meet such a guarantee (Dwork and Roth
+    2014, section 2.3).
+
+    Args:
+        owner: The feature that has the argument.
+        delta: The delta of the guarantee.
+        number: Number of clients or samples.
+        whose: What is counted, for the message.
+
+    Raises:
+        FlsuiteError: If it is too large.
+    """
+    if delta * number >= 1:
+        raise FlsuiteError(
+            f"{owner}: delta must be below 1 / {number}, one over {whose}, got {delta:g}: "
+            f"revealing one of them would count as private; set it to {default_delta(number):.1g}"
+        )
 
 
 def epsilon(sampling: RandomDraw, noise_multiplier: float, rounds: int, delta: float) -> float:

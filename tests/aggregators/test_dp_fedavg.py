@@ -396,6 +396,24 @@ def test_a_count_with_too_little_noise_is_refused() -> None:
         ready(DPFedAvg(noise_multiplier=1.0, quantile=0.5, count_noise=0.5))
 
 
+def test_a_delta_of_one_client_is_refused_before_round_1(tmp_path: Path) -> None:
+    with pytest.raises(FlsuiteError, match=r"delta must be below 1 / 10, .* got 0\.1; .* to 0\.08"):
+        ready(DPFedAvg(noise_multiplier=1.0, delta=0.1), clients=10)
+    ready(DPFedAvg(noise_multiplier=1.0, delta=0.09), clients=10)
+    with pytest.raises(FlsuiteError, match=r"GaussianMechanism: delta must be below 1 / \d+, "):
+        fit(DPFedAvg(noise_multiplier=1.0, delta=0.9), 1, run_dir=str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_noise_is_said_to_be_no_privacy_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    ready(DPFedAvg(noise_multiplier=0.0), clients=100)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "no privacy, epsilon is infinite" in caplog.text
+    caplog.clear()
+    ready(DPFedAvg(noise_multiplier=1.0), clients=100)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_a_target_needs_a_number_of_rounds() -> None:
     with pytest.raises(FlsuiteError, match=r"set trainer\.rounds"):
         ready(DPFedAvg(target_epsilon=1.0), rounds=None)

@@ -395,15 +395,16 @@ class Leak(Objective):
         ({"aggregator": FedAvg(objective=Leak())}, r"SeesBatches\.on_train_batch_start of the obj"),
         ({"aggregator": FedRep(), "max_epochs": 2}, "DPSGD: the aggregator freezes layers"),
         ({"schedule": Synchronous(2, PowerOfChoice())}, "losses of clients, which have no noise"),
+        ({"callback": DPSGD(delta=0.025)}, r"delta must be below 1 / 40, .* got 0\.025"),
     ],
     ids=[
         *("batch_norm", "accumulation", "tasks", "fisher", "gram", "ditto", "meta", "stacked"),
-        *("own", "frozen", "losses"),
+        *("own", "frozen", "losses", "delta"),
     ],
 )
 def test_what_it_cannot_do_is_refused(kwargs: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(FlsuiteError, match=message) as error:
-        fit(DPSGD(), run_dir=str(tmp_path / "run"), **kwargs)
+        fit(kwargs.pop("callback", DPSGD()), run_dir=str(tmp_path / "run"), **kwargs)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 

@@ -74,7 +74,7 @@ def test_older_figures_are_those_of_the_older_conversion(
 
 
 def exact(noise: float, rounds: int, delta: float) -> float:
-    """Balle and Wang 2018, theorem 8, by bisection: T mechanisms of z are one of ``z / sqrt(T)``."""
+    """Balle and Wang 2018, theorem 8: T mechanisms of multiplier z are one of ``z / sqrt(T)``."""
     step = math.sqrt(rounds) / noise
 
     def normal_cdf(x: float) -> float:

@@ -33,7 +33,7 @@ from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Batch, Task
 from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import Expectation
-from flsuite.metrics.privacy import Release
+from flsuite.metrics.privacy import Release, require_small_delta
 from flsuite.state import State, StateLayout, Tree, cast, divided, scaled
 
 log = logging.getLogger("flsuite")
@@ -181,6 +181,9 @@ class FedFisher(LinearRule, Settings):
 
     def prepare(self, server: Server) -> None:
         require_classes("FedFisher", server)
+        if self.noise is not None:
+            mean, whose = server.layout.samples // server.layout.clients, "a client's mean samples"
+            require_small_delta("SampleNoise", self.noise.delta, mean, whose)
         self._form(server.layout).require(server)
 
 

@@ -37,7 +37,8 @@ class SampleNoise(Settings):
 
     Args:
         noise_multiplier: Standard deviation of the noise, in multiples of what one sample adds.
-        delta: Delta of the guarantee. It should be well below one over a client's samples.
+        delta: Delta of the guarantee, below one over the mean number of a client's samples. It
+            should be well below one over the largest client's.
     """
 
     noise_multiplier: PositiveFloat = 1.0

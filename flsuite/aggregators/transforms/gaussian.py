@@ -32,6 +32,7 @@ from flsuite.metrics.privacy import (
     default_delta,
     epsilon,
     noise_beside_count,
+    require_small_delta,
 )
 from flsuite.random import secure_normal, torch_generator
 from flsuite.state import State, Tree
@@ -67,9 +68,11 @@ class GaussianMechanism(Transform, Settings):
 
     Args:
         clip: Largest L2 norm of a client's change. With ``quantile``, it is the initial value.
-        noise_multiplier: Standard deviation of the noise, in multiples of ``clip``.
+        noise_multiplier: Standard deviation of the noise, in multiples of ``clip``. With 0 there is
+            no privacy, and a warning says so.
         target_epsilon: Epsilon after ``trainer.rounds``. It determines the noise multiplier.
-        delta: Delta of the guarantee. Default: ``clients ** -1.1``.
+        delta: Delta of the guarantee, below one over the number of clients. Default: ``clients **
+            -1.1``.
         quantile: Target fraction of clients whose change is not clipped (``gamma``). ``clip`` then
             adapts from round to round. Default: ``clip`` is fixed.
         clip_lr: Learning rate of the adaptive clip (``eta_C``).
@@ -195,7 +198,10 @@ class GaussianMechanism(Transform, Settings):
             raise FlsuiteError(
                 "GaussianMechanism: target_epsilon needs the number of rounds; set trainer.rounds"
             )
-        self._delta(server)  # refuses a single client without a delta
+        clients = server.layout.clients
+        require_small_delta(
+            "GaussianMechanism", self._delta(server), clients, "the number of clients"
+        )
 
     def _begin(self, server: Server) -> None:
         """Set the noise of a run before its first round.
@@ -229,6 +235,12 @@ class GaussianMechanism(Transform, Settings):
     def _announce(self, server: Server) -> None:
         noise, rounds = server.memory["noise_multiplier"], server.tools.rounds
         delta = self._delta(server)
+        if not noise:
+            log.warning(
+                "GaussianMechanism: noise_multiplier 0 gives no privacy, epsilon is infinite; set "
+                "it to 1, for example, or set target_epsilon instead"
+            )
+            return
         log.info("GaussianMechanism: noise multiplier %.5g, delta %.3g", noise, delta)
         if self.delta is None and delta > 0.1:
             log.warning(
