@@ -48,7 +48,8 @@ flsuite fit --config FILE --print_config prints the resolved config. A key of a 
 without init_args:
   --trainer.aggregator FedAvgM --trainer.aggregator.momentum 0.5
 
-The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 130 after Ctrl-C, or 143
-after SIGTERM, which clusters send before they reclaim a machine. A run that ended with 1, 130 or
-143 keeps its last finished round; --ckpt_path last continues from there.
+The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 130 after Ctrl-C, 129
+after SIGHUP, which a closed terminal sends, or 143 after SIGTERM, which clusters send before they
+reclaim a machine. A run that ended with 1, 129, 130 or 143 keeps its last finished round;
+--ckpt_path last continues from there.
 """

@@ -101,8 +101,8 @@ def console() -> None:
         main()
     except SystemExit as end:
         status = end.code
-    except OSError:
-        if not (status := output_fault()):
+    except OSError as error:  # from the output of --help, say
+        if not (status := output_fault(error)):
             raise
     status = output_fault() or status
     if isinstance(status, int):
@@ -114,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
     The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 129 after SIGHUP, 130
-    after Ctrl-C, 141 if the reader of the output has ended, or 143 after SIGTERM.
+    after Ctrl-C, or 143 after SIGTERM. If the reader of the output has ended, it is 1 without a
+    message.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     command = args[0] if args else "--help"
@@ -150,7 +151,7 @@ def run_command(command: str, args: list[str]) -> int:
         except FederationError as error:
             return complain(one_line(error), 1)
         except OSError as error:  # a full or read-only disk, a missing folder
-            return output_fault() or _disk_fault(error)
+            return output_fault(error) or _disk_fault(error)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

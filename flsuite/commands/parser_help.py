@@ -40,8 +40,9 @@ more:
   --help=trainer.aggregator       the classes that a key takes; also model, data, data.partition
   --help=FedProx                  the arguments of a class; also --help=my_module.Net
 
-The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 130 after Ctrl-C, or 143
-after SIGTERM. After 1, 130 or 143, --ckpt_path last continues from the last finished round.
+The exit status is 0, 1 if the run failed, 2 if the request cannot be met, 130 after Ctrl-C, 129
+after SIGHUP, or 143 after SIGTERM. After 1, 129, 130 or 143, --ckpt_path last continues from the
+last finished round.
 """
 
 

@@ -194,8 +194,8 @@ def _sweep(parser: CommandParser) -> None:
     run. Cells that fail are listed at the end and do not stop the others.
 
     --KEY VALUE overrides a key of the config in all cells, e.g. --trainer.rounds 2. The exit status
-    is 0 if all cells are done, 1 if some have failed, 2 if FILE has an error, 130 after Ctrl-C, or
-    143 after SIGTERM.
+    is 0 if all cells are done, 1 if some have failed, 2 if FILE has an error, 130 after Ctrl-C, 129
+    after SIGHUP, or 143 after SIGTERM.
     """
     add = parser.add_argument
     add(*_CONFIG, metavar="FILE", required=True, help="a sweep, see configs/guide/comparing.md")

@@ -4,9 +4,6 @@ import os
 import sys
 from contextlib import suppress
 
-BROKEN_PIPE = 141
-"""Exit status if the reader of the output has ended: 128 + 13, by shell convention."""
-
 
 def open_streams() -> None:
     """Open closed standard streams on the null device.
@@ -28,17 +25,22 @@ def complain(message: str, status: int) -> int:
     return status
 
 
-def output_fault() -> int:
+def output_fault(raised: OSError | None = None) -> int:
     """Return 0, or the exit status if the standard output cannot be written, and say why.
 
     Later output is then discarded. A reader that has ended, as ``head`` does, is not an error.
+
+    Args:
+        raised: An error whose cause may be the output. A written line shows it.
     """
+    if raised is not None and raised.filename is not None:
+        return 0
     try:
-        sys.stdout.flush()
+        print(end="" if raised is None else "\n", flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
-            return BROKEN_PIPE
+            return 1  # as rich does
         reason = error.strerror or type(error).__name__
         return complain(f"cannot write the output ({reason}); send it to another file", 2)
     return 0

@@ -397,7 +397,7 @@ def test_a_count_with_too_little_noise_is_refused() -> None:
 
 
 def test_a_delta_of_one_client_is_refused_before_round_1(tmp_path: Path) -> None:
-    with pytest.raises(FlsuiteError, match=r"delta must be below 1 / 10, .* got 0\.1; .* to 0\.08"):
+    with pytest.raises(FlsuiteError, match=r"delta must be below 1 / 10, .* got 0\.1: .* to 0\.08"):
         ready(DPFedAvg(noise_multiplier=1.0, delta=0.1), clients=10)
     ready(DPFedAvg(noise_multiplier=1.0, delta=0.09), clients=10)
     with pytest.raises(FlsuiteError, match=r"GaussianMechanism: delta must be below 1 / \d+, "):

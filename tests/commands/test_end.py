@@ -1,10 +1,13 @@
 """The command ends at once, and what a user relies on at an exit happens."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from flsuite.commands.streams import open_streams
 
 BEFORE = """
 import atexit, sys, threading, time
@@ -22,6 +25,34 @@ def ended(folder: Path, code: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", BEFORE + code], cwd=folder, capture_output=True, text=True
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "out", "err"),
+    [
+        ("unknown 2>&-", 2, "", ""),  # print writes to the output if there is no stderr
+        ("unknown >&- <&-", 2, "", "flsuite: error: unknown command 'unknown'"),
+        ("--help > /dev/full", 2, "", "flsuite: error: cannot write the output (No space left"),
+        ("--help | true", 0, "", ""),
+    ],
+)
+def test_closed_and_full_streams(command: str, status: int, out: str, err: str) -> None:
+    if "/dev/full" in command and not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    shell = ["sh", "-c", f'"$0" -m flsuite {command}', sys.executable]
+    done = subprocess.run(shell, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout) == (status, out)
+    assert done.stderr.startswith(err) and len(done.stderr.splitlines()) == bool(err)
+
+
+def test_a_closed_stream_is_the_null_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, f"__{name}__", None)
+        monkeypatch.setattr(sys, name, None)
+    open_streams()
+    for stream in (sys.stdout, sys.stderr):
+        assert stream.name == os.devnull and os.get_inheritable(stream.fileno())
+        print("nowhere", file=stream)
 
 
 @pytest.mark.parametrize("thread", [pytest.param(False, marks=pytest.mark.long), True])

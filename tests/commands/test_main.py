@@ -1,5 +1,6 @@
 """The command: the folder that a run leaves, and the line that a refused request prints."""
 
+import errno
 import runpy
 import shutil
 import subprocess
@@ -510,6 +511,60 @@ def test_a_file_in_the_way_of_the_folder_is_one_line(
 ) -> None:
     (tmp_path / "file").write_text("precious")
     assert run_dir in refused(capsys, *SHORT, "--run_dir", run_dir)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("link", "link is a link to a missing place; name another folder"),
+        ("link/below", "link is a link to a missing place; name another folder"),
+        ("a" * 300, "aaa...: File name too long; choose a shorter name"),
+    ],
+    ids=["link", "below", "long"],
+)
+def test_a_place_that_no_folder_can_have_is_one_line(
+    place: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to("missing")
+    line = refused(capsys, *SHORT, "--run_dir", place)
+    assert line.endswith(message) and len(line) < 250
+
+
+def test_a_working_folder_that_was_deleted_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for args in (["ls"], ["fit", "--help"]):
+        assert cli(*args) == 2
+        assert "the working folder does not exist any more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (OSError(errno.EFBIG, "File too large", "x.csv"), 1, "x.csv: File too large; raise the li"),
+        (OSError(errno.ENOSPC, "No space left", "x.csv"), 1, "x.csv: No space left; free some spa"),
+        (OSError(errno.EACCES, "No permission", "x.csv"), 2, "x.csv: No permission; change its pe"),
+        (OSError(errno.EIO, "Input/output error", "x"), 1, "x: Input/output error"),
+        (OSError("torn"), 1, "torn"),
+    ],
+)
+def test_an_error_of_the_system_names_the_file_and_what_to_do(
+    error: OSError,
+    status: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("flsuite.commands.main._run", fail)
+    assert cli("ls") == status
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"flsuite: error: {line}")
 
 
 def test_a_folder_with_a_run_is_left_alone(

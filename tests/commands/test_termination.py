@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flsuite.commands import main
-from flsuite.commands.termination import ending_on_sigterm
+from flsuite.commands.termination import ending_on_signals
 from flsuite.errors import FlsuiteError, one_line
 from tests.commands.command import QUICKSTART, cli
 from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
@@ -72,9 +72,16 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @pytest.mark.usefixtures("_in_folder")
 @pytest.mark.long
-@pytest.mark.parametrize("engine", ["InProcess", "Processes"])
-def test_sigterm_keeps_the_rounds_done_and_has_a_status_of_its_own(
-    engine: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("engine", "number", "status"),
+    [
+        ("InProcess", signal.SIGTERM, 143),
+        ("Processes", signal.SIGTERM, 143),
+        ("Processes", signal.SIGHUP, 129),
+    ],
+)
+def test_a_signal_keeps_the_rounds_done_and_has_a_status_of_its_own(
+    engine: str, number: int, status: int, tmp_path: Path
 ) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     callbacks = ("--plugins", "[slow]", "--trainer.callbacks+", "slow.Slow")
@@ -82,10 +89,10 @@ def test_sigterm_keeps_the_rounds_done_and_has_a_status_of_its_own(
     wait_for_round(tmp_path / "run", process, 3)
     # As a cluster does: to every process of the job, and again while the run is being closed.
     for _ in range(2):
-        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, number)
         time.sleep(0.05)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 143, said
+    assert process.returncode == status, said
     last_line = said.splitlines()[-1]
     assert last_line.startswith("flsuite: error: terminated; fit continues from the last finished")
     assert "Traceback" not in said
@@ -97,24 +104,40 @@ def test_sigterm_keeps_the_rounds_done_and_has_a_status_of_its_own(
     assert equal_states(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
-def test_sigterm_interrupts_once() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize(
+    ("number", "other", "status"),
+    [(signal.SIGTERM, signal.SIGHUP, 143), (signal.SIGHUP, signal.SIGTERM, 129)],
+)
+def test_a_signal_interrupts_once(number: int, other: int, status: int) -> None:
+    before = {each: signal.getsignal(each) for each in (number, other)}
     try:
-        with ending_on_sigterm() as termination:
-            assert not termination.has_come
-        assert signal.getsignal(signal.SIGTERM) is before
-        with ending_on_sigterm() as termination:
+        with ending_on_signals() as termination:
+            assert not termination.status
+        assert {each: signal.getsignal(each) for each in before} == before
+        with ending_on_signals() as termination:
             with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGTERM)
-            assert termination.has_come
-        os.kill(os.getpid(), signal.SIGTERM)  # ignored until the process ends
+                os.kill(os.getpid(), number)
+            assert termination.status == status
+        for each in before:  # ignored until the process ends
+            os.kill(os.getpid(), each)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
-    thread = threading.Thread(target=ending_on_sigterm().__enter__)  # which may set no handlers
+    thread = threading.Thread(target=ending_on_signals().__enter__)  # which may set no handlers
     thread.start()
     thread.join()
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert {each: signal.getsignal(each) for each in before} == before
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending_on_signals() as termination:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not termination.status
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def race(places: list[str], name: str, ckpt_path: str | None) -> None:
