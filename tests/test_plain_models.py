@@ -9,9 +9,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from flsuite import FederatedTrainer
+from flsuite.aggregators import PFNM, Aggregator, OTFusion
 from flsuite.analysis import read_metrics
 from flsuite.data import Dirichlet, FromDataset, Natural
 from flsuite.data.loader import TrainLoader
@@ -305,6 +306,32 @@ def test_a_monitor_that_only_the_test_step_logs_is_refused() -> None:
     made = trainer(rounds=1, monitor="acc")
     with pytest.raises(FlsuiteError, match=r"monitor must be one of .*f1"):
         made.fit(OtherScores(), points())
+
+
+class Flat(Lacking):
+    """Has one sequence of layers, and reads samples that have more parts than a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Flatten(), nn.Linear(4, CLASSES))
+
+    test_step = InSetup.test_step
+
+
+def triples() -> FromDataset:
+    sets = [TensorDataset(*blobs(n, n).tensors, torch.ones(n)) for n in (60, 20)]
+    return FromDataset(*sets, clients=3, batch_size=8)
+
+
+@pytest.mark.parametrize("aggregator", [OTFusion, PFNM])
+def test_samples_that_are_no_pairs_train_a_flattening_model_unless_a_rule_needs_its_chain(
+    aggregator: type[Aggregator],
+) -> None:
+    made = trainer(rounds=1)
+    made.fit(Flat(), triples())
+    assert made.round == 1
+    with pytest.raises(FlsuiteError, match=r"layer\.0 does not take what comes before it"):
+        trainer(rounds=1, aggregator=aggregator()).fit(Flat(), triples())
 
 
 def test_a_client_model_may_be_scored_by_its_own_steps() -> None:

@@ -27,6 +27,7 @@ Capability = Literal[
     "secure aggregation",
     "clients",
     "shared parameters",
+    "a chain of layers",
 ]
 """A property that one part of a run needs and another part may withhold."""
 

@@ -1,6 +1,7 @@
 """The shared and private entries of a model's state, and the layout of the shared ones."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from lightning.pytorch import LightningModule
@@ -101,7 +102,11 @@ def _refuse_half_private(model: LightningModule, private: Collection[str]) -> No
 
 
 def layout_of(
-    model: LightningModule, shared: Collection[str], shape: tuple[int, ...], sizes: Sequence[int]
+    model: LightningModule,
+    shared: Collection[str],
+    shape: tuple[int, ...],
+    sizes: Sequence[int],
+    needs_chain: bool,
 ) -> StateLayout:
     """Return the names and groups of the shared entries.
 
@@ -110,6 +115,7 @@ def layout_of(
         shared: Names of the shared entries.
         shape: The shape of a sample.
         sizes: Training samples of each client.
+        needs_chain: Whether to read the chain of layers, which takes a pass through the model.
     """
     parameters = tuple(name for name, _ in model.named_parameters() if name in shared)
     groups = {
@@ -117,10 +123,13 @@ def layout_of(
         for group, patterns in parameter_groups(model).items()
     }
     layers, others = read_layers(model, shared)
+    buffers = tuple(name for name in shared if name not in parameters)
+    layout = StateLayout(
+        parameters, len(sizes), groups, sum(sizes), layers, others, buffers=buffers
+    )
+    if not needs_chain:
+        return layout
     chain, no_chain = read_chain(model, shape)
     if not {layer.name for layer in chain} <= {layer.name for layer in layers}:
         chain, no_chain = (), "a part of it stays with the clients, or two layers share weights"
-    buffers = tuple(name for name in shared if name not in parameters)
-    return StateLayout(
-        parameters, len(sizes), groups, sum(sizes), layers, others, chain, no_chain, buffers
-    )
+    return replace(layout, chain=chain, no_chain=no_chain)

@@ -92,7 +92,7 @@ def read_chain(model: nn.Module, shape: tuple[int, ...]) -> tuple[tuple[Layer, .
             return (), f"{full_name} is a {type(module).__name__}"
         try:
             x = _output(module, x)
-        except RuntimeError:
+        except (RuntimeError, IndexError, ValueError):  # of Linear, Flatten and pools
             return (), f"{full_name} does not take what comes before it"
     return tuple(chain), ""
 

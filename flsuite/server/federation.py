@@ -90,7 +90,8 @@ class Federation:
 
         sizes = data.train.rows.lengths()[: data.clients].tolist()
         _refuse_absent(schedule.absent, data.clients, aggregator)
-        layout = layout_of(model, self.state, data.spec.shape, sizes)
+        needs_chain = "a chain of layers" in aggregator.rule.needs
+        layout = layout_of(model, self.state, data.spec.shape, sizes, needs_chain)
         schedule.configure(sizes, seed, self._work)
         tools = replace(tools, sampling=schedule.declarations.client_sampling)
         self._server = Server({}, layout, tools)  # its state and round are set on access

@@ -52,7 +52,7 @@ class OTFusion(CohortRule, Settings):
     pivot: Literal["largest"] | NonNegativeInt = "largest"
 
     weighting = "samples"
-    needs = frozenset({"each update", "current models"})
+    needs = frozenset({"each update", "current models", "a chain of layers"})
 
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
         arrived, chain = list(updates), server.layout.chain

@@ -64,7 +64,7 @@ class PFNM(CohortRule, Settings):
     sweeps: NonNegativeInt = 5
     grow: bool = False
 
-    needs = frozenset({"each update", "current models"})
+    needs = frozenset({"each update", "current models", "a chain of layers"})
 
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
         arrived = list(updates)
