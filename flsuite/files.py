@@ -1,7 +1,8 @@
-"""Atomic file writes, tensor files with checksums, YAML files, locks, background writing."""
+"""Atomic file writes, tensor files with checksums, YAML, cells of CSV, locks, a writing thread."""
 
 import errno
 import os
+import re
 import shutil
 import time
 import zipfile
@@ -9,9 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flsuite.errors import FlsuiteError, one_line
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 try:
     import fcntl
@@ -22,7 +26,8 @@ FAILED = "failed.txt"
 """The file in the folder of a sweep's run that says why it failed."""
 
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # some network disks cannot flush folders
-_FULL_DISK_BYTES = 1 << 16  # below this, the disk is taken to be full
+_FULL_DISK_BYTES = 1 << 16  # a disk without room for them is taken to be full
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")  # how a text begins that a spreadsheet would compute
 
 
 def read_yaml(path: Path) -> Any:
@@ -82,6 +87,34 @@ def _refuse_repeated_keys(root: Any) -> None:
             waiting.append(value)
 
 
+def escaped(text: str) -> str:
+    """Return a cell of a CSV file that a spreadsheet shows, and does not compute as a formula.
+
+    A quote is put before a text that begins like a formula and is not a number.
+    """
+    if not _FORMULA.match(text):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
+
+
+def unescaped(cell: str) -> str:
+    """Return the text of :func:`escaped`."""
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
+
+
+def csv_of(table: "pd.DataFrame") -> str:
+    """Return a table as CSV with :func:`escaped` texts, without its index."""
+
+    def cell(value: Any) -> Any:
+        return escaped(value) if isinstance(value, str) else value
+
+    return table.map(cell).rename(columns=cell).to_csv(index=False)
+
+
 def make_folder(path: Path) -> Path:
     """Make a folder and its missing parents.
 
@@ -118,10 +151,20 @@ def save_tensors(content: Any, path: Path) -> None:
     try:
         torch.save(content, path)
     except RuntimeError as error:
-        is_full = shutil.disk_usage(path.parent).free < _FULL_DISK_BYTES
-        number = errno.ENOSPC if is_full else errno.EIO
-        reason = os.strerror(number) if is_full else one_line(error, 200)
-        raise OSError(number, reason, str(path)) from error
+        # The system says whether the disk is full, or a file has reached the limit of its size.
+        with naming(path), path.open("ab") as file:
+            file.write(bytes(_FULL_DISK_BYTES))
+        raise OSError(errno.EIO, one_line(error, 200), str(path)) from error
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name a file in the system's errors. Those of writing, unlike those of opening, do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def replace_tensors(content: Any, path: Path, flush: bool = False) -> None:
@@ -189,7 +232,8 @@ def replace_file(write: Callable[[Path], object], path: Path, flush: bool = Fals
     # A killed process may have left a link here. Do not write through it to another file.
     temporary.unlink(missing_ok=True)
     try:
-        write(temporary)
+        with naming(path):
+            write(temporary)
         if flush:
             flush_to_disk([temporary])
         os.replace(temporary, path)
@@ -207,7 +251,8 @@ def flush_to_disk(paths: Iterable[Path]) -> None:
         except PermissionError:  # some systems cannot open folders
             continue
         try:
-            os.fsync(descriptor)
+            with naming(path):
+                os.fsync(descriptor)
         except OSError as error:
             if error.errno not in _CANNOT_FLUSH:
                 raise

@@ -12,6 +12,7 @@ import pandas as pd
 from flsuite import score_names
 from flsuite.analysis.axes import AXES
 from flsuite.errors import FlsuiteError, one_line
+from flsuite.files import unescaped
 
 _WORDS = dict.fromkeys(("scope", "split", "metric"), "category")  # few distinct values, many rows
 _COLUMNS = (*AXES, *_WORDS, "value")
@@ -40,7 +41,7 @@ def read_metrics(run_dir: str | Path) -> pd.DataFrame:
         )
     _require_numbers(table, path)
     for name in _WORDS:  # pandas parses words as numbers if all of them can be
-        table[name] = table[name].cat.rename_categories(str)
+        table[name] = table[name].cat.rename_categories(lambda word: unescaped(str(word)))
     return table
 
 
@@ -52,7 +53,12 @@ def read_partition(run_dir: str | Path) -> pd.DataFrame:
     """
     path = Path(run_dir) / "partition.csv"
     types = {"client": "int64", "split": str, "class": str, "samples": "int64"}
-    return typed(read_table(path), types, path)
+    table = typed(read_table(path, {"class": "str"}), types, path)
+    has_train = (table["split"] == "train").any()
+    if not has_train or table.duplicated(["client", "split", "class"]).any():
+        what = "a row occurs twice" if has_train else "it has no training samples"
+        raise FlsuiteError(f"{path} is damaged ({what}); restore it, or leave the folder out")
+    return table.assign(**{"class": table["class"].map(unescaped)})
 
 
 def read_table(
@@ -86,7 +92,7 @@ def typed(table: pd.DataFrame, types: Mapping[str, Any], path: Path) -> pd.DataF
     """
     try:
         return table.astype(dict(types))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FlsuiteError(
             f"{path} is damaged ({one_line(error, 120)}); restore it, or leave the folder out"
         ) from error

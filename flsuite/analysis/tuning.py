@@ -7,6 +7,7 @@ import pandas as pd
 
 from flsuite.analysis.runs import read_table
 from flsuite.errors import FlsuiteError
+from flsuite.files import unescaped
 
 _COLUMNS = ("method", "grid point", "trial", "values", "score", "chosen")
 
@@ -45,6 +46,8 @@ def _budget(path: Path) -> pd.DataFrame:
             f"{', '.join(missing)}"
         )
     table = table.fillna({"grid point": "", "values": ""})
+    for name in ("method", "grid point"):
+        table[name] = table[name].astype(str).map(unescaped)
     is_chosen = table["chosen"].str.lower().isin(["1", "true", "yes"])
     rows = []
     for (method, point), trials in table.groupby(["method", "grid point"], sort=False):

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flsuite.errors import FlsuiteError
 from flsuite.files import load_tensors
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.folder import versions
+from flsuite.runs.folder import RunFolder, versions
 from flsuite.runs.fork import is_inherited
 from flsuite.runs.record import (
     LIMITS,
@@ -76,6 +77,7 @@ def compare(run: Path, again: Path, start: int, stop: int) -> Comparison:
     """
     found, rounds = Comparison(), range(start + 1, stop + 1)
     found.faults += map(Fault, _other_settings(run, again))
+    found.faults += map(Fault, _changed_tables(run))
     measured = {"wall_s"} | (set() if is_virtual(run) else _TIMES)
     for name in ("metrics.csv", "timeline.csv"):
         _compare_rows(run, again, name, rounds, measured, found)
@@ -117,6 +119,16 @@ def _other_settings(run: Path, again: Path) -> Iterator[str]:
         )
         for name, mine, its in differences(ours, theirs):
             yield f"settings.yaml: {name} is {mine!r}, in {what} {its!r}"
+
+
+def _changed_tables(run: Path) -> Iterator[str]:
+    """Yield a table that was changed after the last checkpoint, in any round."""
+    last = run / "checkpoints" / "last.ckpt"
+    try:
+        if last.is_file():
+            RunFolder(run).require_tables(load_checkpoint(last))
+    except FlsuiteError as error:
+        yield str(error).partition("; ")[0]
 
 
 def _compare_rows(

@@ -20,7 +20,7 @@ from flsuite.commands.run_folder import require_run
 from flsuite.commands.shares import leave_one_out, shapley
 from flsuite.commands.worlds import Rebuilt, Retrained, Worlds
 from flsuite.errors import FlsuiteError
-from flsuite.files import make_folder
+from flsuite.files import csv_of, make_folder, replace_text
 from flsuite.runs.record import is_finished, last_round, read_settings
 from flsuite.score_names import lower_is_better
 
@@ -52,7 +52,7 @@ def contribution(args: list[str]) -> None:
     table = contribution_table(values, names)
     what = f"{'a lower ' * less}{request.metric}, {request.method}"
     for content, name in (values, "values"), (table, "contribution"), (cost, "cost"):
-        content.to_csv(folder / f"{name}.csv", index=False)
+        replace_text(csv_of(content), folder / f"{name}.csv")
     picture = contribution_figure(table, values, f"contribution to {what}", names)
     picture.savefig(folder / "contribution.png", dpi=100)
     _print(table, f"contribution to {what}", names, cost)

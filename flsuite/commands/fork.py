@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 from flsuite.commands.fit import build
-from flsuite.commands.main import run_command
+from flsuite.commands.main import dispatch
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.replay import adopt, engine_of, replay
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FlsuiteError
+from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.record import kept_rounds, last_round, read_settings, start_round
 
@@ -29,10 +30,13 @@ def fork(args: list[str]) -> None:
     if _must_replay(parent, own.at):
         trainer, model, data = build([*config, *changes])
         trainer.prepare(model, data)  # a wrong key or client is refused before the replay
-        with RunFolder(parent).locked():  # a running parent would remove the replay's files
+        folder = RunFolder(parent)
+        with folder.locked():  # a running parent would remove the replay's files
+            last = parent / "checkpoints" / "last.ckpt"
+            if last.is_file():  # the kept round takes over the tables
+                folder.require_tables(load_checkpoint(last))
             _keep(parent, own.at)
-    if status := run_command("fit", [*config, *moment, *changes]):
-        sys.exit(status)
+    dispatch("fit", [*config, *moment, *changes])
 
 
 def _must_replay(parent: Path, at: int) -> bool:

@@ -14,6 +14,7 @@ from flsuite.analysis.listing import State, list_runs
 from flsuite.analysis.results import short_path
 from flsuite.commands.parsers import parser_of
 from flsuite.errors import FlsuiteError
+from flsuite.files import csv_of
 from flsuite.score_names import lower_is_better
 
 _FILTERS = ("method", "data", "partition")
@@ -31,7 +32,7 @@ def ls(args: list[str]) -> None:
     if request.json or request.csv:
         plain = chosen.assign(run=chosen["run"].map(short_path))
         if request.csv:
-            print(plain.to_csv(index=False), end="")
+            print(csv_of(plain), end="")
         else:  # pandas writes NaN as null, and a slash with a backslash
             rows = json.loads(plain.to_json(orient="records", date_format="iso"))
             print(json.dumps(rows, indent=2))

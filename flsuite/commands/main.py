@@ -41,7 +41,7 @@ class _Command(NamedTuple):
     Attributes:
         by_lightning: Whether LightningCLI runs it instead, as a method of the trainer.
         reads_config: Whether it takes the ``--config`` of an experiment.
-        after_interrupt: How to continue, printed after Ctrl-C.
+        after_interrupt: How to continue, printed after Ctrl-C, unless a run in its folder says it.
     """
 
     by_lightning: bool = False
@@ -57,7 +57,7 @@ _COMMANDS = {
         after_interrupt="; fit continues from the last finished round with --ckpt_path last",
     ),
     "resume": _Command(after_interrupt="; the same command continues the run"),
-    "fork": _Command(after_interrupt="; continue it with flsuite resume and the fork's folder"),
+    "fork": _Command(after_interrupt="; nothing was written, and the same command starts again"),
     "contribution": _Command(after_interrupt="; the same command continues"),
     "verify": _Command(),
     "pack": _Command(),
@@ -139,11 +139,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(complain(f"unknown command {command!r}; {hint}", 2))
 
 
-def run_command(command: str, args: list[str]) -> int:
-    """Run one subcommand, print its errors as one line each, and return the exit status."""
+def run_command(command: str, args: list[str], after_interrupt: str = "") -> int:
+    """Run one subcommand, print its errors as one line each, and return the exit status.
+
+    Args:
+        command: The subcommand.
+        args: Its arguments.
+        after_interrupt: How to continue after Ctrl-C. Default: as the subcommand says.
+    """
     with ending_on_signals() as termination:
         try:
-            _run(command, args)
+            dispatch(command, args)
         except TyposError as error:
             return max(complain(line, 2) for line in error.lines)
         except FlsuiteError as error:
@@ -157,8 +163,9 @@ def run_command(command: str, args: list[str]) -> int:
                 raise
             advice = "choose a smaller model or smaller batches"
             return complain(f"out of memory ({one_line(error, 200)}); {advice}", 1)
-        except KeyboardInterrupt:
-            how = _COMMANDS[command].after_interrupt
+        except KeyboardInterrupt as error:
+            own = f"; {error}" if command in ("fit", "fork") and str(error) else ""
+            how = after_interrupt or own or _COMMANDS[command].after_interrupt
             if termination.status:
                 return complain(f"terminated{how}", termination.status)
             return complain(f"interrupted{how}", 130)
@@ -197,7 +204,8 @@ def _help(command: str, topic: str) -> int:
     return 0
 
 
-def _run(command: str, args: list[str]) -> None:
+def dispatch(command: str, args: list[str]) -> None:
+    """Run one subcommand, and raise its errors."""
     work_here()
     if command == "resume" or _COMMANDS[command].by_lightning:
         command, args = with_run_folder(command, args)

@@ -14,7 +14,7 @@ from flsuite.analysis import partition_figure, task_plan_figure
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.data.datasets.from_data_module import as_federated
 from flsuite.data.tasks import TaskData
-from flsuite.files import make_folder
+from flsuite.files import csv_of, make_folder, replace_text
 from flsuite.runs.partition import partition_table, task_table
 
 _MOST_SHOWN = 30
@@ -50,7 +50,7 @@ def partition(args: list[str]) -> None:
 
 
 def _write(table: pd.DataFrame, figure: Figure, stem: str) -> None:
-    table.to_csv(f"{stem}.csv", index=False)
+    replace_text(csv_of(table), Path(f"{stem}.csv"))
     figure.savefig(f"{stem}.png")
     print(f"{stem}.png\n{stem}.csv")
 

@@ -1,5 +1,7 @@
 """Repeating rounds of a finished run."""
 
+import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,8 @@ from flsuite.runs.record import (
 from flsuite.runs.run import Run
 
 log = logging.getLogger("flsuite")
+
+_AGAIN = "; the same command does the rounds again"
 
 
 @dataclass(eq=False)
@@ -67,7 +71,7 @@ def replay(run: Path, start: int, stop: int, folder: Path) -> int:
                 *("--trainer.callbacks.round", str(last)),
                 *(("--ckpt_path", "last") if number else ()),
             ]
-            if status := run_command("fit", request):
+            if status := run_command("fit", request, _AGAIN):
                 return status
     return 0
 
@@ -127,19 +131,19 @@ def adopt(again: Path, run: Path) -> None:
     round = int(content["federation"]["clock"]["round"])
     # The tables are the run's own: the replay's last round may be scored in more detail.
     table = run / "metrics.csv"
-    content["table"] = _size(table, lambda row: round_of_row(table, row) <= round)
     fits = {row["fit"] for row in rows_of(again / "timeline.csv")}
-    content["timeline"] = _size(run / "timeline.csv", lambda row: row["fit"] in fits)
+    starts = {
+        "table": _start(table, lambda row: round_of_row(table, row) <= round),
+        "timeline": _start(run / "timeline.csv", lambda row: row["fit"] in fits),
+    }
+    content |= {name: len(start) for name, start in starts.items()}
+    content["digests"] = {n: hashlib.sha256(start).hexdigest() for n, start in starts.items()}
     copy_files(again, run, memories_of(content["federation"]))
     replace_tensors(content, run / "checkpoints" / f"round-{round:06d}.ckpt", flush=True)
 
 
-def _size(path: Path, belongs: Callable[[Row], bool]) -> int:
-    """Return the size in bytes of a table's header and of its leading rows that belong."""
+def _start(path: Path, belongs: Callable[[Row], bool]) -> bytes:
+    """Return a table's header and its leading rows that belong."""
     lines = path.read_bytes().splitlines(keepends=True)
-    size = len(lines[0])
-    for line, row in zip(lines[1:], rows_of(path), strict=True):
-        if not belongs(row):
-            break
-        size += len(line)
-    return size
+    rows = itertools.takewhile(belongs, rows_of(path))
+    return b"".join(lines[: 1 + sum(1 for _ in rows)])

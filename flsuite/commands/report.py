@@ -46,7 +46,7 @@ from flsuite.analysis.tuning import read_tuning
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.report_cross import report_cross
 from flsuite.errors import FlsuiteError
-from flsuite.files import make_folder
+from flsuite.files import csv_of, make_folder, replace_text
 from flsuite.publish.page import PageRequest, require_page, write_page
 
 
@@ -240,7 +240,7 @@ def _write(
     """Write the tables and the picture to a folder."""
     folder = make_folder(Path(request.output))
     written = ["report.csv", "report.md", "report.png"]
-    table.to_csv(folder / "report.csv", index=False)
+    replace_text(csv_of(table), folder / "report.csv")
     pages = [_markdown(table, targets, request)]
     pages += [
         comparison_markdown(own, name, default_score(results, name)[0])
@@ -257,10 +257,10 @@ def _write(
 
     pairs = pd.concat([own.assign(metric=name) for name, own in comparisons.items()])
     if len(pairs):
-        pairs.to_csv(folder / "comparison.csv", index=False)
+        replace_text(csv_of(pairs), folder / "comparison.csv")
         written.append("comparison.csv")
     if targets:
         reached = [own.assign(metric=name) for name, own in targets.items()]
-        pd.concat(reached).to_csv(folder / "target.csv", index=False)
+        replace_text(csv_of(pd.concat(reached)), folder / "target.csv")
         written.append("target.csv")
     print("\n".join(f"{folder}/{name}" for name in written))

@@ -11,7 +11,7 @@ from rich.table import Table
 from flsuite.analysis.cross import cross_figure, cross_markdown, cross_matrices, cross_table
 from flsuite.analysis.groups import Group
 from flsuite.analysis.notes import repeated, uneven
-from flsuite.files import make_folder
+from flsuite.files import csv_of, make_folder, replace_text
 
 
 def report_cross(
@@ -55,7 +55,7 @@ def _shown(matrix: pd.DataFrame, title: str) -> Table:
 
 
 def _write(table: pd.DataFrame, metrics: Sequence[str], folder: Path) -> None:
-    table.to_csv(folder / "cross.csv", index=False)
+    replace_text(csv_of(table), folder / "cross.csv")
     (folder / "cross.md").write_text(cross_markdown(table), encoding="utf-8")
     written = ["cross.csv", "cross.md"]
     for metric in metrics:

@@ -6,7 +6,7 @@ import logging
 import platform
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from flsuite.attacks import Attack
 from flsuite.data.federated import FederatedData
 from flsuite.data.tasks import TaskData
 from flsuite.errors import FlsuiteError
-from flsuite.files import locked, make_folder, replace_text
+from flsuite.files import csv_of, locked, make_folder, replace_file, replace_text
 from flsuite.runs.partition import task_table, write_partition
 from flsuite.runs.record import first_round
-from flsuite.runs.table import MetricsTable, TimelineTable
+from flsuite.runs.table import MetricsTable, TimelineTable, mark_of
 
 log = logging.getLogger("flsuite")
 
@@ -167,22 +167,45 @@ class RunFolder:
             self._remove_empty()
             raise FlsuiteError(reason)
         # The table comes first: on a disk without locks, it reserves the folder.
+        self._is_new = not is_restart
         try:
             self.table.create(is_restart)
         except FileExistsError as error:
+            self._is_new = False
             raise FlsuiteError(_HOLDS_A_RUN.format(self.path)) from error
         self.timeline.create(overwrite=True)
-        self._is_new = not is_restart
         self.write_request(config, settings)
         (self.path / "versions.txt").write_text(versions(), encoding="utf-8")
-        with (self.path / "partition.csv").open("w", encoding="utf-8", newline="") as file:
-            write_partition(file, data)
+        self.write_clients(data, attack)
+
+    def write_clients(self, data: FederatedData, attack: Attack | None) -> None:
+        """Write what the clients hold and which of them attack, as the settings determine it.
+
+        A resumed run writes it again, because the files may be damaged.
+        """
+        if self.path is None:
+            return
+
+        def write(path: Path) -> None:
+            with path.open("w", encoding="utf-8", newline="") as file:
+                write_partition(file, data)
+
+        replace_file(write, self.path / "partition.csv")
         if isinstance(data, TaskData):
-            task_table(data).to_csv(self.path / "tasks.csv", index=False)
+            replace_text(csv_of(task_table(data)), self.path / "tasks.csv")
         if attack is not None:
             kind = type(attack).__name__
             who = {"attack": kind, "attackers": attack.attackers, "clients": data.clients}
             replace_text(json.dumps(who) + "\n", self.path / "attackers.json", flush=True)
+
+    def require_tables(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse tables that are not the ones that a checkpoint was written with.
+
+        Raises:
+            FlsuiteError: If one is missing or was changed.
+        """
+        for name, table in self.tables.items():
+            table.content(*mark_of(checkpoint, name))
 
     def write_request(self, config: dict[str, Any] | str, settings: dict[str, Any]) -> None:
         """Write ``config.yaml`` and ``settings.yaml``.
@@ -197,12 +220,10 @@ class RunFolder:
             replace_text(str(text), self.path / name, flush=True)
 
     def discard(self) -> None:
-        """Remove the files of a new run, and files of loggers in a new folder."""
-        if self.path is None or not self._is_new:
-            return
-        if self.path in self._made:
+        """Remove the files of a new run, files of loggers in a new folder, and empty folders."""
+        if self._is_new and self.path in self._made:
             shutil.rmtree(self.path, ignore_errors=True)
-        for path in self._files():
+        for path in self._files() if self._is_new else ():
             path.unlink()
         self._remove_empty()
 

@@ -5,13 +5,13 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from flsuite.arguments import NonNegativeInt, Settings
 from flsuite.errors import FlsuiteError
-from flsuite.files import link_or_copy, load_tensors
+from flsuite.files import link_or_copy, load_tensors, replace_file
 from flsuite.runs.record import LIMITS, first_round, kept_rounds, read_settings
 
 log = logging.getLogger("flsuite")
@@ -158,9 +158,8 @@ def copy_files(parent: Path, own: Path, names: Iterable[str]) -> None:
     for name in sorted(names):
         source, target = parent / name, own / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
         try:
-            link_or_copy(source, target)
+            replace_file(partial(link_or_copy, source), target)
         except FileNotFoundError as error:
             raise FlsuiteError(
                 f"{source} is missing; restore the parent's folder, or begin at another round"

@@ -8,6 +8,7 @@ from pathlib import Path
 from flsuite.errors import FlsuiteError
 from flsuite.files import load_tensors, locked, make_folder, replace_file
 from flsuite.runs.checkpoint import load_checkpoint
+from flsuite.runs.folder import RunFolder
 from flsuite.runs.record import checkpoints_of, memories_of
 
 _PARTS = (
@@ -34,7 +35,7 @@ def pack(run: Path, file: Path) -> int:
 
     Raises:
         FlsuiteError: If the file exists, the run goes on at this moment, or one of its checkpoints
-            cannot be read. No file is left.
+            or tables is damaged. No file is left.
     """
     if file.exists():
         raise FlsuiteError(f"pack: {file} exists; name another file with --output")
@@ -48,12 +49,15 @@ def pack(run: Path, file: Path) -> int:
 
 
 def _require_readable(run: Path) -> None:
-    """Refuse a run whose checkpoints or clients' memories are missing or damaged."""
+    """Refuse a run whose checkpoints, tables or clients' memories are missing or damaged."""
     if not (run / "checkpoints" / "last.ckpt").is_file():
         raise FlsuiteError(f"pack: {run} has no checkpoints/last.ckpt; restore it")
     memories: set[str] = set()
     for checkpoint in checkpoints_of(run):
-        memories.update(memories_of(load_checkpoint(checkpoint)["federation"]))
+        content = load_checkpoint(checkpoint)
+        memories.update(memories_of(content["federation"]))
+        if checkpoint.name == "last.ckpt":
+            RunFolder(run).require_tables(content)
     for name in sorted(memories):
         load_tensors(run / name, "restore it")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from flsuite.data.federated import FederatedData
 from flsuite.data.spec import DataSplit
 from flsuite.data.tasks import TaskData
+from flsuite.files import escaped, unescaped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,7 +44,8 @@ def partition_table(data: FederatedData) -> "pd.DataFrame":
     text = io.StringIO()
     write_partition(text, data)
     text.seek(0)
-    return pd.read_csv(text, dtype={"class": str}, keep_default_na=False)
+    table = pd.read_csv(text, dtype={"class": str}, keep_default_na=False)
+    return table.assign(**{"class": table["class"].map(unescaped)})
 
 
 def task_table(data: TaskData) -> "pd.DataFrame":
@@ -88,7 +90,7 @@ def _count(split: DataSplit | None, first: int, last: int, classes: int) -> Tens
 
 
 def _quoted(name: str) -> str:
-    """Return a cell of a CSV file, quoted if necessary."""
+    """Return a cell of a CSV file, escaped and quoted if necessary."""
     line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow([name])
+    csv.writer(line, lineterminator="").writerow([escaped(name)])
     return line.getvalue()

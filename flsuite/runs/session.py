@@ -43,6 +43,7 @@ def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
     folder, is_restart = run.folder, ckpt_path is not None
     with ExitStack() as stack:
         stack.enter_context(_naming_the_disk(folder))
+        stack.enter_context(_saying_what_is_left(folder))
         if folder.find_checkpoint(ckpt_path) is None:
             if run.reuse:
                 run.reuse.read(run.settings)
@@ -51,10 +52,10 @@ def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
         # Only under the lock, because another process may be writing the first checkpoint.
         checkpoint = folder.find_checkpoint(ckpt_path)
         if checkpoint is None:
-            _create(run, is_restart)
-            _begin_at_the_parent(run)
+            _begin(run, is_restart)
         else:
             run.store.resume(checkpoint)
+            run.folder.write_clients(run.federation.data, run.evaluator.attack)
             # If the other run was deleted, clients of the first version that are still in flight
             # train, with the same result.
             reuse, is_first = run.reuse, 0 in run.store.versions_in_flight
@@ -152,7 +153,7 @@ def require_engine(run: Run, engine: EngineChoice) -> None:
 
 @contextmanager
 def _naming_the_disk(folder: RunFolder) -> Iterator[None]:
-    """Name the folder in errors from a full or read-only disk.
+    """Name the file, or the folder, in errors from a full or read-only disk.
 
     Raises:
         FederationError: If the disk caused an error.
@@ -162,11 +163,37 @@ def _naming_the_disk(folder: RunFolder) -> Iterator[None]:
     except OSError as error:
         if folder.path is None or error.errno not in _DISK_ERRNOS:
             raise
+        remedy = "free some space or make the folder writable"
+        if error.errno == errno.EFBIG:
+            remedy = "raise the limit of file sizes (ulimit -f)"
         raise FederationError(
-            f"cannot write to {folder.path} ({error.strerror}); the last checkpoint, if there is "
-            "one, is kept: free some space or make the folder writable, and continue with "
-            "--ckpt_path last"
+            f"cannot write to {error.filename or folder.path} ({error.strerror}); the last "
+            f"checkpoint, if there is one, is kept: {remedy}, and continue with --ckpt_path last"
         ) from error
+
+
+@contextmanager
+def _saying_what_is_left(folder: RunFolder) -> Iterator[None]:
+    """Say how to continue in an interrupt: only the run knows its folder."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        path = folder.path
+        if path is None or not (path / "metrics.csv").is_file():
+            error.args = ("no folder is left; the same command starts again",)
+        else:
+            error.args = (f"flsuite resume {path} continues after the last finished round",)
+        raise
+
+
+def _begin(run: Run, is_restart: bool) -> None:
+    """Start in a new folder, which is removed if this fails or is interrupted."""
+    try:
+        _create(run, is_restart)
+        _begin_at_the_parent(run)
+    except BaseException:
+        run.folder.discard()
+        raise
 
 
 def _create(run: Run, is_restart: bool) -> None:
@@ -187,16 +214,12 @@ def _create(run: Run, is_restart: bool) -> None:
 def _begin_at_the_parent(run: Run) -> None:
     if run.store.parent is None:
         return
-    try:
-        run.store.fork()
-        if run.options.budget.is_spent(run.federation.clock):
-            raise FlsuiteError(
-                f"trainer.fork: nothing is left to train after round {run.round}; begin at an "
-                f"earlier one, or raise {run.options.budget}"
-            )
-    except Exception:
-        run.folder.discard()
-        raise
+    run.store.fork()
+    if run.options.budget.is_spent(run.federation.clock):
+        raise FlsuiteError(
+            f"trainer.fork: nothing is left to train after round {run.round}; begin at an "
+            f"earlier one, or raise {run.options.budget}"
+        )
 
 
 def _running(run: Run, is_resumed: bool) -> Iterator[Run]:

@@ -37,7 +37,7 @@ from flsuite.runs.record import (
 from flsuite.runs.reuse import FROM_TRAINING
 from flsuite.runs.settings import WEIGHTS, refuse_mismatch, with_contents
 from flsuite.runs.summary import RunSummary
-from flsuite.runs.table import AppendedTable, MetricsTable
+from flsuite.runs.table import AppendedTable, MetricsTable, mark_of
 from flsuite.server.federation import Federation
 from flsuite.state import State, mismatch
 
@@ -144,6 +144,7 @@ class RunStore:
             "callbacks": {c.state_key: c.state_dict() for c in self.callbacks.federation},
             "summary": self.summary.state_dict(),
             **sizes,
+            "digests": {name: table.digest for name, table in folder.tables.items()},
         }
         path = write_checkpoint(content, folder.checkpoints)
         needed = [*written, *(table.path for table in folder.tables.values() if table.path)]
@@ -249,7 +250,7 @@ class RunStore:
                 self._take_best(own.parent)
         self.federation.versions.restore(self.versions_in_flight)
         for name, table in self.folder.tables.items():
-            table.resume(content[name])
+            table.resume(*mark_of(content, name))
         for kept in checkpoints_of(self.folder.path) if self.folder.path else ():
             # Later ones belong to rounds that are repeated.
             if kept.stem == "last" or round_of(kept) > self.federation.clock.round:
@@ -291,14 +292,14 @@ class RunStore:
         self.summary.load_state_dict(content["summary"])
         if self.settings.get("monitor") != theirs.get("monitor"):
             parents = MetricsTable(home / "metrics.csv")
-            parents.resume(content["table"])
+            parents.resume(*mark_of(content, "table"))
             self.summary.pick_again(parents.by_round())
         self._take_best(home)
         self.settle()
         self._load_callbacks(content)
         federation.versions.restore(self.versions_in_flight)
         for name, table in self.folder.tables.items():
-            _copy_table(home, table, content[name])
+            _copy_table(home, table, *mark_of(content, name))
         log.info("forked from %s after round %d", home, federation.clock.round)
 
     def _load_callbacks(self, content: dict[str, Any]) -> None:
@@ -357,8 +358,8 @@ class RunStore:
         return frozen
 
 
-def _copy_table(parent: Path, table: AppendedTable, size: int) -> None:
-    """Begin a table with the first ``size`` bytes of the parent's.
+def _copy_table(parent: Path, table: AppendedTable, size: int, digest: str | None) -> None:
+    """Begin a table with the parent's content at a checkpoint.
 
     Raises:
         FlsuiteError: If the parent's table is missing or damaged.
@@ -368,5 +369,5 @@ def _copy_table(parent: Path, table: AppendedTable, size: int) -> None:
     source = parent / table.path.name
     if not source.is_file():
         raise FlsuiteError(f"trainer.fork: {source} is missing; restore it")
-    table.path.write_bytes(source.read_bytes()[:size])
+    table.path.write_bytes(type(table)(source).content(size, digest))
     table.resume(size)

@@ -1,13 +1,16 @@
 """The tables of a run, which grow round by round."""
 
 import csv
+import hashlib
+import io
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from flsuite.errors import FlsuiteError, one_line
+from flsuite.files import escaped, naming, unescaped
 from flsuite.schedules import Clock
 from flsuite.server.federation import Federation
 
@@ -25,6 +28,12 @@ class AppendedTable:
         self.path = path
         self._unwritten: list[tuple[object, ...]] = []
         self._cut_at: int | None = None
+        self._sha256 = hashlib.sha256()  # of all that is written
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of the content, known without reading the file again."""
+        return self._sha256.hexdigest()
 
     def create(self, overwrite: bool = False) -> None:
         """Write the header.
@@ -33,47 +42,89 @@ class AppendedTable:
             FileExistsError: If the file exists, unless ``overwrite`` allows replacing it.
         """
         if self.path is not None:
-            with self.path.open("w" if overwrite else "x", encoding="utf-8") as file:
-                file.write(",".join(self.columns) + "\n")
+            header = (",".join(self.columns) + "\n").encode()
+            with naming(self.path), self.path.open("wb" if overwrite else "xb") as file:
+                file.write(header)
+            self._sha256 = hashlib.sha256(header)
 
-    def resume(self, size: int) -> None:
-        """Continue the file after byte ``size``.
+    def content(self, size: int, digest: str | None) -> bytes:
+        """Return the content of the file when a checkpoint was written.
 
-        A killed run may have written more. The excess is cut off when the first round is appended.
+        Args:
+            size: Its size in bytes. A killed run may have written more.
+            digest: Its SHA-256. Checkpoints of earlier versions have none.
 
         Raises:
-            FlsuiteError: If the file is shorter or has other columns.
+            FlsuiteError: If the file is shorter, or was changed.
         """
         assert self.path is not None
-        current = self.path.stat().st_size if self.path.is_file() else 0
-        if current < size:
+        content = b""
+        if self.path.is_file():
+            with self.path.open("rb") as file:
+                content = file.read(size)
+        if len(content) < size:
             raise FlsuiteError(
-                f"{self.path} has {current} bytes, but had {size} when the checkpoint was "
+                f"{self.path} has {len(content)} bytes, but had {size} when the checkpoint was "
                 "written; restore the file, or start a new run"
             )
-        with self.path.open(encoding="utf-8", errors="replace") as file:
-            header = file.readline().strip()
+        if digest is not None and hashlib.sha256(content).hexdigest() != digest:
+            raise FlsuiteError(
+                f"{self.path} was changed after the checkpoint was written; restore the file, or "
+                "start a new run"
+            )
+        return content
+
+    def resume(self, size: int, digest: str | None = None) -> None:
+        """Continue the file after its content at a checkpoint, see :meth:`content`.
+
+        The excess of a killed run is cut off when the first round is appended.
+
+        Raises:
+            FlsuiteError: If the file is shorter, was changed or has other columns.
+        """
+        content = self.content(size, digest)
+        header, *lines = content.decode(errors="replace").split("\n")
         if header != ",".join(self.columns):
             raise FlsuiteError(
                 f"{self.path} has the columns {header}, but this version of flsuite writes "
                 f"{','.join(self.columns)}; resume the run with the version that started it, or "
                 "start a new run"
             )
+        self._read(lines[:-1])
         self._unwritten = []
         self._cut_at = size
+        self._sha256 = hashlib.sha256(content)
+
+    def _read(self, lines: list[str]) -> None:
+        """Take up the rows of the file, if the table needs them."""
 
     def append(self) -> int:
         """Write the new rows and return the size of the file in bytes."""
         if self.path is None:
             self._unwritten = []
             return 0
-        if self._cut_at is not None:  # later rows belong to rounds that are repeated
-            os.truncate(self.path, self._cut_at)
-            self._cut_at = None
-        with self.path.open("a", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(self._unwritten)
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(self._unwritten)
+        content = text.getvalue().encode()
+        with naming(self.path):
+            if self._cut_at is not None:  # later rows belong to rounds that are repeated
+                os.truncate(self.path, self._cut_at)
+                self._cut_at = None
+            with self.path.open("ab") as file:
+                file.write(content)
+        self._sha256.update(content)
         self._unwritten = []
         return self.path.stat().st_size
+
+
+def mark_of(checkpoint: Mapping[str, Any], name: str) -> tuple[int, str | None]:
+    """Return the size and the digest of a table at a checkpoint.
+
+    Args:
+        checkpoint: The content of the checkpoint.
+        name: The table's name in it.
+    """
+    return checkpoint[name], checkpoint.get("digests", {}).get(name)
 
 
 class MetricsRow(NamedTuple):
@@ -150,10 +201,7 @@ class MetricsTable(AppendedTable):
                 rounds.setdefault(row.round, {})[f"{row.split}/{row.metric}"] = row.value
         return {n: row for n, row in rounds.items() if any(k.startswith("test/") for k in row)}
 
-    def resume(self, size: int) -> None:
-        super().resume(size)
-        assert self.path is not None
-        lines = self.path.read_bytes()[:size].decode(errors="replace").split("\n")[1:-1]
+    def _read(self, lines: list[str]) -> None:
         self._rows = _Rows()
         for number, cells in enumerate(csv.reader(lines), start=2):
             try:
@@ -184,7 +232,9 @@ class MetricsTable(AppendedTable):
             self._rows.add(time, (scope, split, metric), value)
         # Once for all rows, because formatting numbers takes most of the table's time.
         cells = (time[0], f"{time[1]:.12g}", f"{time[2]:.3f}", *time[3:])
-        self._unwritten.extend((*cells, *name, f"{value:.9g}") for *name, value in self._open)
+        self._unwritten.extend(
+            (*cells, *map(escaped, name), f"{value:.9g}") for *name, value in self._open
+        )
 
         named = {
             f"{split}/{metric}" if scope == "global" else f"client/{scope}/{split}/{metric}": value
@@ -261,7 +311,7 @@ def timeline_rows(federation: Federation) -> Iterator[TimelineRow]:
 def _metrics_row(cells: list[str]) -> MetricsRow:
     round, virtual, wall, client_updates, bytes, scope, split, metric, value = cells
     time = (int(round), float(virtual), float(wall), int(client_updates), int(bytes))
-    return MetricsRow(*time, scope, split, metric, float(value))
+    return MetricsRow(*time, unescaped(scope), unescaped(split), unescaped(metric), float(value))
 
 
 def _timeline_cells(row: TimelineRow) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import replace_text
+from flsuite.files import escaped, replace_text
 from flsuite.sweeps.outcome import Outcome
 from flsuite.sweeps.plan import Cell, cell, grid_points, label_of
 from flsuite.sweeps.reading import Overrides, Sweep
@@ -134,7 +134,7 @@ def write_tuning(
         for trial in contest.trials:
             score, values = trial.score(outcome_of), json.dumps(trial.values, default=str)
             shown = "" if score is None else f"{score:.6g}"
-            name = contest.method, label_of(contest.point)
+            name = escaped(contest.method), escaped(label_of(contest.point))
             writer.writerow([*name, trial.number, values, shown, trial is best])
     replace_text(text.getvalue(), path)
 

@@ -94,7 +94,8 @@ def test_a_signal_keeps_the_rounds_done_and_has_a_status_of_its_own(
     _, said = process.communicate(timeout=60)
     assert process.returncode == status, said
     last_line = said.splitlines()[-1]
-    assert last_line.startswith("flsuite: error: terminated; fit continues from the last finished")
+    how = f"flsuite resume {tmp_path / 'run'} continues after the last finished round"
+    assert last_line == f"flsuite: error: terminated; {how}"
     assert "Traceback" not in said
     assert 3 <= rounds_on_disk(tmp_path / "run") < ROUNDS
     assert weights(tmp_path / "run"), "the model of the rounds done is there too"
@@ -204,6 +205,6 @@ def test_only_what_can_go_on_is_said_to(
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main, "_run", interrupt)
+    monkeypatch.setattr(main, "dispatch", interrupt)
     assert main.run_command(command, []) == 130
     assert capsys.readouterr().err == f"flsuite: error: {said}\n"

@@ -18,6 +18,7 @@ from flsuite.commands.replay import replay
 from flsuite.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
+from flsuite.runs.packing import digest
 from flsuite.runs.record import (
     is_finished,
     kept_on_disk,
@@ -26,7 +27,7 @@ from flsuite.runs.record import (
     versions_in_flight,
 )
 from flsuite.runs.run import Run
-from tests.commands.command import cli, refused
+from tests.commands.command import cli, files, refused
 from tests.conftest import THREADS
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
@@ -114,6 +115,10 @@ def edit_row(column: str, value: Callable[[str], str], wanted: dict[str, str]) -
     return edit
 
 
+def other_digit(number: str) -> str:
+    return number[:-1] + str(9 - int(number[-1]))
+
+
 def edit_checkpoint(name: str, change: Callable[[dict[str, Any]], None]) -> Any:
     def edit(run: Path) -> None:
         path = run / "checkpoints" / name
@@ -169,7 +174,7 @@ def count_updates(content: dict[str, Any]) -> None:
 TEST = {"round": "4", "scope": "global", "split": "test", "metric": "accuracy"}
 EDITS: dict[str, Callable[[Path], None]] = {
     "a score": edit_row("value", lambda v: f"{float(v) + 0.01:.9g}", TEST),
-    "the last digit": edit_row("value", lambda v: v[:-1] + str(9 - int(v[-1])), TEST),
+    "the last digit": edit_row("value", other_digit, TEST),
     "a client's loss": edit_row(
         "value", lambda v: "0.1", {"round": "3", "scope": "1", "split": "train", "metric": "loss"}
     ),
@@ -187,6 +192,8 @@ EDITS: dict[str, Callable[[Path], None]] = {
     "a clock": edit_checkpoint("round-000004.ckpt", count_updates),
     "the partition": change_lines("partition.csv", "0,train,", "0,val,"),
     "a client in the timeline": change_lines("timeline.csv", "\n9,1,", "\n9,2,"),
+    "a row of an earlier round": edit_row("scope", lambda v: "2", {"round": "1", "scope": "1"}),
+    "a fit of an earlier round": change_lines("timeline.csv", "\n1,1,", "\n1,2,"),
 }
 
 
@@ -255,6 +262,14 @@ def test_the_scores_of_an_earlier_end_are_verified_too(tmp_path: Path, capsys: A
     assert not verified("run", "--at", "2", "--rounds", "4")
 
 
+def seal(run: Path) -> None:
+    """Let the last checkpoint belong to the tables as they are."""
+    tables = {"table": run / "metrics.csv", "timeline": run / "timeline.csv"}
+    content: dict[str, Any] = {name: path.stat().st_size for name, path in tables.items()}
+    content["digests"] = {name: digest(path) for name, path in tables.items()}
+    edit_checkpoint("last.ckpt", lambda checkpoint: checkpoint.update(content))(run)
+
+
 def interrupt(run: Path) -> None:
     """Leave a run as a kill does: no scores of an end, and no ``model.ckpt``."""
     (run / "checkpoints" / "model.ckpt").unlink()
@@ -263,6 +278,7 @@ def interrupt(run: Path) -> None:
     path = run / "metrics.csv"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if ",accuracy/" not in line))
+    seal(run)
 
 
 def test_a_run_that_was_killed_is_verified_as_far_as_it_came(run: Path, capsys: Any) -> None:
@@ -359,6 +375,10 @@ UNPACKABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no last.ckpt": (lambda run: (run / "checkpoints/last.ckpt").unlink(), "no checkpoints/last"),
     "no timeline": (lambda run: (run / "timeline.csv").unlink(), "timeline.csv is missing"),
     "cut table": (cut("metrics.csv"), "is cut off; restore it"),
+    "changed table": (
+        edit_row("wall_s", other_digit, {"round": "1"}),
+        "metrics.csv was changed after the checkpoint was written; restore the file",
+    ),
     "damaged checkpoint": (empty("checkpoints/round-*.ckpt"), "cannot be read as a checkpoint"),
 }
 
@@ -430,6 +450,7 @@ def test_another_environment_is_named(run: Path, capsys: Any) -> None:
 def test_small_differences_pass_on_another_cpu_alone(run: Path, capsys: Any) -> None:
     edit_checkpoint("round-000004.ckpt", nudge_weight)(run)
     edit_row("value", lambda v: f"{float(v) + 1e-4:.9g}", TEST)(run)
+    seal(run)
     assert not verified(str(run), "--at", "2")
     assert "threads and CPU are those of the record" in capsys.readouterr().err
     change_lines("versions.txt", "threads ", "threads 9")(run)
@@ -487,6 +508,36 @@ def test_a_fork_whose_first_round_fails_leaves_no_folder(run: Path, capsys: Any)
     assert not Path("fork").exists()
     shutil.move("kept.csv", run / "timeline.csv")
     assert cli(*args) == 0
+
+
+def test_an_interrupted_fork_names_the_folder_that_it_leaves_if_any(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    before = files(run)
+
+    def interrupted(at: str) -> str:
+        assert cli("fork", str(run), "--at", at, "--run_dir", "fork") == 130
+        return (
+            capsys.readouterr().err.splitlines()[-1].removeprefix("flsuite: error: interrupted; ")
+        )
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "requests", interrupt)
+    assert interrupted("3") == "the same command does the rounds again"
+    assert not Path("fork").exists() and files(run) == before
+    assert interrupted("2") == "flsuite resume fork continues after the last finished round"
+    monkeypatch.setattr("flsuite.commands.fork.dispatch", interrupt)
+    assert interrupted("2") == "nothing was written, and the same command starts again"
+    assert files(run) == before
+
+
+def test_a_changed_table_is_not_kept_by_a_replay(run: Path, capsys: Any) -> None:
+    edit_row("wall_s", other_digit, {"round": "4"})(run)
+    line = refused(capsys, "fork", str(run), "--at", "3", "--run_dir", "fork")
+    assert f"{run / 'metrics.csv'} was changed after" in line
+    assert cli("fork", str(run), "--at", "2", "--run_dir", "fork") == 0, "its rows are whole"
 
 
 def test_a_wrong_key_is_refused_before_a_replay(run: Path, capsys: Any) -> None:

@@ -1,9 +1,12 @@
 """Disks that are full or read-only: one line, the last checkpoint is kept, and the run goes on."""
 
+import contextlib
 import errno
 import os
+import resource
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +85,8 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(disk: Path, unbroken: Any) 
     with pytest.raises(FederationError) as caught:
         fit(disk / "run", deed=lambda: fill(disk))
     message = str(caught.value)
-    assert message.startswith(f"cannot write to {disk / 'run'} (No space left on device); the last")
+    assert message.startswith(f"cannot write to {disk / 'run'}/")
+    assert "(No space left on device); the last" in message
     assert "is kept: free some space" in message
     (disk / "filler").unlink()
     check_going_on(disk / "run", unbroken)
@@ -123,13 +127,13 @@ def _fails_in_round_3(target: Any, name: str, number: int, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("target", "name", "number"),
+    ("target", "name", "number", "file"),
     [
-        (AppendedTable, "append", errno.EROFS),
-        (checkpoint, "save_tensors", errno.ENOSPC),
-        (checkpoint, "flush_to_disk", errno.EIO),
-        (files, "save_tensors", errno.ENOSPC),
-        (files, "replace_file", errno.EROFS),
+        (AppendedTable, "append", errno.EROFS, ""),
+        (checkpoint, "save_tensors", errno.ENOSPC, ""),
+        (checkpoint, "flush_to_disk", errno.EIO, ""),
+        (files, "save_tensors", errno.ENOSPC, "/clients/round-000003.pt"),
+        (files, "replace_file", errno.EROFS, ""),
     ],
     ids=["table", "checkpoint", "publishing", "clients", "clients_renamed"],
 )
@@ -137,6 +141,7 @@ def test_every_place_that_writes_is_covered(
     target: Any,
     name: str,
     number: int,
+    file: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     unbroken: Any,
@@ -145,9 +150,50 @@ def test_every_place_that_writes_is_covered(
     with pytest.raises(FederationError) as caught:
         fit(tmp_path / "run", deed=deed)
     assert str(caught.value).startswith(
-        f"cannot write to {tmp_path / 'run'} ({os.strerror(number)}); the last checkpoint"
+        f"cannot write to {tmp_path / 'run'}{file} ({os.strerror(number)}); the last checkpoint"
     )
     monkeypatch.undo()
+    check_going_on(tmp_path / "run", unbroken)
+
+
+@contextlib.contextmanager
+def full_table(run: Path) -> Iterator[Callable[[], None]]:
+    """Yield a deed after which no byte fits into the table."""
+
+    def deed() -> None:
+        (run / "metrics.csv").rename(run / "table")
+        (run / "metrics.csv").symlink_to("/dev/full")
+
+    yield deed
+    (run / "table").replace(run / "metrics.csv")
+
+
+@contextlib.contextmanager
+def limited_files(run: Path, bytes: int) -> Iterator[Callable[[], None]]:
+    """Yield a deed after which files must be short, as with ``ulimit -f``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (bytes, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+@pytest.mark.parametrize(
+    ("limit", "line"),
+    [
+        (full_table, r"/metrics\.csv \(No space left on device\).* free some space"),
+        (partial(limited_files, bytes=20_000), r"/metrics\.csv \(File too large\).*ulimit -f"),
+        (partial(limited_files, bytes=3000), r"\.pt\.tmp \(File too large\).*ulimit -f"),
+    ],
+    ids=["full", "limited", "limited tensors"],
+)
+def test_the_file_that_does_not_fit_is_named(
+    limit: Any, line: str, tmp_path: Path, unbroken: Any
+) -> None:
+    with limit(tmp_path / "run") as deed, pytest.raises(FederationError, match=line) as caught:
+        fit(tmp_path / "run", deed=deed)
+    assert str(caught.value).startswith(f"cannot write to {tmp_path / 'run'}")
     check_going_on(tmp_path / "run", unbroken)
 
 
@@ -181,7 +227,8 @@ def test_a_picture_that_cannot_be_drawn_costs_the_picture_alone(
     run = str(tmp_path / "run")
     request = ["fit", "--config", QUICKSTART, "--trainer.max_epochs", "1", "--run_dir", run]
     assert cli(*request, "--trainer.rounds", "1") == 0
-    (tmp_path / "run" / "partition.csv").write_text("client,split,class,samples\n0,train,cat,x\n")
+    (tmp_path / "run" / "partition.png").unlink()
+    (tmp_path / "run" / "partition.png").mkdir()
     (tmp_path / "run" / "curves.png").unlink()
 
     assert cli(*request, "--trainer.rounds", "2", "--ckpt_path", "last") == 0

@@ -172,6 +172,75 @@ def test_a_shorter_table_is_refused_and_left_alone(tmp_path: Path) -> None:
         fit(tmp_path, rounds=3)
 
 
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("done") / "run"
+    fit(folder, rounds=2)
+    return folder
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+@pytest.mark.parametrize("name", ["metrics.csv", "timeline.csv"])
+def test_a_table_with_another_digit_is_not_resumed_if_the_checkpoint_has_a_digest(
+    name: str, is_older: bool, done: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(done, tmp_path / "run")
+    before = (run / name).read_bytes()
+    (run / name).write_bytes(before[:-2] + bytes([before[-2] ^ 1]) + b"\n")
+    if is_older:
+        content = load_checkpoint(run / "checkpoints" / "last.ckpt")
+        del content["digests"]
+        save_tensors(content, run / "checkpoints" / "last.ckpt")
+        assert fit(run, 3, "last").round == 3
+        return
+    damaged = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(FlsuiteError, match=rf"run/{name} was changed after .*; restore the file"):
+        fit(run, 3, "last")
+    fork = Fork(run=str(run), round=2)
+    with pytest.raises(FlsuiteError, match=rf"run/{name} was changed after"):
+        fit(tmp_path / "fork", 3, fork=fork)
+    assert not (tmp_path / "fork").exists()
+    assert damaged == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("damage", [b"", b"client,split,class,samples\n", None])
+def test_a_resume_writes_a_damaged_partition_anew(
+    damage: bytes | None, done: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(done, tmp_path / "run")
+    path = run / "partition.csv"
+    before = path.read_bytes()
+    path.unlink() if damage is None else path.write_bytes(damage)
+    fit(run, 2, "last")
+    assert path.read_bytes() == before
+
+
+class _Interrupts(FederationCallback):
+    """Ends the work of a process where a run or its first round begins."""
+
+    affects = "nothing"
+
+    def on_round_start(self, run: Any, round: int, clients: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_no_folder_or_one_to_resume_and_says_which(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, fork = tmp_path / "fork", Fork(run=str(done), round=2)
+    with pytest.raises(KeyboardInterrupt, match=f"flsuite resume {run} continues"):
+        fit(run, 3, fork=fork, callbacks=[_Interrupts()])
+    assert fit(run, 3, "last", fork=fork).round == 3
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flsuite.runs.store.replace_tensors", interrupt)  # the parent's best round
+    with pytest.raises(KeyboardInterrupt, match="no folder is left; the same command starts again"):
+        fit(tmp_path / "other", 3, fork=fork)
+    assert not (tmp_path / "other").exists()
+
+
 class _Stops(FederationCallback):
     affects = "nothing"
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from flsuite import FederatedTrainer
+from flsuite.analysis import read_partition
 from flsuite.callbacks import FederationCallback
 from flsuite.data import IID, Synthetic
 from flsuite.data.rows import Rows
+from flsuite.files import csv_of
 from flsuite.models import MLP, Classifier
 from flsuite.runs import run as run_module
 from flsuite.runs.partition import partition_table, write_partition
@@ -131,11 +133,11 @@ def test_the_last_round_scores_all_clients_up_to_a_number(
 
 
 @pytest.mark.parametrize("is_multilabel", [False, True])
-def test_the_fast_table_is_the_one_of_pandas(is_multilabel: bool) -> None:
+def test_the_fast_table_is_the_one_of_pandas(is_multilabel: bool, tmp_path: Path) -> None:
     module = Synthetic(samples=400, classes=3, clients=7, val_fraction=0.2)
     module.setup()
     data = module.federated
-    object.__setattr__(data.spec, "class_names", ('a "b", c', "50%", "plain"))
+    object.__setattr__(data.spec, "class_names", ('a "b", c', "50%", "=1+1"))
     if is_multilabel:
         data.train.y = torch.nn.functional.one_hot(data.train.y, 3)
         data.test.y = torch.nn.functional.one_hot(data.test.y, 3)
@@ -143,7 +145,9 @@ def test_the_fast_table_is_the_one_of_pandas(is_multilabel: bool) -> None:
     write_partition(text, data)
 
     table = partition_table(data)
-    assert text.getvalue() == table.to_csv(index=False)
+    assert text.getvalue() == csv_of(table) and ",'=1+1," in text.getvalue()
+    (tmp_path / "partition.csv").write_text(text.getvalue())
+    assert table.equals(read_partition(tmp_path)) and "=1+1" in table["class"].to_numpy()
     assert table["samples"].sum() == 400
 
 

@@ -190,6 +190,7 @@ def test_a_run_that_goes_on_from_its_picked_round_may_be_killed(tmp_path: Path) 
     # The picked round is round 2, with the limits of the whole run.
     early = load_checkpoint(tmp_path / "short" / "checkpoints" / "last.ckpt")
     early["settings"] = content["settings"]
+    del early["digests"]  # of a table with other seconds
     save_tensors(early, checkpoints / "best.ckpt")
     with pytest.raises(KeyboardInterrupt):
         fit("best", callbacks=[_KilledAtSave()])

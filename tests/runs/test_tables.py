@@ -1,5 +1,7 @@
 """The tables of a run: what is written is what is read, also after a kill."""
 
+import csv
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 from flsuite.analysis import read_metrics, read_timeline
 from flsuite.errors import FlsuiteError
+from flsuite.files import csv_of, escaped
 from flsuite.runs.table import (
     AppendedTable,
     MetricsTable,
@@ -55,6 +58,70 @@ def test_metrics_are_read_as_they_were_noted(tmp_path: Path) -> None:
     assert tuple(read.columns) == MetricsTable.columns
     assert read["bytes"].tolist() == [row.bytes for row in table.rows]
     assert read["scope"].tolist() == ["global", "3"] * 2
+
+
+def test_the_digest_is_of_what_was_written_without_reading_it_again(tmp_path: Path) -> None:
+    table, path = metrics(tmp_path), tmp_path / "metrics.csv"
+    for round in (1, 2):
+        close(table, round)
+        size = table.append()
+        assert table.digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    resumed = MetricsTable(path)
+    resumed.resume(size, table.digest)
+    for each in (table, resumed):
+        close(each, 3)
+    written = path.read_bytes()
+    resumed.append()
+    path.write_bytes(written)
+    table.append()
+    assert table.digest == resumed.digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    path.write_bytes(path.read_bytes().replace(b"accuracy", b"accurate"))
+    digest = table.digest
+    close(table, 4)
+    size = table.append()
+    assert table.digest != digest
+    with pytest.raises(FlsuiteError, match=r"metrics\.csv was changed after"):
+        MetricsTable(path).resume(size, table.digest)
+
+
+TEXTS = ["=1+1", "+a", "-a", "@a", "\t=a", "'=a", "''-a", "-1", "+3", "'a", "a=b", "", "accuracy"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_no_text_is_a_formula_to_a_spreadsheet_and_all_are_read_as_they_were(
+    text: str, tmp_path: Path
+) -> None:
+    table = metrics(tmp_path)
+    for scope, split, name in (
+        (text, "train", "a"),
+        ("global", text, "a"),
+        ("global", "test", text),
+    ):
+        table.note(scope, split, {name: -1.0})
+    table.close_round(Clock(1, seconds=1.0), wall=0.5)
+    size = table.append()
+
+    is_formula = text[:1] in "=+-@\t" and text not in ("", "-1", "+3")
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        (_, first, second, third) = csv.reader(file)
+    for cell in (first[5], second[6], third[7]):
+        assert (cell == f"'{text}") == (is_formula or text in ("'=a", "''-a"))
+    resumed = MetricsTable(tmp_path / "metrics.csv")
+    resumed.resume(size, table.digest)
+    assert resumed.rows == table.rows
+    if text:  # pandas takes an empty cell for a missing one
+        assert read_metrics(tmp_path)["metric"].tolist() == ["a", "a", text]
+
+    frame = pd.DataFrame({text: [text, 0], "n": [-1, 2]})
+    cells = list(csv.reader(csv_of(frame).splitlines()))
+    assert [cells[0][0], cells[1][0]] == [escaped(text)] * 2 and cells[1][1] == "-1"
+
+
+def test_tables_of_earlier_versions_are_read_as_they_are(tmp_path: Path) -> None:
+    header = ",".join(MetricsTable.columns)
+    (tmp_path / "metrics.csv").write_text(f"{header}\n1,0,0,0,0,=a,-b,'c,1\n")
+    row = read_metrics(tmp_path).iloc[0]
+    assert [row["scope"], row["split"], row["metric"]] == ["=a", "-b", "'c"]
 
 
 def test_work_is_written_in_whole_numbers(tmp_path: Path) -> None:
