@@ -7,9 +7,11 @@ import pytest
 import yaml
 from matplotlib.image import imread
 
+from flsuite.analysis import read_partition
 from flsuite.commands.main import main
 from flsuite.data import Digits, TaskSequence
 from flsuite.data.tasks import TaskData
+from flsuite.errors import FlsuiteError
 from tests.conftest import classifier, trainer
 
 COLUMNS = ["client", "task", "first_round", "class", "samples"]
@@ -46,3 +48,18 @@ def test_a_run_says_who_meets_what_when_and_the_command_says_it_beforehand(
 def test_without_tasks_there_is_no_plan(tmp_path: Path) -> None:
     trainer(rounds=1, run_dir=str(tmp_path / "run")).fit(classifier(), Digits(clients=3))
     assert not (tmp_path / "run" / "tasks.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [
+        ("", "no training samples"),
+        ("0,test,a,1\n", "no training samples"),
+        ("0,train,a,1\n0,train,a,1\n", "occurs twice"),
+        ("0,train,a,99999999999999999999\n", "is damaged"),
+    ],
+)
+def test_a_damaged_partition_is_one_line(rows: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "partition.csv").write_text(f"client,split,class,samples\n{rows}")
+    with pytest.raises(FlsuiteError, match=rf"partition\.csv .*{fault}"):
+        read_partition(tmp_path)
