@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flsuite.errors import FlsuiteError
 from flsuite.files import load_tensors
+from flsuite.models.pretrained import read_weights
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder, versions
 from flsuite.runs.fork import is_inherited
@@ -198,9 +199,9 @@ def _content(path: Path) -> bytes | None:
 def _fault_of_model(run: Path) -> str | None:
     """Return what is wrong with ``model.ckpt``, the global model after the last round."""
     path, last = run / "checkpoints" / "model.ckpt", run / "checkpoints" / "last.ckpt"
-    if not path.is_file() or not last.is_file():
-        return None
-    exported = torch.load(path, weights_only=True, map_location="cpu")["state_dict"]
+    if not path.is_file():
+        return f"model.ckpt is missing; flsuite resume {run} writes it again"
+    exported = read_weights(str(path))
     federation = load_checkpoint(last)["federation"]
     for name, value in {**federation["initial"], **federation["state"]}.items():
         if name in exported and not torch.equal(exported[name], value):

@@ -66,8 +66,7 @@ def _keep(parent: Path, at: int) -> None:
     again = parent / ".replay"
     shutil.rmtree(again, ignore_errors=True)
     try:
-        if status := replay(parent, start, at, again):
-            sys.exit(status)
+        replay(parent, start, at, again)
         adopt(again, parent)
     finally:
         shutil.rmtree(again, ignore_errors=True)

@@ -139,17 +139,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(complain(f"unknown command {command!r}; {hint}", 2))
 
 
-def run_command(command: str, args: list[str], after_interrupt: str = "") -> int:
-    """Run one subcommand, print its errors as one line each, and return the exit status.
-
-    Args:
-        command: The subcommand.
-        args: Its arguments.
-        after_interrupt: How to continue after Ctrl-C. Default: as the subcommand says.
-    """
+def run_command(command: str, args: list[str]) -> int:
+    """Run one subcommand, print its errors as one line each, and return the exit status."""
     with ending_on_signals() as termination:
         try:
-            dispatch(command, args)
+            run_unguarded(command, args)
         except TyposError as error:
             return max(complain(line, 2) for line in error.lines)
         except FlsuiteError as error:
@@ -164,8 +158,8 @@ def run_command(command: str, args: list[str], after_interrupt: str = "") -> int
             advice = "choose a smaller model or smaller batches"
             return complain(f"out of memory ({one_line(error, 200)}); {advice}", 1)
         except KeyboardInterrupt as error:
-            own = f"; {error}" if command in ("fit", "fork") and str(error) else ""
-            how = after_interrupt or own or _COMMANDS[command].after_interrupt
+            own = f"; {error}" if command in ("fit", "fork", "verify") and str(error) else ""
+            how = own or _COMMANDS[command].after_interrupt
             if termination.status:
                 return complain(f"terminated{how}", termination.status)
             return complain(f"interrupted{how}", 130)
@@ -204,7 +198,7 @@ def _help(command: str, topic: str) -> int:
     return 0
 
 
-def dispatch(command: str, args: list[str]) -> None:
+def run_unguarded(command: str, args: list[str]) -> None:
     """Run one subcommand, and raise its errors."""
     work_here()
     if command == "resume" or _COMMANDS[command].by_lightning:

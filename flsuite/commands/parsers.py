@@ -113,15 +113,22 @@ def _contribution(parser: CommandParser) -> None:
 def _verify(parser: CommandParser) -> None:
     """Do some rounds of a run again, and compare them with its record.
 
-    Weights, table and timeline are compared bit for bit. The exit status is 0 if all are equal,
-    else 1. The output says what differs. It also says which versions, threads or kind of CPU are
-    not those of the record. If one of these differs, weights may differ by 0.001 of their norm and
-    scores by 0.01, and the status is still 0.
+    Weights, table and timeline are compared bit for bit. The output says what differs. It also says
+    which versions, threads or kind of CPU are not those of the record. If one of these differs,
+    weights may differ by 0.001 of their norm and scores by 0.01.
+
+    The exit status is 0 if all are equal, or within this tolerance, and 1 if not. Any other status
+    says nothing about the record: 2 if the request cannot be met, 130 after Ctrl-C, 143 after
+    SIGTERM.
     """
     add = parser.add_argument
     add("run", metavar="RUN", help="the folder of a run, or a file of flsuite pack")
     add("--at", metavar="ROUND", type=int, help="the kept round to begin at; default: a random one")
     add("--rounds", metavar="N", type=int, default=3, help="the number of rounds; default 3")
+    how = (
+        "let the config of a pack name any class, function or plugin, which runs code of its author"
+    )
+    add("--trust", action="store_true", help=how)
 
 
 def _pack(parser: CommandParser) -> None:

@@ -1,7 +1,6 @@
 """A parser whose errors are one line."""
 
 import ast
-import importlib
 import inspect
 import re
 from collections import deque
@@ -13,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from jsonargparse import Namespace
 from jsonargparse._typehints import get_all_subclass_paths
+from jsonargparse._util import import_object
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 
@@ -214,8 +214,7 @@ def refuse_nulls(chosen: Any, path: str) -> None:
     if not isinstance(chosen, Mapping) or not isinstance(chosen.get("class_path"), str):
         return
 
-    module, _, name = chosen["class_path"].rpartition(".")
-    cls = getattr(importlib.import_module(module), name)
+    cls = import_object(chosen["class_path"])
     for name, value in (chosen.get("init_args") or {}).items():
         if value is None and not _takes_null(cls, name):
             raise FlsuiteError(f"{path}.{name}: expected a value, got null; leave the key out")

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from flsuite.arguments import PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.commands.main import run_command
+from flsuite.commands.main import run_unguarded
 from flsuite.files import read_yaml, replace_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.fork import copy_files
@@ -27,8 +27,6 @@ from flsuite.runs.record import (
 from flsuite.runs.run import Run
 
 log = logging.getLogger("flsuite")
-
-_AGAIN = "; the same command does the rounds again"
 
 
 @dataclass(eq=False)
@@ -48,8 +46,8 @@ class StopAfter(FederationCallback, Settings):
             run.stop()
 
 
-def replay(run: Path, start: int, stop: int, folder: Path) -> int:
-    """Do some rounds of a run again, and return the exit status of ``flsuite fit``.
+def replay(run: Path, start: int, stop: int, folder: Path) -> None:
+    """Do some rounds of a run again, by ``flsuite fit`` in this process.
 
     A run that ended with one of these rounds, and was extended later, is ended and extended here as
     well: some scores exist only in the last round of a run.
@@ -59,6 +57,11 @@ def replay(run: Path, start: int, stop: int, folder: Path) -> int:
         start: The round to begin after: a kept one, or the start of the run.
         stop: The last round.
         folder: The folder of the replay.
+
+    Raises:
+        FlsuiteError: If the settings cannot be met, for example because a package is missing.
+        FederationError: If the replay fails.
+        KeyboardInterrupt: If it is interrupted. The message says how to continue.
     """
     moment = start if start in kept_rounds(run) else 0
     lasts = [*(round for round in ends(run) if start < round < stop), stop]
@@ -71,9 +74,10 @@ def replay(run: Path, start: int, stop: int, folder: Path) -> int:
                 *("--trainer.callbacks.round", str(last)),
                 *(("--ckpt_path", "last") if number else ()),
             ]
-            if status := run_command("fit", request, _AGAIN):
-                return status
-    return 0
+            try:
+                run_unguarded("fit", request)
+            except KeyboardInterrupt:  # the folder of the replay, which it names, is removed
+                raise KeyboardInterrupt("the same command does the rounds again") from None
 
 
 @contextmanager

@@ -1,16 +1,22 @@
 """``flsuite verify``: some rounds of a run done again, and compared with its record."""
 
+import errno
 import random
 import re
+import shutil
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.run_folder import require_run
-from flsuite.errors import FederationError, FlsuiteError
+from flsuite.errors import FederationError, FlsuiteError, one_line
+from flsuite.files import locked
 from flsuite.runs.record import (
     is_asynchronous,
     is_virtual,
@@ -24,6 +30,8 @@ if TYPE_CHECKING:
     from flsuite.commands.comparison import Comparison, Fault
 
 _MOST = 5  # differences of a file that are shown
+_PREFIX = "flsuite-verify-"
+_NEW = 60.0  # seconds
 
 
 def verify(args: list[str]) -> None:
@@ -35,13 +43,50 @@ def verify(args: list[str]) -> None:
     request = parser_of("verify").parse_args(args)
     if request.rounds < 1:
         raise FlsuiteError(f"verify: --rounds must be at least 1, got {request.rounds}")
-    with tempfile.TemporaryDirectory(prefix="flsuite-verify-") as folder:
-        place = Path(request.run)
-        if place.is_file():
+    place = Path(request.run)
+    with _workplace() as folder, ExitStack() as stack:
+        if is_pack := place.is_file():
             from flsuite.runs.packing import unpack
 
-            place = unpack(place, Path(folder) / "run")
-        _verify(require_run("verify", place), Path(folder) / "again", request.at, request.rounds)
+            place = unpack(place, folder / "run")
+        run = require_run("verify", place)
+        if is_pack and not request.trust:
+            from flsuite.commands.foreign import only_known_classes
+
+            stack.enter_context(only_known_classes(run / "config.yaml"))
+        _verify(run, folder / "again", request.at, request.rounds)
+
+
+@contextmanager
+def _workplace() -> Iterator[Path]:
+    """Yield a temporary folder, and remove those that killed processes have left.
+
+    Raises:
+        FlsuiteError: If a disk is full or cannot be used. That says nothing about the record.
+    """
+    try:
+        for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+            with suppress(OSError):  # another user's, or another process has removed it
+                _remove_left(path)
+        with tempfile.TemporaryDirectory(prefix=_PREFIX) as name, locked(Path(name)):
+            yield Path(name)
+    except (OSError, FederationError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        is_full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = f"; free some space in {tempfile.gettempdir()}, or set TMPDIR" if is_full else ""
+        raise FlsuiteError(f"verify: nothing was compared: {one_line(cause)}{hint}") from error
+
+
+def _remove_left(path: Path) -> None:
+    """Remove a folder that no process works in. A new one is not locked for a moment."""
+    is_new = time.time() - path.stat().st_mtime < _NEW
+    if path.is_symlink() or is_new:
+        return
+    with locked(path) as is_ours:
+        if is_ours:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
@@ -55,8 +100,14 @@ def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
     start = random.choice(starts) if at is None else at
     stop = min(start + rounds, last)
     print(f"replaying rounds {start + 1} to {stop} of {last}", file=sys.stderr)
-    if replay(run, start, stop, again):
-        raise FederationError(f"{run} does not verify: it cannot be done again, as said above")
+    try:
+        replay(run, start, stop, again)
+    except FederationError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
+        raise FederationError(
+            f"{run} does not verify: it cannot be done again: {one_line(error)}"
+        ) from error
 
     found, other = compare(run, again, start, stop), environment_differences(run)
     states = f" and {found.weights} states" if found.weights else ""
@@ -82,14 +133,15 @@ def _require_replayable(run: Path) -> None:
 
     Raises:
         FlsuiteError: If measured times have decided its order.
-        FederationError: If a table is missing or cut off.
+        FederationError: If a table is missing or cut off, or the last checkpoint is missing.
     """
     if not is_virtual(run) and is_asynchronous(run):
         raise FlsuiteError(
             f"verify: measured times have decided the order of {run}, and no replay has them "
             "again; set schedule.speeds to Stragglers in runs that others check"
         )
-    if fault := table_fault(run):
+    last = run / "checkpoints" / "last.ckpt"
+    if fault := table_fault(run) or (None if last.is_file() else f"{last.name} is missing"):
         raise FederationError(f"{run} does not verify: {fault}")
 
 

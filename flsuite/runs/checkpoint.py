@@ -11,9 +11,18 @@ import torch
 from flsuite.errors import FlsuiteError, one_line
 from flsuite.files import flush_to_disk, link_or_copy, replace_file, require_whole, save_tensors
 from flsuite.runs.kept import with_shared
+from flsuite.schedules import Clock
 from flsuite.state import plain
 
 _FORMAT = 3
+_PARTS = {
+    **dict.fromkeys(("settings", "federation", "callbacks", "summary"), dict),
+    **dict.fromkeys(("table", "timeline"), int),
+}
+_FEDERATION = {
+    **dict.fromkeys(("clock", "state", "initial", "aggregator", "clients"), dict),
+    "schedule": dict | None,
+}
 
 
 def write_checkpoint(content: dict[str, Any], folder: Path, name: str = "last.ckpt") -> Path:
@@ -98,5 +107,31 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"{path} was written by another version of flsuite (format {number}, this one reads "
             f"{_FORMAT}); resume it with that version, or start a new run"
         )
+    require_parts(content, path)
     content["federation"] = with_shared(content["federation"], path)
     return content
+
+
+def require_parts(content: Any, path: Path) -> None:
+    """Refuse the content of a file that is not a checkpoint with all of its parts.
+
+    Raises:
+        FlsuiteError: If a part is missing, or of another kind.
+    """
+    federation = content.get("federation") if isinstance(content, Mapping) else None
+    for parts, kinds in ((content, _PARTS), (federation, _FEDERATION)):
+        for name, kind in kinds.items():
+            if not isinstance(parts, Mapping) or not isinstance(parts.get(name, ()), kind):
+                raise FlsuiteError(
+                    f"{path} is not a checkpoint of a run: it has no {name}, or one of another kind"
+                    "; restore it, or use another checkpoint of the run"
+                )
+    assert federation is not None
+    clock, rounds = federation["clock"], [*federation["clients"].values()]
+    is_clock = clock.keys() == vars(Clock()).keys() and all(map(_is_number, clock.values()))
+    if not is_clock or not all(type(round) is int for round in (clock["round"], *rounds)):
+        raise FlsuiteError(f"{path} is damaged: its clock is not one; restore it")
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)

@@ -11,7 +11,8 @@ from typing import Any
 
 from flsuite.arguments import NonNegativeInt, Settings
 from flsuite.errors import FlsuiteError
-from flsuite.files import link_or_copy, load_tensors, replace_file
+from flsuite.files import link_or_copy, replace_file
+from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.record import LIMITS, first_round, kept_rounds, read_settings
 
 log = logging.getLogger("flsuite")
@@ -73,7 +74,7 @@ class Fork(Settings):
             if (folder / "settings.yaml").is_file():  # its best.ckpt may be the parent's
                 own = read_settings(folder)
             else:
-                own = load_tensors(checkpoint, "start a new run")["settings"]
+                own = load_checkpoint(checkpoint)["settings"]
             return {"fork": own.get("fork"), "forked_from": own.get("forked_from")}
         parent = read_settings(Path(self.run))
         kept = {name: value for name, value in parent.items() if name not in _NOT_OF_THE_PARENT}

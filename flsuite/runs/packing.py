@@ -1,12 +1,18 @@
 """One file that holds what is needed to verify a run."""
 
+import errno
 import hashlib
 import json
+import re
+import shutil
+import stat
 import zipfile
+import zlib
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from flsuite.errors import FlsuiteError
-from flsuite.files import load_tensors, locked, make_folder, replace_file
+from flsuite.errors import FlsuiteError, one_line
+from flsuite.files import link_or_copy, load_tensors, locked, make_folder, replace_file
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.record import checkpoints_of, memories_of
@@ -22,6 +28,14 @@ _PARTS = (
     "in_flight/*.pt",
 )
 _MANIFEST = "manifest.json"
+_NAME = re.compile(r"(\w+/)?[\w.-]{1,100}", re.ASCII)
+_PIECE = 1 << 20  # bytes in memory
+_SMALL = 1 << 26  # bytes that any pack may have
+_RATIO = 100  # tables shrink to a tenth, and weights hardly
+_DAMAGE = (
+    *(zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError),
+    RuntimeError,  # an encrypted member, a compression of later versions, or endless brackets
+)
 
 
 def pack(run: Path, file: Path) -> int:
@@ -78,25 +92,80 @@ def _write(run: Path, file: Path) -> None:
 def unpack(file: Path, folder: Path) -> Path:
     """Write a packed run into a folder, and return the folder.
 
+    The file may be of a stranger: only names of a run are written, at most as many bytes as
+    :data:`_RATIO` allows and the disk has room for, and never more than a piece is in memory.
+
     Raises:
-        FlsuiteError: If the file is not a packed run, or was changed.
+        FlsuiteError: If the file is not a packed run, was changed, or is too large.
+        OSError: If the disk is full.
     """
     try:
         with zipfile.ZipFile(file) as source:
-            digests = json.loads(source.read(_MANIFEST))
+            members = {info.filename: info for info in source.infolist()}
+            digests = _manifest(source, members)
+            _require_room(file, [members[f"content/{c}"] for c in {*digests.values()}], folder)
+            first: dict[str, Path] = {}
             for name, content in digests.items():
-                path = (folder / name).resolve()
-                if not path.is_relative_to(folder.resolve()):
-                    raise FlsuiteError(f"{file} names a file outside of its folder: {name}")
+                path = folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(source.read(f"content/{content}"))
+                if content in first:
+                    link_or_copy(first[content], path)
+                    continue
+                first[content] = path
+                with source.open(members[f"content/{content}"]) as packed, path.open("xb") as to:
+                    shutil.copyfileobj(packed, to, _PIECE)
                 if digest(path) != content:
                     raise FlsuiteError(f"{file} was changed: {name} is not what was packed")
-    except (zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise FlsuiteError(f"{file} is not a run packed by flsuite pack") from error
+    except _DAMAGE as error:
+        raise FlsuiteError(
+            f"{file} is not a run packed by flsuite pack, or it is damaged ({one_line(error, 80)})"
+        ) from error
     return folder
+
+
+def _manifest(source: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo]) -> dict[str, str]:
+    """Return the digest of each file of a packed run.
+
+    Raises:
+        KeyError, ValueError: If it is not that of a run, or a member is not an ordinary file.
+    """
+    for info in members.values():
+        is_link = stat.S_ISLNK(info.external_attr >> 16)
+        if is_link or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError(f"{info.filename} is a link, or compressed in another way")
+    if members[_MANIFEST].file_size > _SMALL:
+        raise ValueError(f"{_MANIFEST} is too large")
+    digests = json.loads(source.read(_MANIFEST))
+    if not isinstance(digests, dict):
+        raise ValueError(f"{_MANIFEST} is not a list of files")
+    for name, content in digests.items():
+        if not isinstance(content, str) or not _is_part(name):
+            raise ValueError(f"{name!r} is not a file of a run")
+    return digests
+
+
+def _is_part(name: str) -> bool:
+    """Return whether a name is that of a file that :func:`pack` writes."""
+    return _NAME.fullmatch(name) is not None and any(
+        name.count("/") == part.count("/") and fnmatchcase(name, part) for part in _PARTS
+    )
+
+
+def _require_room(file: Path, members: list[zipfile.ZipInfo], folder: Path) -> None:
+    """Refuse a pack whose files are too large for their compressed size, or for the disk."""
+    size = sum(info.file_size for info in members)  # never more is read than is declared
+    if size > max(_SMALL, _RATIO * file.stat().st_size):
+        raise FlsuiteError(
+            f"{file} would unpack to {size} bytes, {_RATIO} times its size; it is not unpacked"
+        )
+    if size > (free := shutil.disk_usage(folder.parent).free):
+        raise OSError(errno.ENOSPC, f"{size} bytes are needed, and {free} are free", str(folder))
 
 
 def digest(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            total.update(piece)
+    return total.hexdigest()

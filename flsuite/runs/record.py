@@ -160,7 +160,10 @@ def round_of(path: Path) -> int:
     """Return the round of a checkpoint."""
     if path.stem.startswith("round-"):
         return int(path.stem.removeprefix("round-"))
+    from flsuite.runs.checkpoint import require_parts  # imported late: it needs torch
+
     content: Mapping[str, Any] = load_tensors(path, "restore it or delete it")
+    require_parts(content, path)
     return int(content["federation"]["clock"]["round"])
 
 

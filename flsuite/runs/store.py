@@ -14,7 +14,12 @@ from flsuite.files import (
     replace_file,
     replace_tensors,
 )
-from flsuite.runs.checkpoint import load_checkpoint, publish_checkpoint, write_checkpoint
+from flsuite.runs.checkpoint import (
+    load_checkpoint,
+    publish_checkpoint,
+    require_parts,
+    write_checkpoint,
+)
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import (
     Fork,
@@ -255,7 +260,9 @@ class RunStore:
             # Later ones belong to rounds that are repeated.
             if kept.stem == "last" or round_of(kept) > self.federation.clock.round:
                 continue
-            before = load_tensors(kept, "restore it, or start a new run")["federation"]
+            whole = load_tensors(kept, "restore it, or start a new run")
+            require_parts(whole, kept)
+            before = whole["federation"]
             self._held[kept.name] = before["clients"], versions_in_flight(before)
             if kept.stem != "best":
                 self._tensors.shared(before, kept.name)

@@ -1,0 +1,101 @@
+"""What the config of a pack may name.
+
+A config is code: the command builds the classes, and calls the functions, that it names. Whoever
+verifies a pack runs the config of another person, so only classes are built from it that cannot run
+code of that person.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pydoc import ErrorDuringImport, locate
+from typing import Any
+
+from jsonargparse import _typehints, _util
+from jsonargparse._common import ImportDenied
+
+from flsuite.commands.static.modules import exists
+from flsuite.errors import FlsuiteError
+from flsuite.files import read_yaml
+
+# Classes of these places only. Functions of the same packages load pickles or run code, and no
+# shipped config names one. Ray is left out, because its runtime_env starts programs.
+_PLACES = (
+    *("flsuite.FederatedTrainer", "flsuite.trainer", "flsuite.commands.replay.StopAfter"),
+    *("flsuite.aggregators", "flsuite.attacks", "flsuite.callbacks", "flsuite.client.lr_decay"),
+    *("flsuite.data", "flsuite.exchange", "flsuite.metrics", "flsuite.models", "flsuite.runs.fork"),
+    *("flsuite.engines.Auto", "flsuite.engines.InProcess", "flsuite.engines.Processes"),
+    *("flsuite.engines.auto", "flsuite.engines.base", "flsuite.engines.processes"),
+    *("flsuite.engines.Vectorized", "flsuite.engines.vectorized"),
+    *("flsuite.schedules", "flsuite.studies"),
+    *("torch.nn", "torch.optim", "torch.utils.data"),
+    *("torchvision.datasets", "torchvision.models", "torchvision.transforms"),
+    *("lightning.pytorch.callbacks", "lightning.pytorch.loggers"),
+    *("lightning.pytorch.plugins.precision", "torchmetrics", "normflows"),
+)
+_EXCEPT = (
+    "torch.utils.data.datapipes",  # unpickles files whose names end in .pickle
+    "torchvision.datasets.LSUN",  # unpickles an index next to the images
+    "torchvision.datasets.lsun",
+)
+
+_CHECK = "check_import_path"  # jsonargparse's own check before it imports a name of a config
+_REMEDY = (
+    "a pack may name classes of flsuite, torch, torchvision, lightning, torchmetrics and "
+    "normflows; if you trust its author, add --trust"
+)
+
+
+@contextmanager
+def only_known_classes(config: Path) -> Iterator[None]:
+    """Let the parser import only known classes, wherever in a config they are named.
+
+    All names of a config, in files and texts that it refers to as well, reach the parser's one
+    function that imports them. The name is checked before the import, and the place where the
+    object is defined after it. Nothing is built once a name was refused.
+
+    Args:
+        config: The config.
+
+    Raises:
+        FlsuiteError: If it names plugins, which are imported as a whole.
+    """
+    if (read_yaml(config) or {}).get("plugins"):
+        raise FlsuiteError(f"config.yaml names plugins, which could run code; {_REMEDY}")
+    refused: list[ImportDenied] = []
+
+    def check(path: str) -> None:
+        is_text = not exists(path.partition(".")[0])  # such as the name of a field
+        if not refused and not is_text and not _is_known(path):
+            refused.append(ImportDenied(f"{path} could run code; {_REMEDY}"))
+        if refused:
+            raise refused[0]
+
+    before = vars(_util)[_CHECK]
+    try:
+        vars(_util)[_CHECK] = vars(_typehints)[_CHECK] = check
+        yield
+    finally:
+        vars(_util)[_CHECK] = vars(_typehints)[_CHECK] = before
+
+
+def _is_known(path: str) -> bool:
+    """Return whether a name is that of a class, found and defined in one of the places."""
+    if not _is_in_a_place(path):
+        return False
+    try:
+        found: Any = locate(path)
+    except ErrorDuringImport:  # the parser says so
+        return True
+    if found is None:
+        return True
+    is_public = inspect.isclass(found) and not found.__name__.startswith("_")
+    return is_public and _is_in_a_place(f"{found.__module__}.{found.__qualname__}")
+
+
+def _is_in_a_place(path: str) -> bool:
+    inside, outside = (
+        any(f"{path}.".startswith(f"{place}.") for place in places) for places in (_PLACES, _EXCEPT)
+    )
+    return inside and not outside
