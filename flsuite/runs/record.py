@@ -171,18 +171,25 @@ def rows_of(path: Path) -> Iterator[Row]:
     """Yield the rows of a table, if it exists.
 
     Raises:
-        FlsuiteError: If it is not text.
+        FlsuiteError: If it is not text, or a cell is endless.
     """
     if path.is_file():
-        yield from csv.DictReader(_text(path).splitlines())
+        try:
+            yield from csv.DictReader(_text(path).splitlines())
+        except csv.Error as error:
+            raise FlsuiteError(f"{path} is damaged ({error}); restore it") from error
 
 
 def table_fault(run: Path) -> str | None:
-    """Return which table of a run is missing or cut off, or ``None``."""
+    """Return which table of a run is missing, damaged or cut off, or ``None``."""
     for name in ("metrics.csv", "timeline.csv"):
         if not (run / name).is_file():
             return f"{name} is missing"
-        if line := _cut_off(run / name):
+        try:
+            line = _cut_off(run / name)
+        except csv.Error as error:
+            return f"{name} is damaged ({error})"
+        if line:
             return f"{name}, line {line} is cut off"
     return None
 

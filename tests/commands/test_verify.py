@@ -1,7 +1,11 @@
 """``flsuite fork``, ``verify`` and ``pack`` end to end."""
 
 import csv
+import errno
+import os
 import shutil
+import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +19,7 @@ from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.comparison import compare
 from flsuite.commands.main import main
 from flsuite.commands.replay import replay
+from flsuite.errors import FederationError, FlsuiteError
 from flsuite.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
@@ -24,6 +29,7 @@ from flsuite.runs.record import (
     kept_on_disk,
     kept_rounds,
     memories_of,
+    round_of,
     versions_in_flight,
 )
 from flsuite.runs.run import Run
@@ -204,7 +210,7 @@ REPLAYED = ("the last digit", "a weight at the start", "a config", "the timeline
 @pytest.fixture(scope="module")
 def again(finished: Path) -> Path:
     folder = finished.parent / "again"
-    assert not replay(finished, 2, 4, folder)
+    replay(finished, 2, 4, folder)
     assert not compare(finished, folder, 2, 4).faults
     return folder
 
@@ -220,6 +226,86 @@ def test_an_edited_record_does_not_verify(name: str, run: Path, capsys: Any) -> 
     EDITS[name](run)
     assert not verified(str(run), "--at", "2")
     assert "does not verify" in capsys.readouterr().err
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def raise_(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def full_disk() -> None:
+    try:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/again")
+    except OSError as error:
+        raise FederationError("cannot write to /tmp/again") from error
+
+
+ENDS: dict[str, tuple[Callable[[], None], int, str]] = {
+    "Ctrl-C": (raise_(KeyboardInterrupt()), 130, "interrupted"),
+    "SIGTERM": (terminate, 143, "terminated"),
+    "a full disk": (full_disk, 2, "No space left on device: '/tmp/again'; free some space in"),
+    "a missing plugin": (
+        raise_(FlsuiteError("plugins: cannot import 'a'")),
+        2,
+        "cannot import 'a'",
+    ),
+    "a failed run": (raise_(FederationError("no client")), 1, "cannot be done again: no client"),
+}
+
+
+@pytest.mark.parametrize(("end", "status", "words"), ENDS.values(), ids=ENDS)
+def test_a_replay_that_did_not_end_is_no_verdict(
+    end: Callable[[], None],
+    status: int,
+    words: str,
+    run: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (run.parent / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(run.parent / "tmp"))
+    monkeypatch.setattr("flsuite.commands.replay.run_unguarded", lambda command, args: end())
+    handler = signal.getsignal(signal.SIGTERM)
+    assert cli("verify", str(run)) == status
+    signal.signal(signal.SIGTERM, handler)
+    said = capsys.readouterr().err
+    assert words in said and ("does not verify" in said) == (status == 1)
+    assert not [*(run.parent / "tmp").iterdir()]
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "model.ckpt"])
+def test_a_record_without_its_model_is_not_verified(name: str, run: Path, capsys: Any) -> None:
+    (run / "checkpoints" / name).unlink()
+    assert not verified(str(run), "--at", "2", "--rounds", "1")
+    out, said = capsys.readouterr()
+    assert f"{name} is missing" in out + said and "does not verify" in said
+
+
+def test_a_checkpoint_without_one_of_its_parts_is_one_line(run: Path, capsys: Any) -> None:
+    path = run / "checkpoints" / "last.ckpt"
+    whole = torch.load(path, weights_only=True)
+    inner = whole["federation"]
+    others: list[Any] = [[1], {**whole, "federation": {**inner, "clock": {"round": "4"}}}]
+    others += [{k: v for k, v in whole.items() if k != name} for name in whole]
+    others += [
+        {**whole, "federation": {k: v for k, v in inner.items() if k != name}} for name in inner
+    ]
+    assert len(others) == 2 + 13  # and the number of the format
+    for content in others:
+        save_tensors(content, path)
+        with pytest.raises(FlsuiteError):
+            load_checkpoint(path)
+        if content != [1] and "format" in content:
+            with pytest.raises(FlsuiteError):
+                round_of(path)
+    for command in ("resume", "verify", "pack"):
+        assert "last.ckpt is not a checkpoint of a run" in refused(capsys, command, str(run))
 
 
 @pytest.mark.parametrize(("limit", "is_reached"), [(16, True), (17, False)])
@@ -405,6 +491,12 @@ def test_missing_memories_of_clients_are_not_packed(capsys: Any) -> None:
     memory = max(Path("run/clients").glob("*.pt"))
     memory.unlink()
     assert f"{memory.name} is missing; restore it" in refused(capsys, "pack", "run")
+
+
+def test_an_endless_cell_of_a_table_is_one_line(run: Path, capsys: Any) -> None:
+    path = run / "timeline.csv"
+    path.write_text(path.read_text() + "9" * 200_000 + "\n")
+    assert "timeline.csv is damaged (field larger than" in refused(capsys, "pack", str(run))
 
 
 @pytest.mark.parametrize("command", ["pack", "verify", "fork", "contribution"])
