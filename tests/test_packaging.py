@@ -31,5 +31,8 @@ def test_dev_has_every_optional_dependency() -> None:
     (inside,) = (r for r in extras["dev"] if r.startswith("flsuite["))
     (tested,) = (r for r in extras["test"] if r.startswith("flsuite["))
     named = {name for r in (inside, tested) for name in r[8:-1].split(",")}
-    assert set(extras) - named == {"dev", "flower"}  # Flower is there without its simulation, and with
+    assert set(extras) - named == {
+        "dev",
+        "flower",
+    }  # Flower is there without its simulation, and with
     assert set(extras["flower"]) <= {r.partition(";")[0].strip() for r in extras["dev"]}

@@ -96,7 +96,7 @@ _REMEDIES = _BY_REQUEST | {
 def console() -> None:
     """Run the command, and end the process."""
     open_streams()
-    status: int | str | None = 0
+    status: int | str | None = None
     try:
         main()
     except SystemExit as end:
@@ -107,7 +107,8 @@ def console() -> None:
     status = output_fault() or status
     if isinstance(status, int):
         end_process(status)
-    sys.exit(status)
+    if status is not None:
+        sys.exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -143,7 +144,7 @@ def run_command(command: str, args: list[str]) -> int:
     """Run one subcommand, print its errors as one line each, and return the exit status."""
     with ending_on_signals() as termination:
         try:
-            run_unguarded(command, args)
+            dispatch(command, args)
         except TyposError as error:
             return max(complain(line, 2) for line in error.lines)
         except FlsuiteError as error:
@@ -198,7 +199,7 @@ def _help(command: str, topic: str) -> int:
     return 0
 
 
-def run_unguarded(command: str, args: list[str]) -> None:
+def dispatch(command: str, args: list[str]) -> None:
     """Run one subcommand, and raise its errors."""
     work_here()
     if command == "resume" or _COMMANDS[command].by_lightning:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from flsuite.arguments import PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.commands.main import run_unguarded
+from flsuite.commands.main import dispatch
 from flsuite.files import read_yaml, replace_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.fork import copy_files
@@ -75,7 +75,7 @@ def replay(run: Path, start: int, stop: int, folder: Path) -> None:
                 *(("--ckpt_path", "last") if number else ()),
             ]
             try:
-                run_unguarded("fit", request)
+                dispatch("fit", request)
             except KeyboardInterrupt:  # the folder of the replay, which it names, is removed
                 raise KeyboardInterrupt("the same command does the rounds again") from None
 

@@ -561,7 +561,7 @@ def test_an_error_of_the_system_names_the_file_and_what_to_do(
     def fail(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr("flsuite.commands.main._run", fail)
+    monkeypatch.setattr("flsuite.commands.main.dispatch", fail)
     assert cli("ls") == status
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"flsuite: error: {line}")

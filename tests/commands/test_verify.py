@@ -270,7 +270,7 @@ def test_a_replay_that_did_not_end_is_no_verdict(
 ) -> None:
     (run.parent / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(run.parent / "tmp"))
-    monkeypatch.setattr("flsuite.commands.replay.run_unguarded", lambda command, args: end())
+    monkeypatch.setattr("flsuite.commands.replay.dispatch", lambda command, args: end())
     handler = signal.getsignal(signal.SIGTERM)
     assert cli("verify", str(run)) == status
     signal.signal(signal.SIGTERM, handler)
@@ -292,11 +292,11 @@ def test_a_checkpoint_without_one_of_its_parts_is_one_line(run: Path, capsys: An
     whole = torch.load(path, weights_only=True)
     inner = whole["federation"]
     others: list[Any] = [[1], {**whole, "federation": {**inner, "clock": {"round": "4"}}}]
-    others += [{k: v for k, v in whole.items() if k != name} for name in whole]
+    optional = {"digests"}  # earlier versions wrote none
+    others += [{k: v for k, v in whole.items() if k != name} for name in whole.keys() - optional]
     others += [
         {**whole, "federation": {k: v for k, v in inner.items() if k != name}} for name in inner
     ]
-    assert len(others) == 2 + 13  # and the number of the format
     for content in others:
         save_tensors(content, path)
         with pytest.raises(FlsuiteError):
