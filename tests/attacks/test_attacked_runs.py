@@ -327,31 +327,15 @@ def test_attackers_that_cannot_be_are_refused_before_training(
 @pytest.mark.parametrize(
     ("attack", "kwargs", "message"),
     [
-        (
-            SignFlip(WHO),
-            {"aggregator": Centralized()},
-            "Centralized trains on pooled data",
-        ),
+        (SignFlip(WHO), {"aggregator": Centralized()}, "Centralized trains on pooled data"),
         (
             InnerProduct(WHO),
             {"aggregator": FedBuff(), "schedule": Asynchronous(concurrency=2)},
             "InnerProduct needs current models",
         ),
-        (
-            InnerProduct(WHO),
-            {"compression": TopK()},
-            "plain updates, but TopK encodes",
-        ),
-        (
-            ALittleIsEnough(WHO),
-            {"secure_sum": PairwiseMasks()},
-            "PairwiseMasks shows .* a sum",
-        ),
-        (
-            SignFlip(WHO),
-            {"aggregator": LocalOnly()},
-            "SignFlip needs shared parameters",
-        ),
+        (InnerProduct(WHO), {"compression": TopK()}, "plain updates, but TopK encodes"),
+        (ALittleIsEnough(WHO), {"secure_sum": PairwiseMasks()}, "PairwiseMasks shows .* a sum"),
+        (SignFlip(WHO), {"aggregator": LocalOnly()}, "SignFlip needs shared parameters"),
         (
             InnerProduct(WHO),
             {"model": classifier(private=["*"])},

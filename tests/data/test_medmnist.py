@@ -113,20 +113,14 @@ def test_medmnist_unknown_size(size: int, tmp_path: Path) -> None:
 
 
 def test_medmnist_missing(tmp_path: Path, offline: list[str]) -> None:
-    with pytest.raises(
-        FlsuiteError,
-        match=r"breastmnist_64.npz is not in .*https://",
-    ):
+    with pytest.raises(FlsuiteError, match=r"breastmnist_64.npz is not in .*https://"):
         read_medmnist("breastmnist", 64, tmp_path, download=False)
     assert not offline
 
 
 def test_medmnist_no_network(tmp_path: Path, offline: list[str]) -> None:
     root = tmp_path / "new"
-    with pytest.raises(
-        FlsuiteError,
-        match=r"breastmnist.npz is not in .*new.*no network",
-    ):
+    with pytest.raises(FlsuiteError, match=r"breastmnist.npz is not in .*new.*no network"):
         read_medmnist("breastmnist", 28, root, download=True)
     assert offline and not list(root.iterdir()), "a failed download leaves no files"
 
@@ -158,10 +152,7 @@ def test_medmnist_wrong_checksum(
 ) -> None:
     save_npz(tmp_path / "breastmnist.npz", medmnist_arrays("breastmnist", 28, rng))
     before = (tmp_path / "breastmnist.npz").read_bytes()
-    with pytest.raises(
-        FlsuiteError,
-        match=r"breastmnist.npz is damaged .*MD5",
-    ):
+    with pytest.raises(FlsuiteError, match=r"breastmnist.npz is damaged .*MD5"):
         read_medmnist("breastmnist", 28, tmp_path, download=True)
     assert (tmp_path / "breastmnist.npz").read_bytes() == before and not offline
 

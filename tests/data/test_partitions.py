@@ -402,18 +402,8 @@ def test_more_clients_than_samples_or_none(partition: Partition) -> None:
             None,
             "lower DirichletProportions.min_samples",
         ),
-        (
-            QuantitySkew(min_samples=3),
-            np.arange(8) % 2,
-            None,
-            "lower QuantitySkew.min_samples",
-        ),
-        (
-            Pathological(3),
-            np.arange(8) % 2,
-            None,
-            "Pathological.classes_per_client is 3",
-        ),
+        (QuantitySkew(min_samples=3), np.arange(8) % 2, None, "lower QuantitySkew.min_samples"),
+        (Pathological(3), np.arange(8) % 2, None, "Pathological.classes_per_client is 3"),
         (
             Pathological(1),
             np.repeat([0, 1], [99, 1]),
@@ -421,12 +411,7 @@ def test_more_clients_than_samples_or_none(partition: Partition) -> None:
             "would have no sample.*raise Pathological",
         ),
         (Natural(), np.arange(8), None, "no natural owners"),
-        (
-            Natural(),
-            np.arange(8),
-            np.arange(8) % 2,
-            "2 natural owners cannot make 4 clients",
-        ),
+        (Natural(), np.arange(8), np.arange(8) % 2, "2 natural owners cannot make 4 clients"),
     ],
 )
 def test_infeasible(

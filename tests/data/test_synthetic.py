@@ -79,19 +79,13 @@ def test_synthetic_owners() -> None:
     ("arguments", "message"),
     [
         ({"classes": 1}, "Synthetic: classes must be at least 2, got 1"),
-        (
-            {"classes": 5, "features": 3},
-            "5 equidistant means need 4 dimensions",
-        ),
+        ({"classes": 5, "features": 3}, "5 equidistant means need 4 dimensions"),
         ({"samples": 5}, "Synthetic: samples must be at least twice"),
         ({"separation": -1.0}, "Synthetic: separation must be at least 0"),
         ({"separation": float("nan")}, "Synthetic: separation must be at least 0"),
         ({"owners": -1}, "Synthetic: owners must be at least 0, got -1"),
         ({"owners": 81, "samples": 100}, "owners must be at most the 80 training"),
-        (
-            {"owners": 2, "owner_shift": float("inf")},
-            "Synthetic: owner_shift must be at least 0",
-        ),
+        ({"owners": 2, "owner_shift": float("inf")}, "Synthetic: owner_shift must be at least 0"),
     ],
 )
 def test_synthetic_bad_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -114,10 +114,7 @@ def test_parquet(tmp_path: Path) -> None:
     )
     content.loc[3, "a"] = np.nan
     content.to_parquet(tmp_path / "t.parquet")
-    with pytest.raises(
-        FlsuiteError,
-        match=r"t\.parquet: row 4, column 'a': .*missing",
-    ):
+    with pytest.raises(FlsuiteError, match=r"t\.parquet: row 4, column 'a': .*missing"):
         read(tmp_path / "t.parquet")
     (tmp_path / "t.parquet").write_bytes(b"PAR1")
     with pytest.raises(FlsuiteError, match=r"t\.parquet cannot be read as Parquet"):
@@ -256,77 +253,33 @@ GOOD = "a,b,y\n" + "1,2,u\n3,4,v\n" * 5
         (",a,y\n0,1,u\n", {}, r"t\.csv has no name for column 1; name it"),
         ("a,a,y\n1,2,u\n", {}, r"more than one column named 'a'"),
         ("a,b,y\n1,2,u\n1,2,u,4\n", {}, r"t\.csv cannot be read as CSV \(.*line 3.*\)"),
-        (
-            "a,b,y\n1,2,u,\n3,4,v,\n",
-            {},
-            r"cannot be read as CSV .*line 2",
-        ),
-        (
-            "a,b,y\n0,1,2,u\n1,3,4,v\n",
-            {},
-            r"cannot be read as CSV .*line 2",
-        ),
-        (
-            GOOD,
-            {"label": "x"},
-            r"t\.csv has no column 'x'; set data\.label",
-        ),
+        ("a,b,y\n1,2,u,\n3,4,v,\n", {}, r"cannot be read as CSV .*line 2"),
+        ("a,b,y\n0,1,2,u\n1,3,4,v\n", {}, r"cannot be read as CSV .*line 2"),
+        (GOOD, {"label": "x"}, r"t\.csv has no column 'x'; set data\.label"),
         (GOOD.replace("y", "Label"), {"label": "label"}, r"data\.label .*the nearest are 'Label'"),
         (GOOD, {"client": "who"}, r"no column 'who'; set data\.client"),
         (GOOD, {"features": ["a", "c"]}, r"no column 'c'; set data\.features"),
-        (
-            GOOD + "1,,v\n3,4,v\n,,v\n",
-            {},
-            r"row 13, column 'a': .*missing .in 1 row",
-        ),
-        (
-            GOOD + "1,,v\n3,4,v\n1,NaN,v\n",
-            {},
-            r"row 11, column 'b': .*missing .in 2 row",
-        ),
+        (GOOD + "1,,v\n3,4,v\n,,v\n", {}, r"row 13, column 'a': .*missing .in 1 row"),
+        (GOOD + "1,,v\n3,4,v\n1,NaN,v\n", {}, r"row 11, column 'b': .*missing .in 2 row"),
         (GOOD + "1\n", {}, r"column 'b': the value is missing"),
-        (
-            GOOD + "1,2,\n",
-            {},
-            r"row 11, column 'y': .*missing .in 1 row",
-        ),
+        (GOOD + "1,2,\n", {}, r"row 11, column 'y': .*missing .in 1 row"),
         (
             "w," + GOOD.replace("\n", "\n,")[:-1],
             {"client": "w"},
             r"row 1, column 'w': .*missing .in 10 row",
         ),
         (GOOD + "1,2x,v\n", {}, r"row 11, column 'b'.*got '2x';"),
-        (
-            GOOD + "1,2x,v\n",
-            {"features": ["b"]},
-            r"row 11, column 'b'.*got '2x';",
-        ),
-        (
-            GOOD + "1,-inf,v\n",
-            {},
-            r"row 11, column 'b'.*got -inf;",
-        ),
-        (
-            GOOD + "1e39,1,v\n",
-            {},
-            r"row 11, column 'a'.*got 1e\+39;",
-        ),
+        (GOOD + "1,2x,v\n", {"features": ["b"]}, r"row 11, column 'b'.*got '2x';"),
+        (GOOD + "1,-inf,v\n", {}, r"row 11, column 'b'.*got -inf;"),
+        (GOOD + "1e39,1,v\n", {}, r"row 11, column 'a'.*got 1e\+39;"),
         (GOOD.replace("v", "u"), {}, r"column 'y' of .*t\.csv has the same label"),
         (
             GOOD,
             {"label": "a", "features": ["b"], "test_fraction": 0.05},
             r"no row of .* it has 10 rows; raise",
         ),
-        (
-            GOOD + "1.5,1,u\n",
-            {"label": "a"},
-            r"row 11, column 'a'.*got 1\.5;",
-        ),
-        (
-            GOOD + "inf,1,u\n",
-            {"label": "a"},
-            r"row 11, column 'a'.*got inf;",
-        ),
+        (GOOD + "1.5,1,u\n", {"label": "a"}, r"row 11, column 'a'.*got 1\.5;"),
+        (GOOD + "inf,1,u\n", {"label": "a"}, r"row 11, column 'a'.*got inf;"),
         ("y,z\nu,p\nv,q\n", {}, r"no numeric column besides 'y'; name some"),
         ("a;b;y\n1;2;u\n", {}, r"no column 'y'; .*it has 'a;b;y'"),
     ],
@@ -344,10 +297,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(
-        FlsuiteError,
-        match=r"no file or folder .*t\.csv; set data\.path",
-    ):
+    with pytest.raises(FlsuiteError, match=r"no file or folder .*t\.csv; set data\.path"):
         Table("t.csv", "y", root=str(tmp_path)).setup()
     with pytest.raises(FlsuiteError, match=r"has no file whose name ends in \.csv"):
         read(tmp_path)
@@ -360,10 +310,7 @@ def test_headers_that_differ(tmp_path: Path) -> None:
     content = frame(30)
     write(tmp_path / "1.csv", content)
     second = write(tmp_path / "2.csv", content.rename(columns={"a": "A"}))
-    with pytest.raises(
-        FlsuiteError,
-        match=r"2\.csv and .*1\.csv differ in their columns",
-    ):
+    with pytest.raises(FlsuiteError, match=r"2\.csv and .*1\.csv differ in their columns"):
         read(tmp_path)
     assert read(tmp_path, features=["b"]).spec.shape == (1,)
     with pytest.raises(FlsuiteError, match=r"2\.csv has no column 'a'"):
@@ -382,10 +329,7 @@ def test_defects_do_not_depend_on_the_chunks(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     file.write_text("a,b\n" + "1,2\n" * 6 + ",2\n1,\n1,2\n,3\n")
     for rows in (None, 1, 3, 4, 100):
-        with pytest.raises(
-            FlsuiteError,
-            match=r"row 7, column 'a': .*missing \(in 2 rows",
-        ):
+        with pytest.raises(FlsuiteError, match=r"row 7, column 'a': .*missing \(in 2 rows"):
             list(numeric_chunks(csv_frames(file, rows), file))
 
 

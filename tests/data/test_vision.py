@@ -15,15 +15,7 @@ import torch
 
 from flsuite.data.datasets import vision
 from flsuite.data.datasets.medmnist import MedMNIST
-from flsuite.data.datasets.vision import (
-    CIFAR10,
-    CIFAR100,
-    EMNIST,
-    GTSRB,
-    MNIST,
-    SVHN,
-    FashionMNIST,
-)
+from flsuite.data.datasets.vision import CIFAR10, CIFAR100, EMNIST, GTSRB, MNIST, SVHN, FashionMNIST
 from flsuite.data.images import resize_images
 from flsuite.data.spec import PublishedSplits
 from flsuite.errors import FlsuiteError
@@ -270,10 +262,7 @@ def test_cifar_damaged(
     for file in (tmp_path / folder / test, tmp_path / folder / meta):
         whole = file.read_bytes()
         file.write_bytes(whole[:-7])
-        with pytest.raises(
-            FlsuiteError,
-            match=rf"files of {name} in .*{folder} are damaged",
-        ):
+        with pytest.raises(FlsuiteError, match=rf"files of {name} in .*{folder} are damaged"):
             read_torchvision(name, tmp_path, download=True)
         file.write_bytes(whole)
     assert not offline

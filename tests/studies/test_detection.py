@@ -65,6 +65,7 @@ def test_a_federation_finds_what_it_has_not_seen(aggregator: Any) -> None:
         aggregator=aggregator(),
         callbacks=[Detection()],
         gradient_clip_val=0.5,
+        evaluate_every=3,
     )
     made.fit(model, SklearnTable("breast_cancer", clients=3, batch_size=16))
     rows = {row.metric: row.value for row in made.run.folder.table.rows if row.split == "test"}
@@ -81,8 +82,6 @@ def test_what_it_cannot_score_is_refused() -> None:
 
 
 def test_mnist_without_a_digit(monkeypatch: pytest.MonkeyPatch) -> None:
-    published = digits()
-    published.setup()
     monkeypatch.setattr("flsuite.data.datasets.vision.MNIST.load", lambda self: digits().load())
     data = MNISTAnomalies(anomalies=[3, 4])
     splits = data.load()

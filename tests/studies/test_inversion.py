@@ -108,9 +108,9 @@ def test_generator_and_critic_fit_the_shape(shape: tuple[int, ...]) -> None:
 
 def test_a_gan_learns_where_the_ink_is() -> None:
     """Train on images that are bright only on the left."""
-    real = 0.2 * images(256, side=8)
+    real = 0.2 * images(128, side=8)
     real[..., :4] += 0.8
-    training = GANTraining(epochs=20, batch_size=32, width=4, latent=4, lr=5e-3, critic_steps=2)
+    training = GANTraining(epochs=12, batch_size=16, width=4, latent=4, lr=1e-2, critic_steps=1)
     gan = training.train(real, seed=0)
 
     made = gan.generator(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)))
@@ -133,7 +133,7 @@ def test_the_attack_finds_the_optimum_of_a_linear_model() -> None:
     """Two classes: the loss falls in every pixel, by the sign of the weights' difference."""
     weight = torch.randn(2, 9, generator=torch.Generator().manual_seed(3))
     model = Linear(weight)
-    attack = Inversion(steps=300, identity=100.0, lr=0.5)
+    attack = Inversion(steps=100, identity=100.0, lr=0.5)
     found = attack(pixels(3), Target(model, model.state_dict(), PLAIN), 1, images=4, seed=0)
 
     best = (weight[1] > weight[0]).float().view(1, 1, 3, 3)
@@ -247,7 +247,7 @@ def test_factors_pull_images_towards_the_clients() -> None:
     model.spec = DataSpec((1, 2, 2), 2)  # type: ignore[assignment]
     own = torch.tensor([0.9, 0.1, 0.1, 0.9]).view(1, 1, 2, 2)
     factors = kfac_factors(model, layers, [(own,)], "multiclass")
-    found = Inversion(steps=300, factors=1.0, relative=False, lr=0.05, restarts=1)(
+    found = Inversion(steps=100, factors=1.0, relative=False, lr=0.1, restarts=1)(
         pixels(2), Target(model, model.state_dict(), PLAIN, factors), 0, images=1, seed=0
     )
     torch.testing.assert_close(found.images, own, atol=1e-3, rtol=0)

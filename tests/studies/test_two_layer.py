@@ -255,7 +255,6 @@ def test_arguments_out_of_range_are_refused(arguments: dict, message: str) -> No
         synthetic_table(**arguments)
 
 
-@pytest.mark.draws
 def test_the_command_writes_the_table_and_the_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,7 +266,7 @@ def test_the_command_writes_the_table_and_the_figure(
     two_layer.main(["--output", str(tmp_path / "new"), "--seeds", "2"])
     written = pd.read_csv(tmp_path / "new" / "synthetic.csv")
     assert written["seeds"].tolist() == [2] * 4
-    assert (tmp_path / "new" / "figures" / "synthetic.png").stat().st_size > 1000
+    assert (tmp_path / "new" / "figures" / "synthetic.png").is_file()
     assert capsys.readouterr().out.splitlines() == [
         str(tmp_path / "new" / "synthetic.csv"),
         str(tmp_path / "new" / "figures" / "synthetic.png"),
@@ -284,7 +283,7 @@ def test_the_stored_table_is_that_of_the_code() -> None:
     """Recompute some fast rows."""
     stored = pd.read_csv(STORED)
     assert stored["seeds"].eq(10).all() and FIGURE.is_file()
-    again = summary(synthetic_table(range(1, 11), widths=[16], steps=[1, 4]))
+    again = summary(synthetic_table(range(1, 11), widths=[16], steps=[1], kappas=[0.3]))
 
     keys = ["kappa", "varied", "width", "steps", "method"]
     both = again.merge(stored, on=keys, suffixes=("", "_stored"))

@@ -21,45 +21,57 @@ from flsuite.studies.unlearning import (
     main,
     membership,
     subtracted,
-    unlearning_table,
 )
 
 CONFIG = Path(__file__).parents[2] / "configs" / "counterfactual" / "unlearning.yaml"
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    """Return the shipped config with four clients and fewer steps."""
+def shortened(folder: Path, keep: bool = True) -> Path:
+    """Write the shipped config with four clients and fewer steps."""
     content = yaml.safe_load(CONFIG.read_text())
     content["data"]["init_args"] |= {"clients": 4, "train_samples": 120}
-    content["trainer"] |= {"rounds": 1, "max_epochs": 1}
-    (tmp_path / "short.yaml").write_text(yaml.safe_dump(content))
-    return tmp_path / "short.yaml"
+    content["trainer"] |= {"rounds": 1, "max_epochs": 1, "keep_updates": keep}
+    (folder / "short.yaml").write_text(yaml.safe_dump(content))
+    return folder / "short.yaml"
 
 
-def test_after_one_round_to_rebuild_is_exact(config: Path, tmp_path: Path) -> None:
-    """The other clients have not seen a model that the removed one had a part in."""
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return what the command writes that removes client 2."""
+    folder = tmp_path_factory.mktemp("unlearning")
     level = logging.getLogger("flsuite").level
-    table = unlearning_table(Study(config, tmp_path / "runs", rounds=1), [1], [2])
+    request = ["--config", str(shortened(folder)), "--output", str(folder / "out")]
+    main([*request, "--seeds", "1", "--clients", "2", "--rounds", "1"])
     assert logging.getLogger("flsuite").level == level
-    apart = table.set_index("way")["distance"]
+    return folder / "out"
+
+
+def test_the_command_writes_a_row_per_way(out: Path) -> None:
+    assert pd.read_csv(out / "unlearning.csv")["way"].tolist() == [*WAYS]
+    assert (out / "unlearning.png").is_file()
+    own = {way: pd.read_csv(out / f"1-{way}-2" / "metrics.csv") for way in ("exact", "continue")}
+    assert own["continue"]["round"].max() == 2 and own["exact"]["round"].max() == 1
+    assert not own["exact"]["scope"].eq("2").any(), "the removed client trains nowhere"
+
+
+def test_after_one_round_to_rebuild_is_exact(out: Path) -> None:
+    """The other clients have not seen a model that the removed one had a part in."""
+    table = pd.read_csv(out / "unlearning.csv").set_index("way")
+    apart, scores = table["distance"], table[["accuracy", "membership"]]
     assert apart["exact"] == 0 and apart["keep"] == 1
     assert apart["rebuild"] < 1e-6 < apart["subtract"]
-    scores = table.set_index("way")[["accuracy", "membership"]]
     assert scores.loc["rebuild"].tolist() == pytest.approx(scores.loc["exact"].tolist(), abs=1e-6)
 
 
-def test_what_is_subtracted_is_the_weighted_change_of_one_client(
-    config: Path, tmp_path: Path
-) -> None:
-    study = Study(config, tmp_path / "runs")
-    whole, _ = fitted(study, 1, "whole")
+def test_what_is_subtracted_is_the_weighted_change_of_one_client(out: Path) -> None:
+    study = Study(out.parent / "short.yaml", out)
     trainer, model, data = built(study, 1, "whole")
     run = trainer.prepare(model, data)
-    (kept,) = read_rounds(trainer, run, tmp_path / "runs" / "1-whole")
+    (kept,) = read_rounds(trainer, run, out / "1-whole")
+    whole = fitted(study, 1, "whole")[0]
     without = added(whole, iter([subtracted(kept, 2)]))
 
-    models = tmp_path / "runs" / "1-whole" / "updates" / "round-0001"
+    models = out / "1-whole" / "updates" / "round-0001"
     states = [load_tensors(models / f"client-0000{c}.pt", "")["state"] for c in range(4)]
     samples = [run.federation.data.samples(client) for client in range(4)]
     for name, start in kept.before["state"].items():
@@ -86,31 +98,14 @@ def test_a_distance_is_euclidean() -> None:
     assert distance(first, second) == 5.0
 
 
-def test_the_command_writes_a_row_per_way(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    request = ["--config", str(config), "--output", str(out), "--seeds", "1", "--clients", "0"]
-    main([*request, "--rounds", "1"])
-    table = pd.read_csv(out / "unlearning.csv")
-    assert table["way"].tolist() == [*WAYS] and (out / "unlearning.png").is_file()
-    assert "fine-tune" in capsys.readouterr().out
-    own = {way: pd.read_csv(out / f"1-{way}-0" / "metrics.csv") for way in ("exact", "continue")}
-    assert own["continue"]["round"].max() == 2 and own["exact"]["round"].max() == 1
-    assert not own["exact"]["scope"].eq("0").any(), "the removed client trains nowhere"
-
-
 @pytest.mark.parametrize(
     ("keep", "client", "reason"),
     [(False, "0", "must have trainer.keep_updates true"), (True, "9", "from 0 to 3, got 9")],
 )
 def test_a_wrong_request_is_one_line_before_training(
-    keep: bool, client: str, reason: str, config: Path, tmp_path: Path, capsys: Any
+    keep: bool, client: str, reason: str, tmp_path: Path, capsys: Any
 ) -> None:
-    content = yaml.safe_load(config.read_text())
-    content["trainer"]["keep_updates"] = keep
-    config.write_text(yaml.safe_dump(content))
-    out = tmp_path / "out"
+    config, out = shortened(tmp_path, keep), tmp_path / "out"
     with pytest.raises(SystemExit) as end:
         main(["--config", str(config), "--output", str(out), "--clients", client])
     *_, line = capsys.readouterr().err.splitlines()
