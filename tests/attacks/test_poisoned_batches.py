@@ -72,6 +72,10 @@ def batches_of(attack: Attack, data: FederatedDataModule, client: int) -> tuple[
     return honest, attacked
 
 
+def numbers() -> FromDataset:
+    return FromDataset(slope(40, 0), slope(20, 1), clients=2)
+
+
 # Label flipping
 
 
@@ -119,9 +123,7 @@ def test_a_plain_module_trains_on_flipped_labels() -> None:
         made.fit(Net(), points())
         return made.federation.state
 
-    honest = weights(None)
-    assert not equal_states(honest, weights(LabelFlip([0, 1])))
-    assert equal_states(honest, weights(LabelFlip([0, 1], pairs={})))
+    assert not equal_states(weights(None), weights(LabelFlip([0, 1])))
 
 
 # The backdoor
@@ -223,22 +225,16 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> FederatedTrainer:
     return made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def backdoored(attacked: FederatedTrainer) -> Path:
-    path = attacked.run.folder.path
-    assert path is not None
-    return path
+    return attacked.run.folder.path
 
 
 def test_the_success_rate_is_in_the_table_at_every_evaluation(backdoored: Path) -> None:
     table = read_metrics(backdoored)
     rows = table[(table["metric"] == "backdoor_success") & (table["scope"] == "global")]
-    assert sorted(zip(rows["round"], rows["split"], strict=True)) == [
-        (2, "test"),
-        (2, "val"),
-        (4, "test"),
-        (4, "val"),
-    ]
+    found = {*zip(rows["round"], rows["split"], strict=True)}
+    assert found == {(2, "test"), (2, "val"), (4, "test"), (4, "val")} and len(rows) == 4
     assert rows["value"].between(0, 1).all()
     last = rows[(rows["round"] == 4) & (rows["split"] == "test")]["value"].item()
     assert last > 0.8
@@ -266,15 +262,12 @@ def test_the_report_compares_by_the_success_rate(
 
 def test_other_scores_of_a_state_are_those_without_an_attack(backdoored: Path) -> None:
     checkpoint = str(backdoored / "checkpoints" / "last.ckpt")
-    attacked = trainer(attack=PixelBackdoor([0, 1, 2], target=3, boost=2.0)).test(
-        classifier(), digits(), ckpt_path=checkpoint
+    attacked, honest = (
+        trainer(attack=attack).test(classifier(), digits(), ckpt_path=checkpoint)
+        for attack in (PixelBackdoor([0, 1, 2], target=3, boost=2.0), None)
     )
-    honest = trainer().test(classifier(), digits(), ckpt_path=checkpoint)
-    assert "backdoor_success" in attacked[0] and "backdoor_success" not in honest[0]
-    assert [
-        {name: value for name, value in row.items() if name != "backdoor_success"}
-        for row in attacked
-    ] == honest
+    assert "backdoor_success" not in honest[0] and attacked[0].pop("backdoor_success") > 0.8
+    assert attacked == honest
 
 
 # Refusals
@@ -289,12 +282,7 @@ def test_other_scores_of_a_state_are_those_without_an_attack(backdoored: Path) -
         (lambda: PixelBackdoor([0]), classifier, table_data, "needs images"),
         (lambda: LabelFlip([0]), Reader, sentences, r"\(x, y\), but a batch .* is a dict"),
         (lambda: PixelBackdoor([0]), Reader, sentences, r"\(x, y\), but a batch .* is a dict"),
-        (
-            lambda: LabelFlip([0]),
-            Regression,
-            lambda: FromDataset(slope(40, 0), slope(20, 1), clients=2),
-            "needs data with classes",
-        ),
+        (lambda: LabelFlip([0]), Regression, numbers, "needs data with classes"),
     ],
 )
 def test_data_that_cannot_be_poisoned_is_refused_before_training(
@@ -306,29 +294,13 @@ def test_data_that_cannot_be_poisoned_is_refused_before_training(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"target": -1}, "target must be at least 0"),
-        ({"size": 0}, "size must be at least 1"),
-        ({"value": 1.5}, "value must be from 0 to 1"),
-        ({"share": -0.5}, "share must be from 0 to 1"),
-    ],
-)
-def test_a_pattern_that_makes_no_sense_is_refused(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(FlsuiteError, match=message):
-        PixelBackdoor([0], **kwargs)
-
-
 def test_a_model_without_class_scores_has_no_success_rate() -> None:
-    x = torch.randn(40, 1, 4, 4)
-    images = TensorDataset(x, torch.arange(40) % 3)
+    images = TensorDataset(torch.randn(40, 1, 4, 4), torch.arange(40) % 3)
 
     class Flat(Net):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.flatten(1)[:, :4])
 
+    made = trainer(rounds=1, attack=PixelBackdoor([0]))
     with pytest.raises(FlsuiteError, match="Flat has no class scores to measure"):
-        trainer(rounds=1, attack=PixelBackdoor([0])).fit(
-            Flat(), FromDataset(images, images, clients=2)
-        )
+        made.fit(Flat(), FromDataset(images, images, clients=2))

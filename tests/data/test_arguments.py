@@ -1,7 +1,7 @@
 """Tests of arguments as plain numbers, and of their snapshots."""
 
-import functools
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,14 @@ import torch
 import yaml
 
 from flsuite.data import (
+    CINIC10,
+    GTSRB,
     IID,
     CropFlip,
     DataSpec,
     Digits,
     Dirichlet,
+    FeatureSkew,
     FederatedDataModule,
     NBaIoT,
     Pathological,
@@ -25,6 +28,7 @@ from flsuite.data import (
     TaskSequence,
 )
 from flsuite.data.arguments import arguments, plain, snapshot
+from flsuite.errors import FlsuiteError
 
 # NumPy scalars
 
@@ -50,7 +54,7 @@ from flsuite.data.arguments import arguments, plain, snapshot
         (CropFlip, {"padding": np.int64(2), "flip": np.bool_(False)}),
         (Synthetic, {"features": np.int64(4), "separation": np.float32(2.0)}),
         (NBaIoT, {"device": np.int64(3), "rows_per_file": np.int64(9)}),
-        (functools.partial(Table, "t.csv", "y"), {"test_fraction": np.float64(0.3)}),
+        (partial(Table, "t.csv", "y"), {"test_fraction": np.float64(0.3)}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -90,6 +94,61 @@ def test_a_list_without_numpy_scalars_stays_the_same_object() -> None:
     assert Table("t.csv", "y", features=names).features is names
 
 
+# Arguments that are refused
+
+table, series = partial(Table, "t.csv", "kind"), partial(TaskSequence, Digits(), tasks=3)
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs", "message"),
+    [
+        (CINIC10, {"valid": "test"}, "CINIC10: valid must be one of validation"),
+        (CropFlip, {"padding": -1}, "CropFlip: padding must be at least 0, got -1"),
+        (Digits, {"val_fraction": -0.1}, r"Digits: val_fraction must be in \[0, 1\)"),
+        (Digits, {"val_fraction": 1.0}, r"Digits: val_fraction must be in \[0, 1\)"),
+        (Digits, {"val_fraction": float("nan")}, r"Digits: val_fraction must be in \[0, 1\)"),
+        (Digits, {"clients": 0}, "Digits: clients must be at least 1, got 0"),
+        (Digits, {"batch_size": 0}, "Digits: batch_size must be at least 1, got 0"),
+        (Digits, {"resize": 0}, "Digits: resize must be at least 1, got 0"),
+        (Digits, {"train_samples": 0}, "Digits: train_samples must be at least 1, got 0"),
+        (Digits, {"test_samples": 0}, "Digits: test_samples must be at least 1, got 0"),
+        (Digits, {"server_samples": -1}, "Digits: server_samples must be at least 0"),
+        (Digits, {"server_samples": None}, "server_samples must be a whole number"),
+        *(
+            (Digits, {"train_part": part}, "Digits: train_part must be a start and an end")
+            for part in [(0.5, 0.5), (0.6, 0.4), (-0.1, 0.5), (0.5, 1.1), (0.5,)]
+        ),
+        (FeatureSkew, {}, "changes nothing; set one of rotation"),
+        (GTSRB, {"size": 0}, "GTSRB: size must be at least 1, got 0"),
+        (NBaIoT, {"classes": "all"}, "binary, family, attack"),
+        (NBaIoT, {"device": 10}, "from 1 to 9"),
+        (NBaIoT, {"rows_per_file": 4}, "at least 5"),
+        (Synthetic, {"classes": 1}, "Synthetic: classes must be at least 2, got 1"),
+        (Synthetic, {"classes": 5, "features": 3}, "5 equidistant means need 4 dimensions"),
+        (Synthetic, {"samples": 5}, "Synthetic: samples must be at least twice"),
+        (Synthetic, {"separation": -1.0}, "Synthetic: separation must be at least 0"),
+        (Synthetic, {"separation": float("nan")}, "Synthetic: separation must be at least 0"),
+        (Synthetic, {"owners": -1}, "Synthetic: owners must be at least 0, got -1"),
+        (Synthetic, {"owners": 81, "samples": 100}, "owners must be at most the 80 training"),
+        (Synthetic, {"owners": 2, "owner_shift": float("inf")}, "owner_shift must be at least 0"),
+        (table, {"test_fraction": 0.0}, "Table: test_fraction must be above 0"),
+        (table, {"scale": "robust"}, "Table: scale must be one of minmax, standard"),
+        (table, {"features": []}, "Table: features must be at least one column"),
+        (table, {"features": ["a", "a"]}, "none twice"),
+        (table, {"features": ["kind"]}, "must not include the label 'kind'"),
+        (series, {"tasks": 0}, "TaskSequence: tasks must be at least 1, got 0"),
+        (series, {"classes_per_task": 0}, "TaskSequence: classes_per_task must be"),
+        (series, {"rounds_per_task": 0}, "TaskSequence: rounds_per_task must be"),
+        (series, {"rounds_per_task": [2, 0, 2]}, "TaskSequence: rounds_per_task must be"),
+        (series, {"rounds_per_task": [2, 2]}, "rounds_per_task has 2 numbers for 3 tasks"),
+        (series, {"arrangement": "random"}, "arrangement must be one of disjoint, shuffled"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(make: Any, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        make(**kwargs)
+
+
 # Snapshots
 
 
@@ -108,7 +167,7 @@ class Holder:
         ([1, [2]], lambda v: v[1].append(3)),
         ({"a": [1]}, lambda v: v["a"].append(2)),
         (Holder(Holder(1)), lambda v: setattr(v.value, "value", 2)),
-        (functools.partial(print, [1]), lambda v: v.args[0].append(2)),
+        (partial(print, [1]), lambda v: v.args[0].append(2)),
     ],
     ids=["array", "tensor", "list", "dict", "object", "partial"],
 )

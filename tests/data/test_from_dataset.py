@@ -81,8 +81,7 @@ class Arrays(Pairs):
 
     def __init__(self, samples: int = 40, noise: float = 0.0) -> None:
         super().__init__(samples, noise)
-        self.numbers = self.targets
-        del self.targets
+        self.numbers = self.__dict__.pop("targets")
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -173,10 +172,20 @@ def test_an_array_may_be_flipped_or_in_another_byte_order() -> None:
     assert torch.equal(data.train.x[:, 0, 0], torch.arange(40.0))
 
 
-def test_bins_cut_whole_numbers_too() -> None:
-    samples = TensorDataset(torch.rand(60, 3), torch.arange(60) * 7)
-    data = split(samples, samples, bins=3, partition=Dirichlet(0.3))
+@pytest.mark.parametrize(
+    ("samples", "labels"),
+    [
+        (TensorDataset(torch.rand(60, 3), torch.arange(60) * 7), None),
+        (slope(60, 0), None),
+        (slope(60, 0), slope(60, 0).tensors[1]),
+    ],
+    ids=["whole numbers", "targets", "labels"],
+)
+def test_numbers_are_binned_for_the_partition_and_stay_targets(samples: Any, labels: Any) -> None:
+    data = split(samples, samples, labels=labels, bins=3, partition=Dirichlet(0.3))
     assert data.spec.num_classes == 3 and data.spec.task == "other"
+    assert sum(data.class_counts(c) for c in range(2)).sum() + len(data.val.rows.values) == 60  # type: ignore[union-attr]
+    assert batches(data)[0][1].dtype == samples.tensors[1].dtype
 
 
 def test_classes_are_read_where_the_training_samples_alone_are_in_memory() -> None:
@@ -220,36 +229,27 @@ def test_workers_read_the_same_batches() -> None:
     assert all(torch.equal(a[0], b[0]) for a, b in zip(alone, helped, strict=True))
 
 
+def sentences(**kwargs: Any) -> FederatedData:
+    """Split sentences over three clients."""
+    return split(Sentences(60, 0), Sentences(30, 1), collate=pad, clients=3, **kwargs)
+
+
 @pytest.mark.parametrize(
     "labels",
     [None, "topic", lambda sample: "abc"[sample["topic"]], Sentences(60, 0).targets],
     ids=["found", "a field", "a function", "values"],
 )
 def test_labels_may_be_given_in_any_way(labels: Any) -> None:
-    data = split(
-        Sentences(60, 0),
-        Sentences(30, 1),
-        collate=pad,
-        labels=labels,
-        clients=3,
-        partition=Pathological(classes_per_client=1),
-        val_fraction=0.0,
-    )
-    assert [int((data.class_counts(client) > 0).sum()) for client in range(3)] == [1, 1, 1]
+    data = sentences(labels=labels, partition=Pathological(1), val_fraction=0.0)
     for client in range(3):
+        assert int((data.class_counts(client) > 0).sum()) == 1
         (batch, *_) = batches(data, client)
         assert set(batch) == {"words", "topic"} and len(batch["topic"].unique()) == 1
 
 
 def test_a_hugging_face_dataset_with_a_torch_format() -> None:
-    data = split(
-        Columns(),
-        Columns(12),
-        labels="label",
-        collate=texts,
-        partition=Dirichlet(1.0),
-        batch_size=4,
-    )
+    kwargs = {"labels": "label", "collate": texts, "batch_size": 4}
+    data = split(Columns(), Columns(12), partition=Dirichlet(1.0), **kwargs)
     assert data.spec.num_classes == 3 and int(data.class_counts(0).sum()) == data.samples(0)
     (batch, *_) = batches(data)
     assert batch["text"].ndim == 2 and len(batch["label"]) == 4
@@ -261,49 +261,24 @@ def test_labels_of_a_subset_are_those_of_its_samples() -> None:
 
 
 def test_owners_are_clients() -> None:
-    data = split(
-        Sentences(60, 0),
-        Sentences(30, 1),
-        collate=pad,
-        ids=lambda sample: f"person {sample['topic']}",
-        partition=Natural(),
-        clients=3,
+    data = sentences(ids=lambda sample: f"person {sample['topic']}", partition=Natural())
+    owners, tested = (
+        [set(part.ids[part.rows[c]].tolist()) for c in range(3)] for part in (data.train, data.test)
     )
-    owners = [set(data.train.ids[data.train.rows[c]].tolist()) for c in range(3)]  # type: ignore[index]
-    tested = [set(data.test.ids[data.test.rows[c]].tolist()) for c in range(3)]  # type: ignore[index]
     assert all(len(own) == 1 for own in owners) and owners == tested
-
-
-def test_numbers_are_binned_for_the_partition_and_stay_targets() -> None:
-    data = split(
-        slope(60, 0), slope(20, 1), labels=slope(60, 0).tensors[1], bins=3, partition=Dirichlet(0.3)
-    )
-    assert data.spec.num_classes == 3 and data.spec.task == "other"
-    assert sum(data.class_counts(c) for c in range(2)).sum() + len(data.val.rows.values) == 60  # type: ignore[union-attr]
-    assert batches(data)[0][1].is_floating_point()
-
-
-class Weighted(TensorDataset):
-    """Samples of three tensors."""
-
-
-def test_numbers_are_binned_where_the_targets_are() -> None:
-    data = split(slope(60, 0), slope(20, 1), bins=3, partition=Dirichlet(0.3))
-    assert data.spec.num_classes == 3 and data.spec.task == "other"
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_labels_that_are_not_the_targets_are_no_classification(in_memory: bool) -> None:
     """They split the data, but the model is trained on something else."""
-    x, y = torch.rand(40, 3), torch.arange(40) % 4
-    samples = TensorDataset(x, y)
+    samples = TensorDataset(torch.rand(40, 3), torch.arange(40) % 4)
     data = split(samples, samples, labels=lambda sample: sample[1] % 2, in_memory=in_memory)
     assert data.spec.task == "other" and data.spec.num_classes == 2
 
 
 def test_samples_of_three_parts_and_joined_datasets_have_the_labels_of_an_attribute() -> None:
-    def made(size: int) -> Weighted:
-        parts = Weighted(torch.rand(size, 3), torch.arange(size) % 2, torch.ones(size))
+    def made(size: int) -> TensorDataset:
+        parts = TensorDataset(torch.rand(size, 3), torch.arange(size) % 2, torch.ones(size))
         parts.targets = torch.arange(size) % 2  # type: ignore[attr-defined]
         return parts
 
@@ -347,19 +322,14 @@ class Batched(Lists):
         return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 5, True))
 
 
-def test_a_list_of_one_loader_is_that_loader_and_an_empty_one_is_none() -> None:
-    module = FromDataModule(Lists(), clients=2)
-    module.setup()
-    assert module.batch_size == 4 and len(module.federated.test) == 12
-    assert module.federated.val is not None, "from the training samples"
-
-
 @pytest.mark.parametrize(("data", "own"), [(Batched, 5), (Lists, 4)])
 def test_the_batch_size_is_the_given_one_or_that_of_the_loader(data: Any, own: int) -> None:
+    """A list of one loader is that loader, and an empty one is none."""
     for given, expected in ((None, own), (7, 7)):
         module = FromDataModule(data(), clients=2, batch_size=given)
         module.setup()
-        assert module.batch_size == expected
+        assert module.batch_size == expected and len(module.federated.test) == 12
+        assert module.federated.val is not None, "from the training samples"
 
 
 class Stream(IterableDataset):
@@ -380,14 +350,8 @@ class Transfers(Blobs):
         return batch
 
 
-class Damaged(Dataset[Any]):
+class Damaged(Pairs):
     """Has one file that cannot be read."""
-
-    def __init__(self, size: int) -> None:
-        self.targets = [number % 2 for number in range(size)]
-
-    def __len__(self) -> int:
-        return len(self.targets)
 
     def __getitem__(self, number: int) -> Any:
         if number == 21:
@@ -402,13 +366,14 @@ class Unfinished(NoTest):
         raise NotImplementedError
 
 
+WORDS = Sentences(9, 0)
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no labels": (
         lambda: FromDataset(slope(40, 0), slope(9, 1), partition=Dirichlet(1.0)),
         "Dirichlet splits by class, but these samples have no classes",
     ),
     "no such field": (
-        lambda: FromDataset(Sentences(9, 0), Sentences(9, 0), collate=pad, labels="theme"),
+        lambda: FromDataset(WORDS, WORDS, collate=pad, labels="theme"),
         "there is no field 'theme' in a sample, which has words, topic",
     ),
     "too few labels": (
@@ -419,13 +384,13 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: FromDataset(TensorDataset(torch.ones(4, 1), -torch.ones(4).long()), Pairs(2)),
         "targets of classes must be 0 or above",
     ),
-    "an iterable dataset": (
+    "a dataset of a stream": (
         lambda: FromDataset(Stream(), Pairs(2)),
         "train must be a map-style dataset",
     ),
     "nothing": (lambda: FromDataset(Pairs(0), Pairs(2)), "train has no samples"),
     "not in memory": (
-        lambda: FromDataset(Sentences(9, 0), Sentences(9, 0), in_memory=True),
+        lambda: FromDataset(WORDS, WORDS, in_memory=True),
         "data.in_memory needs pairs of a tensor or array and a number",
     ),
     "a damaged file": (
@@ -439,18 +404,13 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "sample 0 of 2 in Subset cannot be read",
     ),
     "a damaged file, read for its label": (
-        lambda: FromDataset(
-            Damaged(66), Pairs(2), labels=lambda sample: sample[1], in_memory=False
-        ),
+        lambda: FromDataset(Damaged(66), Pairs(2), labels=lambda s: s[1], in_memory=False),
         "sample 21 of 66 in Damaged cannot be read",
     ),
     "one bin": (lambda: FromDataset(slope(9, 0), slope(9, 0), bins=1), "bins must be at least 2"),
     "no train loader": (lambda: FromDataModule(NoTrain()), "NoTrain has no train_dataloader"),
     "no test loader": (lambda: FromDataModule(NoTest()), "NoTest has no test_dataloader"),
-    "an unfinished test loader": (
-        lambda: FromDataModule(Unfinished()),
-        "Unfinished has no test_dataloader",
-    ),
+    "not yet": (lambda: FromDataModule(Unfinished()), "Unfinished has no test_dataloader"),
     "two tensors": (
         lambda: FromDataset((torch.ones(4, 1), torch.ones(4)), Pairs(2)),  # type: ignore[arg-type]
         r"wrap tensors in torch\.utils\.data\.TensorDataset",
@@ -466,6 +426,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a stream": (lambda: FromDataModule(Streams()), "train must be a map-style dataset"),
     "a batch hook": (lambda: FromDataModule(Transfers()), "move it into the model"),
+    "no batch": (
+        lambda: FromDataset(WORDS, WORDS, clients=2, batch_size=8),
+        "give FromDataset or your DataLoader a collate",
+    ),
 }
 
 
@@ -512,12 +476,6 @@ def test_a_random_split_of_a_data_module_follows_the_seed() -> None:
 
     assert torch.equal(first_rows(1), first_rows(1))
     assert not torch.equal(first_rows(1), first_rows(2))
-
-
-def test_samples_that_make_no_batch_ask_for_a_collate_function() -> None:
-    data = FromDataset(Sentences(30, 0), Sentences(9, 1), clients=2, batch_size=8)
-    with pytest.raises(FlsuiteError, match="give FromDataset or your DataLoader a collate"):
-        data.setup("fit")
 
 
 def test_samples_in_double_precision_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -105,12 +105,6 @@ def test_a_client_keeps_a_sample_to_train_on(val_fraction: float | None) -> None
     assert sizes == [n - min(round(fraction * n), n - 1) for n in (1, 2, 5, 40)] and min(sizes) >= 1
 
 
-@pytest.mark.parametrize("val_fraction", [-0.1, 1.0, float("nan")])
-def test_impossible_fractions_are_refused(val_fraction: float) -> None:
-    with pytest.raises(FlsuiteError, match=r"Images: val_fraction must be in \[0, 1\)"):
-        Images(val_fraction=val_fraction)
-
-
 # The server's samples
 
 
@@ -188,10 +182,6 @@ def test_the_server_leaves_a_sample_per_client() -> None:
         message = f"server_samples {samples} leaves {left} of 120"
         with pytest.raises(FlsuiteError, match=message):
             made(server_samples=samples)
-    with pytest.raises(FlsuiteError, match="Images: server_samples must be at least 0"):
-        made(server_samples=-1)
-    with pytest.raises(FlsuiteError, match="server_samples must be a whole number"):
-        made(server_samples=None)
 
 
 def test_the_servers_samples_are_of_the_classes_seen() -> None:
@@ -230,12 +220,6 @@ def test_a_part_is_counted_before_its_samples() -> None:
         made(train_part=(0.0, 1 / 3)).federated.train.x
     ), "the first samples in the same order"
     assert made(train_part=(0.0, 1.0)).federated.train.x.equal(made().federated.train.x)
-
-
-@pytest.mark.parametrize("part", [(0.5, 0.5), (0.6, 0.4), (-0.1, 0.5), (0.5, 1.1), (0.5,)])
-def test_impossible_parts_are_refused(part: Any) -> None:
-    with pytest.raises(FlsuiteError, match="Images: train_part must be a start and an end"):
-        Images(train_part=part)
 
 
 # Test samples
@@ -441,8 +425,6 @@ def test_augmentation_follows_the_loaders_seed() -> None:
         for _ in range(2)
     )
     assert one.equal(two)
-    with pytest.raises(FlsuiteError, match="CropFlip: padding must be at least 0, got -1"):
-        CropFlip(-1)
 
 
 # Seeds and folders
@@ -483,17 +465,6 @@ def test_data_is_split_once_and_not_before_setup() -> None:
     before = module.federated
     module.setup("test")
     assert module.federated is before
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [{"clients": 0}, {"batch_size": 0}, {"resize": 0}, {"train_samples": 0}, {"test_samples": 0}],
-)
-def test_impossible_numbers_are_refused(kwargs: dict[str, int]) -> None:
-    with pytest.raises(
-        FlsuiteError, match=f"Images: {next(iter(kwargs))} must be at least 1, got 0"
-    ):
-        Images(**kwargs)
 
 
 def test_pooled_training_leaves_out_clients_outside_the_federation() -> None:

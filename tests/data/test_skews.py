@@ -110,8 +110,3 @@ def test_the_noise_of_a_clients_splits_differs() -> None:
     noise = [images(skewed, 0, name)[:5] - images(plain, 0, name)[:5] for name in ("train", "test")]
     apart = [(one.abs() > 0).float() for one in noise]
     assert not torch.equal(*apart)
-
-
-def test_a_skew_that_changes_nothing_is_refused() -> None:
-    with pytest.raises(FlsuiteError, match="changes nothing; set one of rotation"):
-        FeatureSkew()

@@ -1,13 +1,11 @@
 """Synthetic data: its means, the accuracy that can be reached, and its owners."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from flsuite.data.datasets.synthetic import Synthetic, simplex_means
-from flsuite.errors import FlsuiteError
 from flsuite.random import torch_generator
 
 
@@ -73,21 +71,3 @@ def test_synthetic_owners() -> None:
         )
     assert torch.pdist(shifts[:4]).min() > 1, "the shifts differ"
     assert torch.equal(source.train.y, plain.train.y), "owners do not change the labels"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"classes": 1}, "Synthetic: classes must be at least 2, got 1"),
-        ({"classes": 5, "features": 3}, "5 equidistant means need 4 dimensions"),
-        ({"samples": 5}, "Synthetic: samples must be at least twice"),
-        ({"separation": -1.0}, "Synthetic: separation must be at least 0"),
-        ({"separation": float("nan")}, "Synthetic: separation must be at least 0"),
-        ({"owners": -1}, "Synthetic: owners must be at least 0, got -1"),
-        ({"owners": 81, "samples": 100}, "owners must be at most the 80 training"),
-        ({"owners": 2, "owner_shift": float("inf")}, "Synthetic: owner_shift must be at least 0"),
-    ],
-)
-def test_synthetic_bad_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(FlsuiteError, match=message):
-        Synthetic(**arguments)

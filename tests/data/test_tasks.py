@@ -329,22 +329,6 @@ def test_one_task_of_all_classes_trains_as_the_wrapped_data_does() -> None:
 # Refused requests
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"tasks": 0}, "TaskSequence: tasks must be at least 1, got 0"),
-        ({"classes_per_task": 0}, "TaskSequence: classes_per_task must be"),
-        ({"rounds_per_task": 0}, "TaskSequence: rounds_per_task must be"),
-        ({"rounds_per_task": [2, 0, 2]}, "TaskSequence: rounds_per_task must be"),
-        ({"rounds_per_task": [2, 2]}, "rounds_per_task has 2 numbers for 3 tasks"),
-        ({"arrangement": "random"}, "arrangement must be one of disjoint, shuffled"),
-    ],
-)
-def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(FlsuiteError, match=said):
-        TaskSequence(table(), **{"tasks": 3, **settings})
-
-
 def test_too_few_classes_are_refused() -> None:
     task_data(tasks=4)
     with pytest.raises(FlsuiteError, match="3 tasks of 3 classes need 9 classes"):
