@@ -22,7 +22,6 @@ from flsuite.analysis.groups import find_runs, group_runs
 from flsuite.attacks import (
     ALittleIsEnough,
     Attack,
-    Collusion,
     FreeRider,
     GaussianNoise,
     InnerProduct,
@@ -40,7 +39,7 @@ from flsuite.models import MLP, Classifier
 from flsuite.schedules import Asynchronous, Stragglers, Synchronous
 from flsuite.trainer import FederatedTrainer
 from tests.aggregators.federations import Updates
-from tests.commands.command import QUICKSTART, refused
+from tests.commands.command import QUICKSTART
 from tests.conftest import classifier, digits, equal_states, mostly_long, state, table, trainer
 from tests.runs.killing import kill_and_resume, table_of
 
@@ -68,7 +67,7 @@ def fitted(attack: Attack | None, rounds: int = 2, **kwargs: Any) -> FederatedTr
 # Engines and resume
 
 
-@pytest.mark.parametrize("attack", mostly_long(ATTACKS, "backdoor", "free_rider", "alie"))
+@pytest.mark.parametrize("attack", mostly_long(ATTACKS, "free_rider", "alie"))
 def test_every_engine_and_a_resumed_run_end_with_the_same_bits(
     attack: Attack, tmp_path: Path
 ) -> None:
@@ -115,7 +114,7 @@ def test_an_asynchronous_run_with_attackers_has_the_same_bits_on_every_engine() 
         schedule = Asynchronous(concurrency=3, buffer_size=2, speeds=speeds)
         return fitted(
             GaussianNoise(WHO, std=0.01),
-            rounds=4,
+            rounds=2,
             aggregator=FedBuff(),
             schedule=schedule,
             **({"engine": engine} if engine else {}),
@@ -231,7 +230,7 @@ def test_nodes_of_flower_may_be_attackers(attack: Attack) -> None:
     pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'")
     from tests.flower.grid import both
 
-    rounds = 1 if isinstance(attack, Collusion) else 2
+    rounds = 2 if isinstance(attack, FreeRider) else 1
     ours, theirs, _ = both(classifier, FedAvg, attack=attack, rounds=rounds)
     assert equal_states(state(ours), state(theirs)) and table(ours) == table(theirs)
 
@@ -336,16 +335,11 @@ def test_an_attack_on_batches_needs_nothing_that_travels() -> None:
     assert not equal_states(*of_both)
 
 
-def test_the_command_takes_an_attack_by_its_short_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_command_takes_an_attack_by_its_short_name() -> None:
     attack = ["--trainer.attack", "LabelFlip", "--trainer.attack.fraction", "0.2"]
-    fit = ["--config", QUICKSTART, "--run_dir", "run", *attack]
-    made = build([*fit, "--trainer.attack.pairs", "{0: 6}"])[0].attack
+    pairs = ["--trainer.attack.pairs", "{0: 6}"]
+    made = build(["--config", QUICKSTART, *attack, *pairs])[0].attack
     assert isinstance(made, LabelFlip) and (made.fraction, made.pairs) == (0.2, {0: 6})
-    line = refused(capsys, "fit", *fit, "--trainer.attack.pairs", "{0: 16}")
-    assert "LabelFlip: pairs names class 16" in line
 
 
 class Halves(SignFlip):

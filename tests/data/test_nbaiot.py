@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flsuite.commands.main import main
-from flsuite.data import Dirichlet, FederatedData, Natural, NBaIoT, PublishedSplits
+from flsuite.data import Dirichlet, Natural, NBaIoT, PublishedSplits
 from flsuite.data.datasets import nbaiot
 from flsuite.data.datasets.nbaiot import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI
 from flsuite.errors import FlsuiteError
@@ -85,12 +85,6 @@ def equal(a: PublishedSplits, b: PublishedSplits) -> bool:
     )
 
 
-@cache
-def unchanged(folder: Path, classes: str) -> PublishedSplits:
-    """Read a folder that no test changes."""
-    return read_nbaiot(folder, classes)
-
-
 def read_nbaiot(
     folder: Path, classes: Any = "binary", chunk_rows: int = nbaiot.CHUNK_ROWS, **kwargs: Any
 ) -> PublishedSplits:
@@ -98,9 +92,13 @@ def read_nbaiot(
         return NBaIoT(classes, root=folder, **kwargs).load()
 
 
-def unscaled(folder: Path, *args: Any, **kwargs: Any) -> PublishedSplits:
+unchanged = cache(read_nbaiot)  # of a folder that no test changes
+
+
+@cache
+def unscaled(folder: Path, rows_per_file: int | None = None) -> PublishedSplits:
     with patch.object(nbaiot, "fit_scale", lambda _, train: lambda x: x):
-        return read_nbaiot(folder, *args, **kwargs)
+        return read_nbaiot(folder, "attack", device=3, rows_per_file=rows_per_file)
 
 
 @pytest.fixture(scope="module")
@@ -131,23 +129,16 @@ def test_both_layouts_are_the_same(folder: Path, tmp_path: Path) -> None:
 
 def test_families_and_one_device(folder: Path) -> None:
     """A single device has its rows of the whole set, no owners, and all classes."""
-    source, whole = read_nbaiot(folder, "family", device=3), unchanged(folder, "attack")
+    source, whole = unchanged(folder, "family", device=3), unchanged(folder, "attack")
     assert source.spec.class_names == ("benign", "gafgyt", "mirai")
     assert source.train.y.bincount().tolist() == [10, 5 * 10]
     assert source.train.ids is None and source.test.ids is None
-    assert (len(source.train), len(source.test)) == (60, 12)
     assert whole.test.ids is not None
     expected = whole.test.y[whole.test.ids == 3]
-    assert torch.equal(source.test.y, (expected > 0).long())
+    assert torch.equal(source.test.y, (expected > 0).long()) and len(expected) == 12
 
 
 # Chunks, cap, split
-
-
-@pytest.mark.parametrize("cap", [None, 7])
-def test_chunks_make_no_difference(folder: Path, cap: int | None) -> None:
-    whole = read_nbaiot(folder, device=3, rows_per_file=cap, chunk_rows=1000)
-    assert equal(read_nbaiot(folder, device=3, rows_per_file=cap, chunk_rows=5), whole)
 
 
 def test_the_cap(folder: Path) -> None:
@@ -155,7 +146,7 @@ def test_the_cap(folder: Path) -> None:
 
     def rows(cap: int | None) -> list[set[int]]:
         """Return the numbers of the training and test rows of the first file."""
-        source = unscaled(folder, "attack", device=3, rows_per_file=cap)
+        source = unscaled(folder, cap)
         parts = (source.train, source.test)
         return [{*part.x[part.y == 0][:, 113].int().tolist()} for part in parts]
 
@@ -166,26 +157,35 @@ def test_the_cap(folder: Path) -> None:
     assert train | test != {*range(5)} and rows(1000) == [all_train, all_test]
 
 
+def test_chunks_make_no_difference_with_a_cap(folder: Path) -> None:
+    whole, chunks = (
+        read_nbaiot(folder, device=3, rows_per_file=7, chunk_rows=rows) for rows in (1000, 5)
+    )
+    assert len(whole.train) + len(whole.test) == 6 * 7
+    assert torch.equal(chunks.train.x, whole.train.x) and torch.equal(chunks.test.x, whole.test.x)
+
+
 # Scaling
 
 
-def test_scaling_is_that_of_the_training_rows(folder: Path) -> None:
+def test_scaling_is_that_of_the_training_rows_in_chunks_of_any_size(folder: Path) -> None:
     """The oracle is the formula in float64, on the unscaled rows."""
-    scaled = read_nbaiot(folder, device=3, chunk_rows=9)
-    raw = unscaled(folder, device=3)
+    scaled, raw = read_nbaiot(folder, "family", 9, device=3), unscaled(folder)
     low, high = raw.train.x.double().amin(0), raw.train.x.double().amax(0)
-    for part, plain in ((scaled.train, raw.train), (scaled.test, raw.test)):
-        expected = 0.1 + 0.8 * (plain.x[:, :112].double() - low[:112]) / (high - low)[:112]
-        assert torch.allclose(part.x[:, :112].double(), expected.clamp(0, 1), atol=1e-6)
-        assert (part.x[:, [112, 114]] == 0.5).all()
+    for name in ("train", "test"):
+        part, plain = getattr(scaled, name).x, getattr(raw, name).x[:, :112].double()
+        expected = 0.1 + 0.8 * (plain - low[:112]) / (high - low)[:112]
+        assert torch.allclose(part[:, :112].double(), expected.clamp(0, 1), atol=1e-6)
+        assert (part[:, [112, 114]] == 0.5).all()
+        assert torch.equal(part, getattr(unchanged(folder, "family", device=3), name).x)
 
 
 def test_the_scale_does_not_depend_on_test_rows(folder: Path, tmp_path: Path) -> None:
     """An outlier in a test row is clipped, and leaves the training rows bit for bit."""
-    before, raw = (f(copy(folder, tmp_path, 3), "attack") for f in (read_nbaiot, unscaled))
+    before, raw = unchanged(folder, "family", device=3), unscaled(folder)
     held = int(raw.test.x[raw.test.y == 0][0, 113])
-    change(tmp_path / "3.benign.csv", held + 1, 5, "1e9")
-    after = read_nbaiot(tmp_path, "attack")
+    change(copy(folder, tmp_path, 3) / "3.benign.csv", held + 1, 5, "1e9")
+    after = read_nbaiot(tmp_path, "family", device=3)
     assert torch.equal(after.train.x, before.train.x)
     assert after.test.x[:, 5].max() == 1 and before.test.x[:, 5].max() < 1
 
@@ -260,33 +260,27 @@ def test_files_that_are_missing(folder: Path, tmp_path: Path) -> None:
 # A federation
 
 
-def test_clients_are_devices(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "nbaiot").mkdir()
-    copy(folder, tmp_path / "nbaiot", 1, 3)
-    data = NBaIoT("binary", root=str(tmp_path), clients=2, partition=Natural(), batch_size=16)
-    made = trainer(rounds=2, max_epochs=2, evaluate_every=9)
-    made.fit(classifier(lr=0.2), data)
-    ids = data.federated.train.ids
-    assert ids is not None
-    assert [ids[rows].unique().tolist() for rows in data.federated.train.rows] == [[1], [3]]
+def test_clients_are_devices_and_the_test_split_is_the_same_in_every_run(folder: Path) -> None:
+    kwargs = {"clients": 2, "partition": Natural(), "batch_size": 16, "seed": 7}
+    data = NBaIoT("attack", root=str(folder), **kwargs)
+    made = trainer(rounds=3, max_epochs=5, evaluate_every=9)
+    made.fit(classifier(lr=0.5), data)
+    train, test = data.federated.train, data.federated.test
+    assert train.ids is not None
+    assert [train.ids[rows].unique().tolist() for rows in train.rows] == [[1], [3]]
+    expected = unchanged(folder, "attack")
+    assert torch.equal(train.x, expected.train.x) and torch.equal(test.x, expected.test.x)
     federation, *clients = made.test()
-    assert federation["accuracy"] > 0.85 and len(clients) == 2
+    assert federation["accuracy"] > 0.9 and len(clients) == 2
 
 
-def test_one_device_is_split_over_clients_and_the_test_split_is_the_same_in_every_run(
-    folder: Path,
-) -> None:
-    def federated(seed: int) -> FederatedData:
-        kwargs = {"clients": 4, "partition": Dirichlet(1.0), "seed": seed}
-        module = NBaIoT(device=3, root=str(folder), rows_per_file=10, **kwargs)
-        module.setup()
-        return module.federated
-
-    first, second = federated(1), federated(2)
-    assert torch.equal(first.train.x, second.train.x) and torch.equal(first.test.x, second.test.x)
-    assert not first.train.rows.values.equal(second.train.rows.values)
-    assert len(first.train.rows.values) + len(first.val.rows.values) == 6 * 8
-    assert len(first.test.rows.values) == 6 * 2
+def test_one_device_is_split_over_clients(folder: Path) -> None:
+    kwargs = {"device": 3, "clients": 4, "partition": Dirichlet(1.0)}
+    data = NBaIoT(root=str(folder), rows_per_file=10, **kwargs)
+    data.setup()
+    train, val, test = (getattr(data.federated, name).rows for name in ("train", "val", "test"))
+    assert len(train.values) + len(val.values) == 6 * 8 and len(test.values) == 6 * 2
+    assert len(train) == 4
 
 
 def test_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

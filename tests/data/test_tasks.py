@@ -26,7 +26,7 @@ from flsuite.data.loader import TrainLoader
 from flsuite.data.tasks import Arrangement, Groups, TaskData
 from flsuite.errors import FlsuiteError
 from flsuite.messages import POOLED
-from tests.conftest import classifier, equal_states, trainer
+from tests.conftest import classifier, equal_states, state, trainer
 
 ARRANGEMENTS: tuple[Arrangement, ...] = ("disjoint", "shuffled", "heterogeneous")
 CLASSES, CLIENTS = 8, 4
@@ -44,16 +44,8 @@ class Published(Synthetic):
 
 
 def table(kind: type[Synthetic] = Synthetic, **settings: Any) -> Synthetic:
-    return kind(
-        **{
-            "features": 7,
-            "classes": CLASSES,
-            "samples": 1000,
-            "clients": CLIENTS,
-            "batch_size": 16,
-            **settings,
-        }
-    )
+    sizes = {"features": 7, "classes": CLASSES, "samples": 1000, "clients": CLIENTS}
+    return kind(**{**sizes, "batch_size": 16, **settings})
 
 
 def module(
@@ -70,6 +62,13 @@ def task_data(data: FederatedDataModule | None = None, **settings: Any) -> TaskD
     found = module(data, **settings).federated
     assert isinstance(found, TaskData)
     return found
+
+
+def both(data: FederatedDataModule, **settings: Any) -> tuple[TaskData, FederatedData]:
+    """Return the data of the tasks, and the wrapped data."""
+    made = module(data, **settings)
+    assert isinstance(made.federated, TaskData)
+    return made.federated, made.data.federated
 
 
 def flat(groups: Groups) -> list[int]:
@@ -102,20 +101,13 @@ def test_every_client_meets_groups_of_the_given_size_and_no_class_twice(
         assert set(flat(groups)) <= set(range(CLASSES))
 
 
-def test_disjoint_is_one_order_for_all() -> None:
-    first, *others = task_data(arrangement="disjoint").sequences
-    assert all(groups == first for groups in others)
-
-
-def test_shuffled_is_one_pool_in_an_order_per_client() -> None:
-    sequences = task_data(arrangement="shuffled").sequences
-    assert len({frozenset(groups) for groups in sequences}) == 1 and len(set(sequences)) > 1
-
-
-def test_heterogeneous_groups_of_two_clients_may_overlap() -> None:
-    sequences = task_data(arrangement="heterogeneous").sequences
-    assert len({frozenset(groups) for groups in sequences}) > 1
-    pairs = [(a, b) for a in sequences[0] for groups in sequences[1:] for b in groups]
+def test_arrangements_differ_in_the_groups_and_their_order() -> None:
+    disjoint, shuffled, heterogeneous = (task_data(arrangement=a).sequences for a in ARRANGEMENTS)
+    assert len(set(disjoint)) == 1, "one order for all"
+    assert len({*map(frozenset, shuffled)}) == 1 and len(set(shuffled)) > 1, "one pool"
+    assert len({*map(frozenset, heterogeneous)}) > 1
+    first, *others = heterogeneous
+    pairs = [(a, b) for a in first for groups in others for b in groups]
     assert any(len(set(a) & set(b)) == 1 for a, b in pairs), "some in part"
 
 
@@ -163,9 +155,7 @@ def test_a_task_lasts_its_rounds_and_the_last_one_all_others() -> None:
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_a_client_trains_on_its_own_samples_of_the_group(arrangement: Arrangement) -> None:
-    made = module(table(partition=Dirichlet(5.0)), arrangement=arrangement)
-    data, whole = made.federated, made.data.federated
-    assert isinstance(data, TaskData)
+    data, whole = both(table(partition=Dirichlet(5.0)), arrangement=arrangement)
     for round in range(1, 7):
         view = data.at(round)
         assert view.train.x is whole.train.x
@@ -182,9 +172,7 @@ def test_a_client_trains_on_its_own_samples_of_the_group(arrangement: Arrangemen
 def test_the_test_split_is_of_the_classes_seen_and_a_clients_part_of_those_it_has_met(
     arrangement: Arrangement,
 ) -> None:
-    made = module(table(partition=Dirichlet(5.0)), arrangement=arrangement)
-    data, whole = made.federated, made.data.federated
-    assert isinstance(data, TaskData)
+    data, whole = both(table(partition=Dirichlet(5.0)), arrangement=arrangement)
     sizes = []
     for task in range(3):
         view = data.at(2 * task + 1)
@@ -195,18 +183,13 @@ def test_the_test_split_is_of_the_classes_seen_and_a_clients_part_of_those_it_ha
             own = whole.test.rows[client]
             own = own[isin(whole.test.y[own], met(data, client, task))]
             mine = view.test.rows[client]
-            assert (
-                len(own)
-                and view.test.x[mine].equal(whole.test.x[own])
-                and view.test.y[mine].equal(whole.test.y[own])
-            )
+            assert len(own) and view.test.x[mine].equal(whole.test.x[own])
+            assert view.test.y[mine].equal(whole.test.y[own])
     assert sizes[0] < len(whole.test) and sizes == sorted(sizes)
 
 
 def test_held_out_samples_are_of_the_classes_that_their_client_has_met() -> None:
-    made = module(table(val_fraction=0.3))
-    data, whole = made.federated, made.data.federated
-    assert isinstance(data, TaskData)
+    data, whole = both(table(val_fraction=0.3))
     for task in range(3):
         view = data.at(2 * task + 2)
         expected = []
@@ -219,19 +202,13 @@ def test_held_out_samples_are_of_the_classes_that_their_client_has_met() -> None
 
 
 def test_a_publishers_validation_split_is_cut_to_the_classes_seen() -> None:
-    made = module(table(Published), arrangement="disjoint")
-    data, whole = made.federated, made.data.federated
-    assert isinstance(data, TaskData) and whole.val is not None
+    data, whole = both(table(Published), arrangement="disjoint")
     assert data.val is whole.val, "the whole split is kept"
     for task in range(3):
         validation = data.at(2 * task + 1).val
         kept = isin(whole.val.y, list(met_by_any(data, task)))
-        assert (
-            validation is not None
-            and validation.x.equal(whole.val.x[kept])
-            and 0 < kept.sum() < len(kept)
-        )
-        assert not len(data.at(2 * task + 1).val.rows.values)
+        assert validation.x.equal(whole.val.x[kept]) and 0 < kept.sum() < len(kept)
+        assert not len(validation.rows.values)
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
@@ -246,9 +223,7 @@ def test_a_view_says_where_the_federation_is(arrangement: Arrangement) -> None:
 
 
 def test_the_whole_is_all_that_clients_will_meet() -> None:
-    made = module(table(val_fraction=0.3))
-    data, whole = made.federated, made.data.federated
-    assert isinstance(data, TaskData)
+    data, whole = both(table(val_fraction=0.3))
     for client in range(CLIENTS):
         for name in ("train", "val", "test"):
             split, kept = getattr(whole, name), getattr(data, name)
@@ -275,10 +250,7 @@ def test_a_pickle_leaves_the_view_behind() -> None:
     view = data.at(3)
     found = pickle.loads(pickle.dumps(data))
     assert data.at(3) is view and data._views and not found._views
-    assert isinstance(found, TaskData) and (found.sequences, found.starts) == (
-        data.sequences,
-        data.starts,
-    )
+    assert (found.sequences, found.starts) == (data.sequences, data.starts)
     same(found, data)
     same(found.at(3), view)
 
@@ -286,9 +258,7 @@ def test_a_pickle_leaves_the_view_behind() -> None:
 def test_the_view_on_another_device_is_the_same() -> None:
     data = task_data()
     moved = data.to(torch.device("meta"))
-    assert (
-        isinstance(moved, TaskData) and moved.sequences == data.sequences and moved.train.x.is_meta
-    )
+    assert moved.sequences == data.sequences and moved.train.x.is_meta
     assert moved.starts == data.starts and not moved._views
 
 
@@ -315,14 +285,11 @@ def test_one_task_of_all_classes_is_the_wrapped_data() -> None:
 
 
 def test_one_task_of_all_classes_trains_as_the_wrapped_data_does() -> None:
-    plain, tasks = trainer(rounds=3), trainer(rounds=3)
-    plain.fit(classifier(), table(partition=Dirichlet(0.3)))
-    tasks.fit(
-        classifier(),
-        TaskSequence(table(partition=Dirichlet(0.3)), tasks=1, classes_per_task=CLASSES),
-    )
-    assert plain.federation is not None and tasks.federation is not None
-    assert equal_states(plain.federation.state, tasks.federation.state)
+    plain, tasks = trainer(rounds=2), trainer(rounds=2)
+    data = table(partition=Dirichlet(0.3))
+    plain.fit(classifier(), data)
+    tasks.fit(classifier(), TaskSequence(data, tasks=1, classes_per_task=CLASSES))
+    assert equal_states(state(plain), state(tasks))
     assert plain.test() == tasks.test() and plain.validate() == tasks.validate()
 
 
@@ -361,9 +328,7 @@ class Labels(FederatedDataModule):
     """Data with two labels per sample."""
 
     def load(self) -> PublishedSplits:
-        arrays = DataSplit(
-            torch.randn(20, 3), torch.arange(40).reshape(20, 2).remainder(3).eq(0).to(torch.uint8)
-        )
+        arrays = DataSplit(torch.randn(20, 3), (torch.arange(40) % 3 == 0).view(20, 2).byte())
         return PublishedSplits(DataSpec((3,), 2, "multilabel"), arrays, arrays)
 
 

@@ -52,19 +52,19 @@ def random(*shape: int, client: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def shares(jacobians: Sequence[Tensor]) -> Tensor:
+def moments(models: Sequence[Tensor], jacobians: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean of the models, the mean Fisher matrix S, and its target."""
+    fishers = [rows.T @ rows / len(rows) for rows in jacobians]
     samples = torch.tensor([len(rows) for rows in jacobians], dtype=torch.float64)
-    return samples / samples.sum()
+    terms = list(zip(samples / samples.sum(), fishers, models, strict=True))
+    mean, fisher = sum(p * w for p, _, w in terms), sum(p * f for p, f, _ in terms)
+    return mean, fisher, sum(p * f @ w for p, f, w in terms)
 
 
 def descend(models: Sequence[Tensor], jacobians: Sequence[Tensor], steps: int) -> Tensor:
     """Return the minimum by lemma 1: gradient descent from the mean, with the matrix S."""
-    fishers = [rows.T @ rows / len(rows) for rows in jacobians]
-    p = shares(jacobians)
-    mean = sum(share * w for share, w in zip(p, models, strict=True))
-    target = sum(s * f @ w for s, f, w in zip(p, fishers, models, strict=True))
-    block = Dense(mean, target, sum(s * f for s, f in zip(p, fishers, strict=True)))
-
+    mean, fisher, target = moments(models, jacobians)
+    block = Dense(mean, target, fisher)
     path = gradient_descent(block.product, block.residual, block.largest())
     return mean + next(islice(path, steps - 1, None))
 
@@ -105,9 +105,8 @@ def test_training_is_gradient_descent_of_each_client_alone() -> None:
 
 def test_training_can_go_on() -> None:
     clients, start = draw_clients(2), draw_network(2, width=8, kappa=1.0)
-    assert torch.equal(
-        train(train(start, clients, 2), clients, 3).weights, train(start, clients, 5).weights
-    )
+    parts, whole = train(train(start, clients, 2), clients, 3), train(start, clients, 5)
+    assert torch.equal(parts.weights, whole.weights)
     assert torch.equal(train(start, clients, 0).weights[4], start.weights)
 
 
@@ -129,16 +128,11 @@ def test_the_form_by_samples_is_gradient_descent_with_the_full_fisher(
 
 
 def test_with_more_samples_than_parameters_it_is_the_one_minimum() -> None:
-    samples = (9, 14, 5)
-    jacobians = [random(n, 6, client=i) for i, n in enumerate(samples)]
+    jacobians = [random(n, 6, client=i) for i, n in enumerate((9, 14, 5))]
     models = [random(6, client=i) for i in range(3)]
-    fishers = [rows.T @ rows / len(rows) for rows in jacobians]
-    p = shares(jacobians)
-    s = sum(share * f for share, f in zip(p, fishers, strict=True))
-    b = sum(share * f @ w for share, f, w in zip(p, fishers, models, strict=True))
-    torch.testing.assert_close(
-        fuse(models, jacobians), torch.linalg.solve(s, b), rtol=1e-12, atol=1e-12
-    )
+    _, fisher, target = moments(models, jacobians)
+    expected = torch.linalg.solve(fisher, target)
+    torch.testing.assert_close(fuse(models, jacobians), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_of_linear_models_it_is_pooled_least_squares() -> None:
@@ -153,16 +147,10 @@ def test_of_linear_models_it_is_pooled_least_squares() -> None:
     torch.testing.assert_close(fuse(models, inputs), pooled, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("samples", [2, 30])
-def test_equal_clients_return_their_model(samples: int) -> None:
-    rows, model = random(samples, 12), random(12, client=1)
-    torch.testing.assert_close(fuse([model] * 3, [rows] * 3), model, rtol=0, atol=1e-13)
-
-
-def test_equal_models_with_other_data_stay_as_well() -> None:
-    model = random(12)
-    jacobians = [random(n, 12, client=n) for n in (1, 4, 9)]
-    torch.testing.assert_close(fuse([model] * 3, jacobians), model, rtol=0, atol=1e-13)
+@pytest.mark.parametrize("samples", [(2, 2, 2), (30, 30, 30), (1, 4, 9)])
+def test_equal_clients_return_their_model(samples: tuple[int, ...]) -> None:
+    rows, model = [random(n, 12, client=n) for n in samples], random(12)
+    torch.testing.assert_close(fuse([model] * 3, rows), model, rtol=0, atol=1e-13)
 
 
 def test_dependent_rows_and_dead_networks_keep_the_mean_where_nothing_is_known() -> None:
@@ -185,15 +173,13 @@ def test_inputs_have_norm_one_and_clients_differ() -> None:
 
 def test_the_training_error_is_the_mean_loss_over_all_clients() -> None:
     clients, network = draw_clients(1), draw_network(1, width=4, kappa=0.5)
-    losses = [
-        nn.functional.mse_loss(outputs(network, x), y) / 2
-        for x, y in zip(clients.x, clients.y, strict=True)
-    ]
-    assert training_error(network, clients) == pytest.approx(float(sum(losses)) / 5, rel=1e-12)
+    pairs = zip(clients.x, clients.y, strict=True)
+    losses = [float(nn.functional.mse_loss(outputs(network, x), y)) / 2 for x, y in pairs]
+    assert training_error(network, clients) == pytest.approx(sum(losses) / 5, rel=1e-12)
 
 
 def test_a_row_depends_on_its_own_seed_width_and_steps_alone() -> None:
-    whole = synthetic_table([1, 2], widths=[4, 8], steps=[1, 3, 9])
+    whole = synthetic_table([1, 2], widths=[4, 8], steps=[1, 3, 9], kappas=[1.0, 0.3])
     part = synthetic_table([2], widths=[8], steps=[9], kappas=[0.3])
     assert len(whole) == 2 * 2 * 2 * (2 + 3) and len(part) == 4
     keys = ["kappa", "varied", "seed", "width", "steps", "method"]
@@ -203,31 +189,23 @@ def test_a_row_depends_on_its_own_seed_width_and_steps_alone() -> None:
 
 
 def test_more_steps_may_be_given_in_any_order() -> None:
-    one, other = (synthetic_table([1], widths=[], steps=steps) for steps in ([2, 5], [5, 2]))
+    one, other = (
+        synthetic_table([1], widths=[], steps=steps, kappas=[0.3]) for steps in ([2, 5], [5, 2])
+    )
     pd.testing.assert_frame_equal(one, other)
 
 
 def test_the_summary_has_mean_spread_and_range() -> None:
-    table = pd.DataFrame(
-        {
-            "kappa": 1.0,
-            "varied": "width",
-            "seed": [1, 2],
-            "width": 4,
-            "steps": 256,
-            "method": "FedAvg",
-            "error": [0.1, 0.3],
-        }
-    )
+    fields = {"kappa": 1.0, "varied": "width", "seed": [1, 2], "width": 4, "steps": 256}
+    table = pd.DataFrame({**fields, "method": "FedAvg", "error": [0.1, 0.3]})
     row = summary(table).iloc[0]
-    assert row["seeds"] == 2
-    assert row[["mean", "std", "least", "largest"]].tolist() == pytest.approx(
-        [0.2, 0.1 * math.sqrt(2), 0.1, 0.3]
-    )
+    expected = [2, 0.2, 0.1 * math.sqrt(2), 0.1, 0.3]
+    found = row[["seeds", "mean", "std", "least", "largest"]].tolist()
+    assert found == pytest.approx(expected)
 
 
 def test_the_figure_has_a_row_per_kappa_with_both_methods() -> None:
-    table = synthetic_table([1, 2], widths=[4, 16], steps=[1, 4], kappas=[1.0, 0.3])
+    table = synthetic_table([1, 2], widths=[4, 8], steps=[1, 2], kappas=[1.0, 0.3])
     panels = synthetic_figure(table).axes
     assert [panel.get_xlabel() for panel in panels] == ["", "", "width m", "local steps K"]
 
