@@ -31,17 +31,16 @@ from flsuite.attacks import (
     SignFlip,
 )
 from flsuite.commands.fit import build
-from flsuite.engines import InProcess, Processes
+from flsuite.engines import Processes
 from flsuite.errors import FlsuiteError
 from flsuite.exchange import PairwiseMasks, TopK
 from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
-from flsuite.schedules import Asynchronous, Stragglers, Synchronous
+from flsuite.schedules import Asynchronous, Stragglers
 from flsuite.trainer import FederatedTrainer
 from tests.aggregators.federations import Updates
 from tests.commands.command import QUICKSTART
 from tests.conftest import classifier, digits, equal_states, mostly_long, state, table, trainer
-from tests.runs.killing import kill_and_resume, table_of
 
 WHO = [1, 3]
 ATTACKS: dict[str, Attack] = {
@@ -81,31 +80,6 @@ def test_every_engine_and_a_resumed_run_end_with_the_same_bits(
     resumed = fitted(attack, ckpt_path="last", run_dir=str(tmp_path))
     assert equal_states(state(whole), state(resumed))
     assert resumed.test() == scores
-
-
-def long_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> FederatedTrainer:
-    """Fit a federation whose attackers draw noise and keep notes."""
-    torch.set_num_threads(1)
-    made = trainer(
-        rounds=10,
-        schedule=Synchronous(0.6),
-        engine=engine,
-        evaluate_every=5,
-        attack=FreeRider(fraction=0.4, last_change=True, noise=0.01),
-        run_dir=folder,
-    )
-    made.fit(classifier(), digits(), ckpt_path=ckpt_path)
-    return made
-
-
-@pytest.mark.long
-def test_killed_and_resumed_equals_never_stopped(tmp_path: Path) -> None:
-    whole = long_run(str(tmp_path / "whole"), InProcess(), ckpt_path=None)
-    resumed = kill_and_resume(long_run, tmp_path / "killed", InProcess(), kills=1, rounds=10)
-    assert equal_states(state(whole), state(resumed))
-    assert table_of(tmp_path / "killed", "virtual_s").equals(
-        table_of(tmp_path / "whole", "virtual_s")
-    )
 
 
 def test_an_asynchronous_run_with_attackers_has_the_same_bits_on_every_engine() -> None:
@@ -271,61 +245,56 @@ def test_a_resume_with_another_attack_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "kwargs", "message"),
     [
-        (lambda: SignFlip(), "SignFlip: give either clients"),
-        (lambda: SignFlip([0], fraction=0.2), "SignFlip: give either clients"),
-        (lambda: GaussianNoise(fraction=1.5), "fraction must be from 0 to 1, got 1.5"),
-        (lambda: LabelFlip(fraction=-0.1), "fraction must be from 0 to 1, got -0.1"),
-        (lambda: FreeRider([5]), "FreeRider: clients names 5"),
-        (lambda: FreeRider([-1]), "FreeRider: clients names -1"),
-        (lambda: FreeRider([0.5]), "FreeRider: clients names 0.5"),
-        (lambda: FreeRider(["a"]), "FreeRider: clients names 'a'"),
-        (lambda: InnerProduct([1, 1]), "names a client twice"),
-        (lambda: SignFlip(fraction=0.05), "a fraction of 0.05 of 5 clients is 0 clients"),
-        (lambda: ScaledUpdate([0], boost=float("nan")), "boost must be at least 0"),
-        (lambda: ALittleIsEnough([0], z=-1.0), "z must be at least 0"),
-        (lambda: ALittleIsEnough([0], knows="honest"), "knows must be one of attackers, all"),
-        (lambda: InnerProduct([0], epsilon=-1.0), "epsilon must be at least 0"),
-        (lambda: PixelBackdoor([0], target=-1), "target must be at least 0"),
-        (lambda: PixelBackdoor([0], size=0), "size must be at least 1"),
-        (lambda: PixelBackdoor([0], value=1.5), "value must be from 0 to 1"),
-        (lambda: PixelBackdoor([0], share=-0.5), "share must be from 0 to 1"),
+        (SignFlip, {}, "SignFlip: give either clients"),
+        (SignFlip, {"clients": [0], "fraction": 0.2}, "SignFlip: give either clients"),
+        (GaussianNoise, {"fraction": 1.5}, "fraction must be from 0 to 1, got 1.5"),
+        (LabelFlip, {"fraction": -0.1}, "fraction must be from 0 to 1, got -0.1"),
+        (FreeRider, {"clients": [5]}, "FreeRider: clients names 5"),
+        (FreeRider, {"clients": [-1]}, "FreeRider: clients names -1"),
+        (FreeRider, {"clients": [0.5]}, "FreeRider: clients names 0.5"),
+        (FreeRider, {"clients": ["a"]}, "FreeRider: clients names 'a'"),
+        (InnerProduct, {"clients": [1, 1]}, "names a client twice"),
+        (SignFlip, {"fraction": 0.05}, "a fraction of 0.05 of 5 clients is 0 clients"),
+        (ScaledUpdate, {"clients": [0], "boost": float("nan")}, "boost must be at least 0"),
+        (ALittleIsEnough, {"clients": [0], "z": -1.0}, "z must be at least 0"),
+        (ALittleIsEnough, {"clients": [0], "knows": "honest"}, "one of attackers, all"),
+        (InnerProduct, {"clients": [0], "epsilon": -1.0}, "epsilon must be at least 0"),
+        (PixelBackdoor, {"clients": [0], "target": -1}, "target must be at least 0"),
+        (PixelBackdoor, {"clients": [0], "size": 0}, "size must be at least 1"),
+        (PixelBackdoor, {"clients": [0], "value": 1.5}, "value must be from 0 to 1"),
+        (PixelBackdoor, {"clients": [0], "share": -0.5}, "share must be from 0 to 1"),
     ],
 )
 def test_attackers_that_cannot_be_are_refused_before_training(
-    make: Any, message: str, tmp_path: Path
+    make: Any, kwargs: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(FlsuiteError, match=message):
-        fitted(make(), rounds=1, run_dir=str(tmp_path / "run"))
+        fitted(make(**kwargs), rounds=1, run_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
+BUFFERED = {"aggregator": FedBuff(), "schedule": Asynchronous(concurrency=2)}
+
+
 @pytest.mark.parametrize(
-    ("attack", "kwargs", "message"),
+    ("make", "kwargs", "message"),
     [
-        (SignFlip(WHO), {"aggregator": Centralized()}, "Centralized trains on pooled data"),
-        (
-            InnerProduct(WHO),
-            {"aggregator": FedBuff(), "schedule": Asynchronous(concurrency=2)},
-            "InnerProduct needs current models",
-        ),
-        (InnerProduct(WHO), {"compression": TopK()}, "plain updates, but TopK encodes"),
-        (ALittleIsEnough(WHO), {"secure_sum": PairwiseMasks()}, "PairwiseMasks shows .* a sum"),
-        (SignFlip(WHO), {"aggregator": LocalOnly()}, "SignFlip needs shared parameters"),
-        (
-            InnerProduct(WHO),
-            {"model": classifier(private=["*"])},
-            "InnerProduct needs shared parameters",
-        ),
-        (SignFlip(WHO), {"keep_updates": True}, "keep_updates and from_updates need models as"),
+        (SignFlip, {"aggregator": Centralized()}, "Centralized trains on pooled data"),
+        (InnerProduct, BUFFERED, "InnerProduct needs current models"),
+        (InnerProduct, {"compression": TopK()}, "plain updates, but TopK encodes"),
+        (ALittleIsEnough, {"secure_sum": PairwiseMasks()}, "PairwiseMasks shows .* a sum"),
+        (SignFlip, {"aggregator": LocalOnly()}, "SignFlip needs shared parameters"),
+        (InnerProduct, {"model": classifier(private=["*"])}, "needs shared parameters"),
+        (SignFlip, {"keep_updates": True}, "keep_updates and from_updates need models as"),
     ],
 )
 def test_what_an_attack_does_not_go_with_is_refused(
-    attack: Attack, kwargs: dict[str, Any], message: str, tmp_path: Path
+    make: Any, kwargs: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(FlsuiteError, match=message):
-        fitted(attack, rounds=1, run_dir=str(tmp_path / "run"), **kwargs)
+        fitted(make(WHO), rounds=1, run_dir=str(tmp_path / "run"), **kwargs)
     assert not (tmp_path / "run").exists()
 
 

@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 from flsuite.analysis import read_metrics
 from flsuite.attacks import Attack, LabelFlip, PixelBackdoor
 from flsuite.callbacks import FederationCallback
-from flsuite.commands.main import main
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, FromDataset, PublishedSplits
 from flsuite.data.loader import TrainLoader
 from flsuite.errors import FlsuiteError
@@ -24,6 +23,7 @@ from flsuite.random import torch_generator
 from flsuite.runs.summary import print_summary
 from flsuite.trainer import FederatedTrainer
 from tests.aggregators.federations import table_data
+from tests.commands.command import cli
 from tests.conftest import classifier, digits, equal_states, trainer
 from tests.plain import Net, Reader, Regression, slope
 from tests.test_plain_models import points, sentences
@@ -191,24 +191,25 @@ def test_labels_are_marked_where_a_sample_has_several() -> None:
     assert trial.hits(torch.tensor([[0.9, 0.1, 0.6, 0.2], [0.9, 0.1, 0.4, 0.2]])).tolist() == [1, 0]
 
 
-def test_a_backdoor_in_images_that_their_dataset_has_transformed() -> None:
-    x = torch.randn(60, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-    images = TensorDataset(x, torch.arange(60) % 4)
-    data = FromDataset(images, images, clients=2, batch_size=10)
-    attack = configured(PixelBackdoor([0], target=1, value=0.75, share=1.0), data)
-    changed, y = poisoned(attack, x, torch.arange(60) % 4)
-    assert bool((changed[:, :, -3:, -3:] == 0.75).all()) and y.unique().tolist() == [1]
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_a_backdoor_in_images_that_their_dataset_gives_as_bytes(in_memory: bool) -> None:
-    x = torch.randint(100, (60, 3, 6, 6), dtype=torch.uint8)
+@pytest.mark.parametrize(
+    ("x", "value", "seen", "in_memory"),
+    [
+        (torch.randn(60, 3, 6, 6), 0.75, 0.75, True),
+        (torch.randint(100, (60, 3, 6, 6), dtype=torch.uint8), 0.8, 204, True),
+        (torch.randint(100, (60, 3, 6, 6), dtype=torch.uint8), 0.8, 204, False),
+    ],
+    ids=["transformed", "bytes", "bytes read anew"],
+)
+def test_a_backdoor_in_images_of_a_dataset(
+    x: Tensor, value: float, seen: float, in_memory: bool
+) -> None:
     images = TensorDataset(x, torch.arange(60) % 4)
     kwargs = {"labels": lambda sample: int(sample[1]), "in_memory": in_memory}
     data = FromDataset(images, images, clients=2, batch_size=10, **kwargs)
-    attack = configured(PixelBackdoor([0], target=1, value=0.8, share=1.0), data)
-    changed, _ = poisoned(attack, x, torch.arange(60) % 4)
-    assert changed.dtype == torch.uint8 and bool((changed[:, :, -3:, -3:] == 204).all())
+    attack = configured(PixelBackdoor([0], target=1, value=value, share=1.0), data)
+    changed, y = poisoned(attack, x, torch.arange(60) % 4)
+    assert changed.dtype == x.dtype and y.unique().tolist() == [1]
+    assert bool((changed[:, :, -3:, -3:] == seen).all())
 
 
 @pytest.fixture(scope="module")
@@ -225,49 +226,39 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> FederatedTrainer:
     return made
 
 
-@pytest.fixture
-def backdoored(attacked: FederatedTrainer) -> Path:
-    return attacked.run.folder.path
-
-
-def test_the_success_rate_is_in_the_table_at_every_evaluation(backdoored: Path) -> None:
-    table = read_metrics(backdoored)
-    rows = table[(table["metric"] == "backdoor_success") & (table["scope"] == "global")]
-    found = {*zip(rows["round"], rows["split"], strict=True)}
-    assert found == {(2, "test"), (2, "val"), (4, "test"), (4, "val")} and len(rows) == 4
-    assert rows["value"].between(0, 1).all()
-    last = rows[(rows["round"] == 4) & (rows["split"] == "test")]["value"].item()
-    assert last > 0.8
-
-
-def test_loggers_and_the_final_table_have_the_success_rate(
-    attacked: FederatedTrainer, backdoored: Path, capsys: pytest.CaptureFixture[str]
+def test_the_success_rate_is_in_tables_loggers_and_reports(
+    attacked: FederatedTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logged = pd.read_csv(backdoored / "log" / "metrics.csv")
+    folder = attacked.run.folder.path
+    table = read_metrics(folder)
+    rows = table[(table["metric"] == "backdoor_success") & (table["scope"] == "global")]
+    values = dict(zip(zip(rows["round"], rows["split"], strict=True), rows["value"], strict=True))
+    assert {*values} == {(2, "test"), (2, "val"), (4, "test"), (4, "val")} and len(rows) == 4
+    assert rows["value"].between(0, 1).all() and values[4, "test"] > 0.8
+
+    logged = pd.read_csv(folder / "log" / "metrics.csv")
     assert logged["test/backdoor_success"].notna().sum() == 2
-    settings = yaml.safe_load((backdoored / "log" / "hparams.yaml").read_text())
+    settings = yaml.safe_load((folder / "log" / "hparams.yaml").read_text())
     assert settings["attackers"] == [0, 1, 2]
     print_summary(attacked.run.summary, None)
     assert "backdoor success" in capsys.readouterr().out
 
-
-def test_the_report_compares_by_the_success_rate(
-    backdoored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit:
-        main(["report", str(backdoored), "--metric", "backdoor_success", "--output", str(tmp_path)])
-    assert exit.value.code == 0 and "backdoor_success" in capsys.readouterr().out
+    assert (
+        cli("report", str(folder), "--metric", "backdoor_success", "--output", str(tmp_path)) == 0
+    )
+    assert "backdoor_success" in capsys.readouterr().out
     assert pd.read_csv(tmp_path / "report.csv")["last"].item() > 0.8
 
 
-def test_other_scores_of_a_state_are_those_without_an_attack(backdoored: Path) -> None:
-    checkpoint = str(backdoored / "checkpoints" / "last.ckpt")
-    attacked, honest = (
-        trainer(attack=attack).test(classifier(), digits(), ckpt_path=checkpoint)
-        for attack in (PixelBackdoor([0, 1, 2], target=3, boost=2.0), None)
+def test_other_scores_of_a_state_are_those_without_an_attack(attacked: FederatedTrainer) -> None:
+    checkpoint = str(attacked.run.folder.path / "checkpoints" / "last.ckpt")
+    attack = PixelBackdoor([0, 1, 2], target=3, boost=2.0)
+    with_attack, honest = (
+        trainer(attack=one).test(classifier(), digits(), ckpt_path=checkpoint)
+        for one in (attack, None)
     )
-    assert "backdoor_success" not in honest[0] and attacked[0].pop("backdoor_success") > 0.8
-    assert attacked == honest
+    assert "backdoor_success" not in honest[0] and with_attack[0].pop("backdoor_success") > 0.8
+    assert with_attack == honest
 
 
 # Refusals

@@ -38,16 +38,10 @@ def test_all_data(tmp_path: Path) -> None:
     write_leaf(tmp_path / "all_data_0.json", dict([first]))
     write_leaf(tmp_path / "all_data_1.json", dict(others))
     source = FEMNIST(root=tmp_path).load()
-    assert (
-        source.spec.shape == (1, 28, 28)
-        and source.spec.num_classes == len(source.spec.class_names) == 62
-    )
+    assert source.spec.shape == (1, 28, 28) and source.val is None
+    assert source.spec.num_classes == len(source.spec.class_names) == 62
     assert [source.spec.class_names[k] for k in (0, 10, 36)] == ["0", "A", "a"]
-    assert (
-        source.train.x.shape == (30, 28, 28, 1)
-        and source.train.x.dtype == torch.uint8
-        and source.val is None
-    )
+    assert source.train.x.shape == (30, 28, 28, 1) and source.train.x.dtype == torch.uint8
     assert source.train.x.unique().tolist() == [51, 255]
     assert source.train.y.dtype == torch.int64
     assert source.train.ids is not None and source.test.ids is not None
@@ -95,12 +89,9 @@ def test_clients_are_writers(tmp_path: Path) -> None:
     assert data.spec.shape == (1, 28, 28)
 
 
-def test_missing(tmp_path: Path) -> None:
+def test_missing_or_too_few(tmp_path: Path) -> None:
     with pytest.raises(FlsuiteError, match=r"not in .*preprocess\.sh.*npz.*data\.root"):
         FEMNIST(root=str(tmp_path)).setup()
-
-
-def test_too_few_for_a_test_split(tmp_path: Path) -> None:
     write_leaf(tmp_path / "all_data_0.json", {"f0001_41": 4})
     with pytest.raises(FlsuiteError, match="five samples"):
         FEMNIST(root=tmp_path).load()
@@ -127,19 +118,15 @@ def test_damaged_content(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["all_data_0.json", "femnist.npz"])
-@pytest.mark.parametrize("content", [b"", b"{", b"\x93NUMPY", b"\xff\xfe\x00"])
-def test_damaged_file(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(FlsuiteError, match=f"{name} is damaged"):
-        FEMNIST(root=tmp_path).load()
+def test_damaged_file(tmp_path: Path, name: str) -> None:
+    for content in (b"", b"{", b"\x93NUMPY", b"\xff\xfe\x00"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(FlsuiteError, match=f"{name} is damaged"):
+            FEMNIST(root=tmp_path).load()
 
 
 def test_damaged_arrays(tmp_path: Path) -> None:
-    np.savez(
-        tmp_path / "femnist.npz",
-        X=np.zeros((4, 784), np.uint8),
-        y=np.zeros(4, int),
-        writers=np.zeros(3, int),
-    )
+    x, y, writers = np.zeros((4, 784), np.uint8), np.zeros(4, int), np.zeros(3, int)
+    np.savez(tmp_path / "femnist.npz", X=x, y=y, writers=writers)
     with pytest.raises(FlsuiteError, match="writers have shape"):
         FEMNIST(root=tmp_path).load()

@@ -168,8 +168,7 @@ def test_an_array_may_be_flipped_or_in_another_byte_order() -> None:
             x, y = super().__getitem__(number)
             return x.astype(">f4")[:, ::-1], y
 
-    data = split(Odd(), Odd())
-    assert torch.equal(data.train.x[:, 0, 0], torch.arange(40.0))
+    assert torch.equal(split(Odd(), Odd()).train.x[:, 0, 0], torch.arange(40.0))
 
 
 @pytest.mark.parametrize(
@@ -193,17 +192,11 @@ def test_classes_are_read_where_the_training_samples_alone_are_in_memory() -> No
     assert isinstance(data.test, StoredSplit) and data.spec.task == "multiclass"
 
 
-def test_tensors_are_not_copied() -> None:
-    train = blobs(50, 0)
-    data = split(train, blobs(20, 1), val=blobs(10, 2))
-    assert data.train.x.data_ptr() == train.tensors[0].data_ptr()
-    assert data.val is not None and len(data.val) == 10
-
-
-def test_bytes_reach_the_model_as_they_are() -> None:
+def test_tensors_are_not_copied_and_bytes_reach_the_model_as_they_are() -> None:
     images = torch.randint(256, (20, 3, 4, 4), dtype=torch.uint8)
     both = TensorDataset(images, torch.arange(20) % 2)
-    data = split(both, both, in_memory=None)
+    data = split(both, both, val=both, in_memory=None)
+    assert data.train.x.data_ptr() == images.data_ptr() and len(data.val or ()) == 20
     (x, _), *_ = batches(data)
     assert x.dtype == torch.uint8 and x.shape[1:] == (3, 4, 4)
 
@@ -302,16 +295,17 @@ class NoTest(LightningDataModule):
 class Lists(NoTest):
     """Returns lists of loaders."""
 
+    val: Any = []
+
     def val_dataloader(self) -> Any:
-        return []
+        return self.val
 
     def test_dataloader(self) -> Any:
         return [DataLoader(blobs(12, 1), batch_size=4)]
 
 
 class Two(Lists):
-    def val_dataloader(self) -> Any:
-        return [DataLoader(blobs(12, 1)), DataLoader(blobs(12, 2))]
+    val = [DataLoader(blobs(12, 1)), DataLoader(blobs(12, 2))]
 
 
 class Batched(Lists):
@@ -337,12 +331,9 @@ class Stream(IterableDataset):
         return iter(blobs(4, 0))
 
 
-class Streams(NoTest):
+class Streams(Lists):
     def train_dataloader(self) -> DataLoader:
         return DataLoader(Stream())
-
-    def test_dataloader(self) -> DataLoader:
-        return DataLoader(blobs(4, 0))
 
 
 class Transfers(Blobs):

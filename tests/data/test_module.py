@@ -132,15 +132,8 @@ def test_the_servers_samples_depend_on_the_seed_alone(kwargs: dict[str, Any]) ->
     assert not first.x.equal(third.x)
 
 
-def test_without_samples_of_the_server_nothing_changes() -> None:
-    one, two = made().federated, made(server_samples=0).federated
-    assert one.train.x.equal(two.train.x) and one.scaling.scale.equal(two.scaling.scale)
-    assert one.train.rows.values.equal(two.train.rows.values)
-
-
 def test_the_server_takes_its_part_of_a_fixed_subset() -> None:
-    subset, data = made(train_samples=50).federated, made(train_samples=50, server_samples=20)
-    split = data.federated
+    subset, split = (made(train_samples=50, server_samples=n).federated for n in (0, 20))
     assert split.server is not None and len(split.train) == 30
     together = torch.cat([split.train.x, split.server.x]).flatten(1)
     assert together.unique(dim=0).equal(subset.train.x.flatten(1).unique(dim=0))
@@ -149,9 +142,8 @@ def test_the_server_takes_its_part_of_a_fixed_subset() -> None:
 def test_a_part_of_the_test_split_is_kept() -> None:
     few, whole = made(test_samples=20).federated, made().federated
     assert len(few.test) == 20 and few.train.x.equal(whole.train.x)
-    assert {row.numpy().tobytes() for row in few.test.x} <= {
-        r.numpy().tobytes() for r in whole.test.x
-    }
+    rows = [{row.numpy().tobytes() for row in data.test.x} for data in (few, whole)]
+    assert rows[0] <= rows[1]
 
 
 class LargerTests(Images):
@@ -212,14 +204,13 @@ def test_parts_of_the_training_split_share_no_sample() -> None:
 
 
 def test_a_part_is_counted_before_its_samples() -> None:
-    first, whole = made(train_part=(0.5, 1.0), train_samples=20), made(train_part=(0.5, 1.0))
-    kept, all_of_it = first.federated.train.x.flatten(1), whole.federated.train.x.flatten(1)
-    assert len(kept) == 20
-    assert all((all_of_it == sample).all(1).any() for sample in kept)
-    assert made(train_samples=40).federated.train.x.equal(
-        made(train_part=(0.0, 1 / 3)).federated.train.x
-    ), "the first samples in the same order"
-    assert made(train_part=(0.0, 1.0)).federated.train.x.equal(made().federated.train.x)
+    def rows(**kwargs: Any) -> Tensor:
+        return made(**kwargs).federated.train.x.flatten(1)
+
+    first, whole = (rows(train_part=(0.5, 1.0), train_samples=n) for n in (20, None))
+    assert len(first) == 20 and all((whole == sample).all(1).any() for sample in first)
+    assert rows(train_samples=40).equal(rows(train_part=(0.0, 1 / 3))), "in the same order"
+    assert rows(train_part=(0.0, 1.0)).equal(rows())
 
 
 # Test samples
@@ -232,13 +223,12 @@ def test_test_samples_follow_each_clients_class_mix(alpha: float) -> None:
     data = module.federated
     rows = data.test.rows.values
     assert len(rows.unique()) == len(rows) == 360, "every sample goes to exactly one client"
-    train = torch.stack(
-        [torch.bincount(data.train.y[data.train.rows[c]], minlength=10) for c in range(8)]
-    ).double()
-    test = torch.stack(
-        [torch.bincount(data.test.y[data.test.rows[c]], minlength=10) for c in range(8)]
-    ).double()
-    expected = train / train.sum(0) * torch.bincount(data.test.y, minlength=10)
+
+    def counts(split: DataSplit) -> Tensor:
+        return torch.stack([split.y[own].bincount(minlength=10) for own in split.rows]).double()
+
+    train, test = counts(data.train), counts(data.test)
+    expected = train / train.sum(0) * data.test.y.bincount(minlength=10)
     assert (test - expected).abs().max() <= 1
     assert (test[train == 0] == 0).all(), "no test sample of a class without training samples"
 
@@ -247,19 +237,15 @@ def test_test_samples_follow_each_clients_class_mix(alpha: float) -> None:
 
 
 def test_resize() -> None:
-    module = made(resize=16)
+    module, plain = made(resize=16), made().federated
     data = module.federated
-    assert (
-        data.train.x.shape == (120, 16, 16, 3)
-        and data.train.x.dtype == torch.uint8
-        and data.test.x.shape[1:3] == (16, 16)
-    )
-    assert module.spec.shape == (3, 16, 16)
+    assert data.train.x.shape == (120, 16, 16, 3) and data.train.x.dtype == torch.uint8
+    assert data.test.x.shape[1:3] == (16, 16) and module.spec.shape == (3, 16, 16)
     batch, _ = next(iter(module.train_dataloader()))
     assert batch.shape == (16, 3, 16, 16)
-    means = [d.train.x.double().mean((0, 1, 2)) for d in (data, made().federated)]
+    means = [d.train.x.double().mean((0, 1, 2)) for d in (data, plain)]
     assert torch.allclose(*means, atol=1.0), "the mean brightness is kept"
-    assert made(resize=8).federated.train.x.equal(made().federated.train.x)
+    assert made(resize=8).federated.train.x.equal(plain.train.x)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -328,14 +314,14 @@ def test_tables_pass_through() -> None:
 # Batches
 
 
-def rows_of(module: Images, **kwargs: Any) -> list[list[int]]:
+def rows_of(module: Images, client: int = 0, seed: int = 0, round: int = 1, **kwargs: Any) -> Any:
     """Return the rows of each batch of an epoch, recognized by their pixels."""
-    loader = kwargs.pop("loader", None) or TrainLoader(module.federated, **kwargs)
-    known = {
-        module.federated.scaling(module.federated.train.x[i : i + 1]).numpy().tobytes(): i
-        for i in range(120)
-    }
-    return [[known[x[i : i + 1].numpy().tobytes()] for i in range(len(x))] for x, _ in loader]
+    loader = kwargs.pop("loader", None) or TrainLoader(
+        module.federated, client, seed, round, **kwargs
+    )
+    pixels = module.federated.scaling(module.federated.train.x)
+    known = {row.numpy().tobytes(): i for i, row in enumerate(pixels)}
+    return [[known[row.numpy().tobytes()] for row in x] for x, _ in loader]
 
 
 def flat(batches: list[list[int]]) -> list[int]:
@@ -353,18 +339,13 @@ def test_epochs_differ_and_repeat() -> None:
     again = TrainLoader(module.federated, 2, seed=5, round=3)
     torch.rand(3)  # draws elsewhere do not matter
     assert [rows_of(module, loader=again), rows_of(module, loader=again)] == [first, second]
-    assert (
-        rows_of(module, client=2, seed=6, round=3)
-        != first
-        != rows_of(module, client=2, seed=5, round=4)
-    )
+    assert rows_of(module, 2, seed=6, round=3) != first != rows_of(module, 2, seed=5, round=4)
 
 
 def test_a_number_of_batches_instead_of_a_pass() -> None:
     module = made()
-    few, many = (rows_of(module, client=0, seed=0, round=1, batches=n) for n in (1, 7))
+    few, many, whole = (rows_of(module, batches=n) for n in (1, 7, None))
     assert [len(batch) for batch in few] == [16] and len(many) == 7
-    whole = rows_of(module, client=0, seed=0, round=1)
     assert many[:2] == whole and flat(many[2:4]) == flat(whole) and many[2:4] != whole
 
 
@@ -387,43 +368,37 @@ def test_no_batch_of_one(samples: int, bounds: list[tuple[int, int]]) -> None:
 
 def test_a_single_sample_is_seen_twice() -> None:
     module = made(clients=2, owners=(1, 119), partition=Natural(), val_fraction=0.0)
-    ((first, second),) = rows_of(module, client=0, seed=0, round=1)
-    assert first == second == 0 and module.federated.samples(0) == 1
+    assert rows_of(module) == [[0, 0]] and module.federated.samples(0) == 1
 
 
 # Augmentation
 
 
+def crop(crop: CropFlip, x: Tensor, seed: int = 0) -> Tensor:
+    return crop(x, torch.Generator().manual_seed(seed))
+
+
 def test_crop_flip_repeats_and_keeps_the_shape() -> None:
     x = torch.randn(32, 3, 8, 10)
-    one, two = (CropFlip(2)(x, torch.Generator().manual_seed(1)) for _ in range(2))
-    assert one.shape == x.shape and one.equal(two)
-    assert not one.equal(CropFlip(2)(x, torch.Generator().manual_seed(2)))
-    assert CropFlip(0, flip=False)(x, torch.Generator()).equal(x)
-    mirrored = CropFlip(0)(x, torch.Generator().manual_seed(0))
-    kinds = [
-        ("same" if a.equal(b) else "mirrored" if a.equal(b.flip(2)) else "?")
-        for a, b in zip(mirrored, x, strict=True)
+    one, two, other = (crop(CropFlip(2), x, seed) for seed in (1, 1, 2))
+    assert one.shape == x.shape and one.equal(two) and not one.equal(other)
+    assert crop(CropFlip(0, flip=False), x).equal(x)
+    is_same = [
+        (a.equal(b), a.equal(b.flip(2))) for a, b in zip(crop(CropFlip(0), x), x, strict=True)
     ]
-    assert set(kinds) == {"same", "mirrored"}
+    assert set(is_same) == {(True, False), (False, True)}, "the same, or mirrored"
 
 
 def test_crop_shifts_and_pads_with_zeros() -> None:
-    x = torch.ones(200, 1, 6, 6)
-    cropped = CropFlip(2, flip=False)(x, torch.Generator().manual_seed(0))
+    cropped = crop(CropFlip(2, flip=False), torch.ones(200, 1, 6, 6))
     rows, columns = cropped.amax(3).sum((1, 2)), cropped.amax(2).sum((1, 2))
     assert set(rows.tolist()) == set(columns.tolist()) == {4.0, 5.0, 6.0}
-    assert torch.equal(cropped.sum((1, 2, 3)), rows * columns), (
-        "the visible part of the image is one rectangle"
-    )
+    assert cropped.sum((1, 2, 3)).equal(rows * columns), "what is visible is one rectangle"
 
 
 def test_augmentation_follows_the_loaders_seed() -> None:
-    module = made(augment=CropFlip(2))
-    one, two = (
-        torch.cat([x for x, _ in TrainLoader(module.federated, 0, seed=1, round=1)])
-        for _ in range(2)
-    )
+    data = made(augment=CropFlip(2)).federated
+    one, two = (torch.cat([x for x, _ in TrainLoader(data, 0, 1, 1)]) for _ in range(2))
     assert one.equal(two)
 
 
