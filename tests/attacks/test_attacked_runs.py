@@ -59,7 +59,7 @@ def fitted(attack: Attack | None, rounds: int = 2, **kwargs: Any) -> FederatedTr
     ckpt_path = kwargs.pop("ckpt_path", None)
     model = kwargs.pop("model", None) or classifier()
     made = trainer(rounds=rounds, attack=attack, **kwargs)
-    made.fit(model, digits(), ckpt_path=ckpt_path)
+    made.fit(model, digits(train_samples=200), ckpt_path=ckpt_path)
     return made
 
 
@@ -319,7 +319,7 @@ class Halves(SignFlip):
 
 
 def test_an_attack_of_ones_own_is_one_class(honest: Kept) -> None:
-    received = trainer().prepare(classifier(), digits()).federation.state
+    received = trainer().prepare(classifier(), digits(train_samples=200)).federation.state
     for before, after in zip(honest.updates, first_round(Halves([2])).updates, strict=True):
         halves = Halves([2]).alter(before.state, received, None)
         assert equal_states(after.state, halves if before.client == 2 else before.state)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 from flsuite.data.spec import DataSplit, PublishedSplits
 
@@ -20,16 +21,13 @@ def check(source: PublishedSplits, shape: tuple[int, ...], **sizes: int) -> None
         assert arrays.x.dtype == torch.uint8
         assert arrays.x.is_contiguous()
         if source.spec.task == "multilabel":
-            assert (
-                arrays.y.shape == (size, source.spec.num_classes) and arrays.y.dtype == torch.uint8
-            )
+            assert arrays.y.shape == (size, source.spec.num_classes)
+            assert arrays.y.dtype == torch.uint8
         else:
             assert arrays.y.shape == (size,) and arrays.y.dtype == torch.int64
             assert arrays.y.min() >= 0 and arrays.y.max() < source.spec.num_classes
 
 
 def save_image(file: Path, pixels: np.ndarray) -> None:
-    from PIL import Image
-
     file.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(file)

@@ -43,9 +43,8 @@ def test_mixes_come_in_given_sizes() -> None:
 
 def test_without_noise_clients_have_neighbouring_classes() -> None:
     rows = Ranked()(LABELS, 5, rng())
-    assert sorted(tuple(np.unique(LABELS[own])) for own in rows) == [
-        (k, k + 1) for k in range(0, 10, 2)
-    ]
+    held = sorted(tuple(np.unique(LABELS[own])) for own in rows)
+    assert held == [(k, k + 1) for k in range(0, 10, 2)]
     assert {len(own) for own in rows} == {200}
 
 

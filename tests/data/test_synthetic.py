@@ -44,18 +44,13 @@ def test_the_nearest_mean_reaches_bayes_accuracy(classes: int, separation: float
 def test_synthetic() -> None:
     data = Synthetic(features=6, classes=3, samples=100, separation=2.0)
     source, again, other = data.load(), data.load(), Synthetic(6, 3, 100, 2.0, data_seed=1).load()
-    assert (
-        source.spec.shape == (6,)
-        and source.spec.num_classes == 3
-        and source.spec.class_names == ("0", "1", "2")
-    )
-    assert source.train.x.shape == (80, 6) and source.train.x.dtype == torch.float32
-    assert source.test.y.shape == (20,) and source.test.y.dtype == torch.int64
-    assert source.train.ids is None and source.val is None
-    assert torch.bincount(torch.cat([source.train.y, source.test.y])).tolist() == [34, 33, 33]
-    assert torch.equal(source.train.x, again.train.x) and not torch.equal(
-        source.train.x, other.train.x
-    )
+    assert source.spec.shape == (6,) and source.spec.num_classes == 3
+    assert source.spec.class_names == ("0", "1", "2")
+    train, test = source.train, source.test
+    assert train.x.shape == (80, 6) and train.x.dtype == torch.float32 and train.ids is None
+    assert test.y.shape == (20,) and test.y.dtype == torch.int64 and source.val is None
+    assert torch.cat([train.y, test.y]).bincount().tolist() == [34, 33, 33]
+    assert train.x.equal(again.train.x) and not train.x.equal(other.train.x)
 
 
 def test_synthetic_owners() -> None:
@@ -66,8 +61,6 @@ def test_synthetic_owners() -> None:
     shifts = source.train.x - plain.train.x
     for owner in range(4):
         own = shifts[source.train.ids == owner]
-        assert torch.allclose(own, own[:1].expand_as(own), atol=1e-5), (
-            "one shift for all samples of an owner"
-        )
+        assert torch.allclose(own, own[:1].expand_as(own), atol=1e-5), "one shift for an owner"
     assert torch.pdist(shifts[:4]).min() > 1, "the shifts differ"
     assert torch.equal(source.train.y, plain.train.y), "owners do not change the labels"

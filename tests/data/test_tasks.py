@@ -215,11 +215,9 @@ def test_a_publishers_validation_split_is_cut_to_the_classes_seen() -> None:
 def test_a_view_says_where_the_federation_is(arrangement: Arrangement) -> None:
     data = task_data(arrangement=arrangement)
     assert data.stage is None
-    for task in range(3):
-        past = met_by_any(data, task - 1) if task else set()
-        assert data.at(2 * task + 1).stage == Stage(
-            task, tuple(sorted(met_by_any(data, task))), tuple(sorted(past))
-        )
+    known = [(), *(tuple(sorted(met_by_any(data, task))) for task in range(3))]
+    stages = [data.at(2 * task + 1).stage for task in range(3)]
+    assert stages == [Stage(task, known[task + 1], known[task]) for task in range(3)]
 
 
 def test_the_whole_is_all_that_clients_will_meet() -> None:
@@ -248,18 +246,13 @@ def test_the_view_of_a_task_is_made_once() -> None:
 def test_a_pickle_leaves_the_view_behind() -> None:
     data = task_data(table(val_fraction=0.2), rounds_per_task=[1, 3, 2])
     view = data.at(3)
-    found = pickle.loads(pickle.dumps(data))
-    assert data.at(3) is view and data._views and not found._views
-    assert (found.sequences, found.starts) == (data.sequences, data.starts)
+    found, moved = pickle.loads(pickle.dumps(data)), data.to(torch.device("meta"))
+    assert data.at(3) is view and data._views
+    for copy in (found, moved):
+        assert (copy.sequences, copy.starts) == (data.sequences, data.starts) and not copy._views
     same(found, data)
     same(found.at(3), view)
-
-
-def test_the_view_on_another_device_is_the_same() -> None:
-    data = task_data()
-    moved = data.to(torch.device("meta"))
-    assert moved.sequences == data.sequences and moved.train.x.is_meta
-    assert moved.starts == data.starts and not moved._views
+    assert moved.train.x.is_meta
 
 
 def same(a: FederatedData, b: FederatedData) -> None:
@@ -318,10 +311,9 @@ def test_a_client_without_a_sample_of_a_group_is_refused(
 
 def test_a_client_needs_one_class_of_a_group_only() -> None:
     """Each client has five of eight classes, so at least one of any four."""
-    data = task_data(
-        table(partition=Pathological(5)), tasks=2, classes_per_task=4, arrangement="disjoint"
-    )
-    assert min(data.at(round).samples(client) for round in (1, 3) for client in range(CLIENTS)) > 0
+    kwargs = {"tasks": 2, "classes_per_task": 4, "arrangement": "disjoint"}
+    views = [task_data(table(partition=Pathological(5)), **kwargs).at(round) for round in (1, 3)]
+    assert min(view.samples(client) for view in views for client in range(CLIENTS)) > 0
 
 
 class Labels(FederatedDataModule):
