@@ -121,6 +121,11 @@ def mostly_long(choices: Mapping[str, Any], *fast: str) -> list[Any]:
     ]
 
 
+def long(*cases: Any) -> list[Any]:
+    """Return these parameters of a test as long tests."""
+    return [pytest.param(case, marks=pytest.mark.long) for case in cases]
+
+
 @pytest.fixture
 def wandb_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
     """Return a local W&B server that W&B in this process, and in processes it starts, uses."""

@@ -94,12 +94,20 @@ def test_a_client_whose_samples_are_not_drawn_answers_with_noise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "multiplier"), [(30, 1.0), (100, 1.0), (400, 1.0), (2000, 8.0)]
+    ("samples", "multiplier", "seeds"),
+    [
+        (30, 1.0, 20),
+        (100, 1.0, 10),
+        (400, 1.0, 5),
+        pytest.param(2000, 8.0, 40, marks=pytest.mark.long),
+    ],
 )
-def test_the_noise_of_empty_bins_does_not_raise_the_bound(samples: int, multiplier: float) -> None:
+def test_the_noise_of_empty_bins_does_not_raise_the_bound(
+    samples: int, multiplier: float, seeds: int
+) -> None:
     noise, names = SampleNoise(multiplier), [str(i) for i in range(10)]
     ones = dict.fromkeys(names, torch.ones(()))
-    for seed in range(40):
+    for seed in range(seeds):
         generator = torch.Generator().manual_seed(seed)
         bounds = noise._bounds(iter([ones] * samples), names, samples, generator)
         assert all(bound <= 1.0 for bound in bounds.values())

@@ -40,7 +40,7 @@ from flsuite.models import CNN, Classifier
 from flsuite.models.backbones import Backbone
 from flsuite.state import State
 from tests.aggregators.federations import Normalised, assert_equal, run, table_model
-from tests.conftest import table, trainer
+from tests.conftest import long, mostly_long, table, trainer
 
 EXTRA_STEPS = {
     "ditto": Ditto,
@@ -64,7 +64,7 @@ def batches_tracked(make: Any) -> int:
     return counters.pop()
 
 
-@pytest.mark.parametrize("make", EXTRA_STEPS.values(), ids=EXTRA_STEPS.keys())
+@pytest.mark.parametrize("make", mostly_long(EXTRA_STEPS, "ditto", "fedala"))
 def test_steps_at_other_weights_do_not_count_in_the_models_own_statistics(make: Any) -> None:
     assert batches_tracked(make) == batches_tracked(FedAvg)
 
@@ -134,24 +134,15 @@ def test_a_personal_model_draws_like_the_clients_own() -> None:
     "make",
     [
         Ditto,
-        APFL,
-        partial(PFedMe, lam=1.0),
-        partial(PerFedAvg, order="hessian_free"),
         FedALA,
-        MOON,
-        FedRoD,
-        FedProto,
-        IFCA,
         QFedAvg,
-        FedNova,
         FedExP,
-        FedDyn,
         partial(SCAFFOLD, control="mean_gradient"),
         partial(DPFedAvg, clip=0.1, noise_multiplier=1.0, delta=0.01),
-        partial(FedAvg, transforms=[ClipUpdates(0.05)]),
         partial(FedAvg, transforms=[TopK(0.2)]),
-        partial(FedAvg, transforms=[Quantize(4)]),
-        GeometricMedian,
+        *long(APFL, partial(PFedMe, lam=1.0), partial(PerFedAvg, order="hessian_free"), MOON),
+        *long(FedRoD, FedProto, IFCA, FedNova, FedDyn, GeometricMedian),
+        *long(*(partial(FedAvg, transforms=[one]) for one in (ClipUpdates(0.05), Quantize(4)))),
     ],
 )
 def test_tied_weights_are_one_weight(make: Any) -> None:
@@ -244,7 +235,7 @@ class OneArgument(Classifier):
         return super().training_step(batch, 0)
 
 
-@pytest.mark.parametrize("make", [Ditto, FedALA, MOON, QFedAvg])
+@pytest.mark.parametrize("make", [Ditto, *long(FedALA, MOON, QFedAvg)])
 def test_a_step_may_take_the_batch_alone(make: Any) -> None:
     models = [kind(Normalised(), partial(SGD, lr=0.1)) for kind in (OneArgument, Classifier)]
     one, two = (run(make(), 2, model=model) for model in models)
@@ -267,7 +258,7 @@ class Counting(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("make", [Ditto, MOON, QFedAvg, IFCA, FedALA])
+@pytest.mark.parametrize("make", [MOON, *long(Ditto, QFedAvg, IFCA, FedALA)])
 def test_metrics_and_counters_of_the_model_count_its_own_steps(make: Any) -> None:
     own, plain = (
         table(run(one(), 2, model=Counting(Normalised(), partial(SGD, lr=0.1))))

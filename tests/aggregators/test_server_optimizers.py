@@ -27,6 +27,7 @@ from tests.aggregators.federations import (
     update,
 )
 from tests.aggregators.stale_updates import assert_same_bits, late, numbers, random_states, settle
+from tests.conftest import long
 
 
 def server_steps(
@@ -217,9 +218,7 @@ def test_damping_of_all_updates_alike_cancels_from_adam() -> None:
     "make",
     [
         partial(FedAvgM, lr=0.1, momentum=0.5),
-        partial(FedAdagrad, lr=0.1),
-        partial(FedAdam, lr=0.01),
-        partial(FedYogi, lr=0.01),
+        *long(partial(FedAdagrad, lr=0.1), partial(FedAdam, lr=0.01), partial(FedYogi, lr=0.01)),
     ],
 )
 def test_with_late_updates_they_stay_near_the_mean_optimum(make: Callable[[], Aggregator]) -> None:

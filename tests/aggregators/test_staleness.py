@@ -21,6 +21,7 @@ from flsuite.aggregators import (
 from flsuite.aggregators.staleness import staleness_weight
 from flsuite.commands.fit import build
 from flsuite.runs.settings import describe
+from tests.conftest import long
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -102,7 +103,7 @@ def aggregator_of(*arguments: str) -> Any:
     return build(["--config", str(QUICKSTART), *arguments])[0].aggregator
 
 
-@pytest.mark.parametrize("method", ["FedAsync", "FedAdam"])
+@pytest.mark.parametrize("method", ["FedAsync", *long("FedAdam")])
 def test_a_config_gives_a_name_or_a_class(method: str, tmp_path: Path) -> None:
     own = ["--run_dir", str(tmp_path), "--trainer.aggregator", method]
     named = aggregator_of(*own, "--trainer.aggregator.staleness", "hinge")

@@ -22,6 +22,7 @@ from flsuite.engines import InProcess, Vectorized
 from flsuite.messages import ClientContext
 from flsuite.models import Classifier
 from tests.aggregators.federations import run
+from tests.conftest import long
 from tests.engines import test_vectorized
 from tests.engines.test_processes import Images
 from tests.engines.test_vectorized import InDouble, close, distance, fitted
@@ -118,7 +119,9 @@ class BeforePull(Normed):
 ALIKE = (MeansStayNear(), OfSomeClients(), FromStart(), Steps(), ToStart(), Normed(), AfterPull())
 
 
-@pytest.mark.parametrize("objective", [*ALIKE, BeforePull()], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(
+    "objective", [*ALIKE[:3], *long(*ALIKE[3:], BeforePull())], ids=lambda one: type(one).__name__
+)
 def test_clients_of_a_stack_train_as_alone(objective: Objective, stacks: list[int]) -> None:
     data = Images(clients=6, partition=Dirichlet(1.0), batch_size=8, val_fraction=0.0)
     model = Classifier(InDouble(), partial(SGD, lr=0.01))
