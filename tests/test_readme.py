@@ -43,6 +43,7 @@ WITH_CONFIG = ("fit", "validate", "test", "predict", "partition", "schedule")
 # What it says
 
 
+@pytest.mark.long
 def test_the_python_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,12 +119,11 @@ def test_the_tasks_shown_are_those_of_a_config() -> None:
     assert yaml.safe_load(block)["data"] == data
 
 
-@pytest.mark.parametrize("page", ["algorithm", "failures"])
+@pytest.mark.parametrize("page", mostly_long({n: n for n in ("algorithm", "failures")}, "failures"))
 def test_parts_of_a_config_that_are_shown_are_understood(page: str, tmp_path: Path) -> None:
+    path, quickstart = tmp_path / "shown.yaml", str(ROOT / "configs" / "quickstart.yaml")
     for shown in blocks((GUIDE / f"{page}.md").read_text(), "yaml"):
-        path = tmp_path / "shown.yaml"
         path.write_text(shown)
-        quickstart = str(ROOT / "configs" / "quickstart.yaml")
         assert cli("fit", "--config", quickstart, "--config", str(path), "--print_config") == 0
 
 
@@ -183,10 +183,9 @@ def require_understood(commands: list[list[str]], capsys: pytest.CaptureFixture[
 
 
 WITH_COMMANDS = {page_id(page): page for page in PAGES if commands(page) and page != OWN}
-GUIDES = [name for name, page in WITH_COMMANDS.items() if page.parent.name not in RESULT_PAGES]
 
 
-@pytest.mark.parametrize("page", mostly_long(WITH_COMMANDS, *GUIDES))
+@pytest.mark.parametrize("page", mostly_long(WITH_COMMANDS, "README.md", "configs/guide/forks.md"))
 def test_commands_shown_are_understood(
     page: Path, at_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,6 +208,7 @@ def test_the_ten_minutes_are_understood(
     require_understood(others, capsys)
 
 
+@pytest.mark.long
 def test_the_rule_and_the_speeds_shown_run(at_root: Path) -> None:
     short = ["--trainer.rounds", "2", "--trainer.enable_progress_bar", "false"]
     plugged = [c for p in PAGES for c in commands(p) if "my_" in " ".join(c) and "--plugins" in c]
@@ -248,16 +248,13 @@ def test_pages_that_the_code_names_exist() -> None:
 
 
 @pytest.mark.parametrize("folder", RESULT_PAGES)
-def test_a_results_page_names_its_configs(folder: str) -> None:
-    page = ROOT / "configs" / folder / "README.md"
-    named = set(re.findall(r"`([\w-]+\.yaml)`", page.read_text()))
-    places = [page.parent, ROOT / "configs"]
+def test_a_results_page_names_its_configs_and_opens_with_its_findings(folder: str) -> None:
+    path = ROOT / "configs" / folder / "README.md"
+    page = path.read_text()
+    named = set(re.findall(r"`([\w-]+\.yaml)`", page))
+    places = [path.parent, ROOT / "configs"]
     assert named and all(any((place / n).is_file() for place in places) for n in named)
 
-
-@pytest.mark.parametrize("folder", RESULT_PAGES)
-def test_a_results_page_opens_with_one_table_and_three_findings(folder: str) -> None:
-    page = (ROOT / "configs" / folder / "README.md").read_text()
     opening, appendix = page.split("\n## Appendix\n")
     assert len(re.findall(r"^\|(?:---\|)+$", opening, flags=re.M)) == 1
     assert re.findall(r"^(\d)\. \*\*", opening, flags=re.M) == ["1", "2", "3"]

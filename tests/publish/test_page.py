@@ -4,15 +4,16 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterator
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import altair
 import pandas as pd
 import pytest
 import vl_convert
-from py_mini_racer import MiniRacer
 
 import flsuite.publish.page
 from flsuite.analysis import find_runs, group_runs
@@ -20,8 +21,9 @@ from flsuite.commands.main import main
 from flsuite.publish.page.headline import headline
 from tests.analysis.made_runs import made_grid, made_run, settings
 
-METHODS = ("FedAvg", "FedProx", "LocalOnly")
+METHODS = ("FedAvg", "LocalOnly")
 CHARTS = {"curves", "targets", "differences", "map", "spread", "gains", "mix", "gamma"}
+BUNDLE = vl_convert.javascript_bundle
 SCRIPT = Path(flsuite.publish.page.__file__).parent / "page.js"
 
 
@@ -66,14 +68,27 @@ def written(root: Path, *args: str) -> Path:
     return page
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_library() -> Iterator[None]:
+    """Leave out the library for charts: it is always the same, and takes seconds to bundle."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vl_convert, "javascript_bundle", lambda vl_version: "")
+        yield
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = made_grid(tmp_path_factory.mktemp("report") / "runs", METHODS)
     return written(root, "--metric", "accuracy", "loss", "--x", "bytes")
 
 
-def test_it_is_small_and_loads_nothing(page: Path) -> None:
-    assert page.stat().st_size < 2e6
+@pytest.mark.long
+def test_it_is_small_with_its_library(page: Path) -> None:
+    library = BUNDLE(vl_version="_".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2]))
+    assert 5e5 < len(library) and page.stat().st_size + len(library) < 2e6
+
+
+def test_it_loads_nothing(page: Path) -> None:
     parsed = Page(page.read_text(encoding="utf-8"))
     for tag, attributes in parsed.elements:
         assert tag not in ("link", "iframe", "img", "object", "embed", "base")
@@ -90,9 +105,9 @@ def test_it_is_small_and_loads_nothing(page: Path) -> None:
     assert policy.startswith("default-src 'none';") and "http" not in policy
 
 
-def test_all_charts_are_there_and_each_choice_can_be_drawn(page: Path) -> None:
+@pytest.mark.long
+def test_each_choice_of_each_chart_can_be_drawn(page: Path) -> None:
     specs = Page(page.read_text(encoding="utf-8")).specs()
-    assert set(specs) == CHARTS
     for name, spec in specs.items():
         assert marks(spec) > 2, name
         for place, param in enumerate(spec["params"]):
@@ -109,8 +124,10 @@ def marks(spec: dict[str, Any]) -> int:
     return sum(body.count("<path") for body in bodies)
 
 
-def test_the_curves_are_those_of_the_runs(page: Path) -> None:
-    spec = Page(page.read_text(encoding="utf-8")).specs()["curves"]
+def test_all_charts_are_there_and_the_curves_are_those_of_the_runs(page: Path) -> None:
+    specs = Page(page.read_text(encoding="utf-8")).specs()
+    assert set(specs) == CHARTS
+    spec = specs["curves"]
     params = {param["name"]: param for param in spec["params"]}
     assert params["metric"]["bind"]["options"] == ["test accuracy", "test loss"]
     assert params["axis"]["value"] == "bytes"
@@ -139,6 +156,7 @@ def texts(spec: dict[str, Any], **chosen: str) -> list[str]:
     return [unescape(text) for text in re.findall(r"<text[^>]*>([^<]+)<", svg)]
 
 
+@pytest.mark.long
 def test_axes_have_titles_and_rounds_are_whole(page: Path) -> None:
     specs = Page(page.read_text(encoding="utf-8")).specs()
     shown = texts(specs["curves"], axis="round", metric="test loss")
@@ -150,6 +168,7 @@ def test_axes_have_titles_and_rounds_are_whole(page: Path) -> None:
     assert "test accuracy alone" in texts(specs["gains"])
 
 
+@pytest.mark.long
 def test_a_legend_and_a_target_are_those_of_the_partition(tmp_path: Path) -> None:
     root = made_grid(tmp_path / "runs", ("FedAvg", "FedProx"), alphas=(0.05,))
     made_grid(root, ("FedProx",), alphas=(0.3,))  # ends at 0.52, as FedAvg does above
@@ -203,10 +222,17 @@ def test_the_headline_names_no_winner_that_the_corrected_p_value_does_not(
     assert line.startswith("FedAvg (0.520 ± 0.010) has the best") and said in line
 
 
-def test_a_table_that_is_too_wide_says_so_until_its_end_is_in_view() -> None:
+@pytest.fixture
+def engine() -> Any:
+    """Return an engine that has read the page's own functions."""
+    racer = pytest.importorskip("py_mini_racer", reason="needs mini-racer").MiniRacer()
+    racer.eval(f"const module = {{}}; {SCRIPT.read_text(encoding='utf-8')}")
+    return racer
+
+
+@pytest.mark.long
+def test_a_table_that_is_too_wide_says_so_until_its_end_is_in_view(engine: Any) -> None:
     """Run the page's own function on a box of 100 pixels with a table of 300."""
-    engine = MiniRacer()
-    engine.eval(f"const module = {{}}; {SCRIPT.read_text(encoding='utf-8')}")
     engine.eval("""
 const classes = {}, listeners = {};
 const scroll = { scrollWidth: 300, clientWidth: 100, scrollLeft: 0,
@@ -267,10 +293,9 @@ def test_a_folder_is_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert done.value.code == 2 and "is a folder; name a file" in capsys.readouterr().err
 
 
-def test_a_heading_sorts_numbers_and_words() -> None:
+@pytest.mark.long
+def test_a_heading_sorts_numbers_and_words(engine: Any) -> None:
     """Run the page's own function on rows of cells; an empty cell is last either way."""
-    engine = MiniRacer()
-    engine.eval(f"const module = {{}}; {SCRIPT.read_text(encoding='utf-8')}")
     engine.eval("""
 const cell = (text, value) =>
   ({ textContent: text, dataset: value === undefined ? {} : { value } });
