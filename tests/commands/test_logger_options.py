@@ -9,31 +9,33 @@ from lightning.pytorch.loggers import CSVLogger
 
 from flsuite import errors
 from flsuite.publish.wandb_charts import build_report, build_workspace, sections
+from tests.analysis.made_runs import made_run, settings
 from tests.callbacks.wandb_files import recorded
 from tests.callbacks.wandb_server import WandbServer
 from tests.commands.command import QUICKSTART, cli, refused
+from tests.conftest import mostly_long
 
-SHORT = ("fit", "--config", QUICKSTART, "--trainer.rounds", "1", "--run_dir", "run")
+SHORT = (
+    *("fit", "--config", QUICKSTART, "--trainer.rounds", "1", "--trainer.max_epochs", "1"),
+    *("--data.clients", "3", "--data.train_samples", "200", "--run_dir", "run"),
+)
 
 
-BY_PATH = pytest.param("lightning.pytorch.loggers.CSVLogger", marks=pytest.mark.long)
-
-
-@pytest.mark.parametrize("path", ["CSVLogger", BY_PATH])
+@pytest.mark.parametrize(
+    "path",
+    mostly_long({n: n for n in ("CSVLogger", CSVLogger.__module__ + ".CSVLogger")}, "CSVLogger"),
+)
 def test_csv_by_name_writes_into_the_runs_folder(path: str, tmp_path: Path) -> None:
     assert cli(*SHORT, "--trainer.logger", path) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     (table,) = (tmp_path / "run").glob("lightning_logs/version_0/metrics.csv")
     assert "test/accuracy" in table.read_text()
 
-    # The saved config means the folder of the next run.
-    again = ("fit", "--config", "run/config.yaml", "--run_dir", "again")
-    assert cli(*again) == 0
+    # The saved config means the folder of the next run, unless the user names one.
+    again = ("fit", "--config", "run/config.yaml", "--run_dir")
+    assert cli(*again, "again") == 0
     assert list((tmp_path / "again").glob("lightning_logs/version_0/metrics.csv"))
-
-
-def test_a_folder_of_the_user_stays(tmp_path: Path) -> None:
-    assert cli(*SHORT, "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "mine") == 0
+    assert cli(*again, "other", "--trainer.logger.save_dir", "mine") == 0
     assert list((tmp_path / "mine").glob("lightning_logs/version_0/metrics.csv"))
 
 
@@ -41,6 +43,7 @@ def test_a_folder_of_the_user_stays(tmp_path: Path) -> None:
 def test_loggers_in_yaml(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     config = yaml.safe_load(Path(QUICKSTART).read_text())
+    config["data"]["init_args"]["clients"] = 3
     config["trainer"] |= {
         "rounds": 1,
         "logger": [
@@ -112,6 +115,7 @@ def server(wandb_server: WandbServer) -> WandbServer:
     return wandb_server
 
 
+@pytest.mark.long
 def test_a_workspace_is_saved(server: WandbServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli("workspace", "--project", "flsuite", "--metric", "f1_macro") == 0
     (view,) = server.views
@@ -123,6 +127,7 @@ def test_a_workspace_is_saved(server: WandbServer, capsys: pytest.CaptureFixture
     assert "flsuite?nw=" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_dry_run_asks_nobody(server: WandbServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli("workspace", "--project", "flsuite", "--dry-run") == 0
     assert server.operations == []
@@ -131,6 +136,7 @@ def test_a_dry_run_asks_nobody(server: WandbServer, capsys: pytest.CaptureFixtur
         assert words in printed
 
 
+@pytest.mark.long
 def test_every_chart_of_a_workspace_is_valid(server: WandbServer) -> None:
     spec = build_workspace("lab", "flsuite", "flsuite", "accuracy")._spec
     charts = spec["spec"]["section"]["panelBankConfig"]["sections"]
@@ -145,6 +151,7 @@ def test_every_chart_of_a_workspace_is_valid(server: WandbServer) -> None:
     assert server.operations == [], "it is built without the network"
 
 
+@pytest.mark.long
 def test_a_report_has_the_table_and_the_charts(
     server: WandbServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +165,7 @@ def test_a_report_has_the_table_and_the_charts(
     assert "http" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_charts_of_a_report_group_runs(server: WandbServer) -> None:
     made = build_report("lab", "flsuite", "accuracy", "| a |\n|---|\n")
     grids = [block for block in made.blocks if type(block).__name__ == "PanelGrid"]
@@ -175,7 +183,7 @@ def test_without_the_extra_the_command_names_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     if command[0] == "report":
-        assert cli(*SHORT) == 0
+        made_run(Path("run"), settings("FedAvg", 1), [("global", "test", "accuracy", [0.5])])
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
     capsys.readouterr()
     assert cli(*command) == 2

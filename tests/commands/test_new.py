@@ -28,12 +28,12 @@ def test_what_it_writes_runs(
     assert "cd project && flsuite fit --config exp.yaml" in printed and len(commands) == 3
 
     monkeypatch.chdir(project)
-    short = ("--trainer.rounds", "2", "--trainer.max_epochs", "1", "--trainer.accelerator", "cpu")
+    short = ("--trainer.rounds", "1", "--trainer.max_epochs", "1", "--trainer.accelerator", "cpu")
     for command in commands:
         is_fit = command.startswith("fit")
         assert cli(*command.split(), *(short if is_fit else ())) == 0
     listed = capsys.readouterr().out
-    assert "FedAvg" in listed and "FedAdam" in listed and "2/2" in listed
+    assert "FedAvg" in listed and "FedAdam" in listed and "1/1" in listed
     assert "test accuracy" in listed, "the monitor is what the model logs"
 
 

@@ -12,7 +12,10 @@ from flsuite.errors import FlsuiteError
 from tests.commands.command import QUICKSTART, cli, refused
 from tests.conftest import classifier, digits, trainer
 
-FIT = ("fit", "--config", QUICKSTART, "--trainer.rounds", "1", "--trainer.max_epochs", "1")
+FIT = (
+    *("fit", "--config", QUICKSTART, "--trainer.rounds", "1", "--trainer.max_epochs", "1"),
+    *("--data.clients", "3", "--data.train_samples", "200"),
+)
 RUN = "runs/quickstart/one"
 
 
@@ -20,8 +23,6 @@ def test_a_folder_is_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli(*FIT, "--run_dir", RUN) == 0
-    assert cli("resume", RUN, "--trainer.rounds", "2") == 0
-    assert read_metrics(RUN)["round"].max() == 2
 
     # From another folder, too.
     (tmp_path / "elsewhere").mkdir()
@@ -29,13 +30,13 @@ def test_a_folder_is_enough(
     run = f"../{RUN}"
     capsys.readouterr()
     assert cli("test", run) == 0
-    assert "test scores of round 2" in capsys.readouterr().out
+    assert "test scores of round 1" in capsys.readouterr().out
     assert cli("validate", run, "--ckpt_path", "best") == 0
     assert "val scores of round" in capsys.readouterr().out
     assert cli("predict", run) == 0
     assert (tmp_path / RUN / "predictions.csv").is_file()
-    assert cli("resume", run, "--trainer.rounds", "3") == 0
-    assert read_metrics(run)["round"].max() == 3
+    assert cli("resume", run, "--trainer.rounds", "2") == 0
+    assert read_metrics(run)["round"].max() == 2
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
