@@ -13,7 +13,6 @@ from tests.analysis.made_runs import made_run, settings
 from tests.callbacks.wandb_files import recorded
 from tests.callbacks.wandb_server import WandbServer
 from tests.commands.command import QUICKSTART, cli, refused
-from tests.conftest import mostly_long
 
 SHORT = (
     *("fit", "--config", QUICKSTART, "--trainer.rounds", "1", "--trainer.max_epochs", "1"),
@@ -21,10 +20,10 @@ SHORT = (
 )
 
 
-@pytest.mark.parametrize(
-    "path",
-    mostly_long({n: n for n in ("CSVLogger", CSVLogger.__module__ + ".CSVLogger")}, "CSVLogger"),
-)
+BY_PATH = pytest.param("lightning.pytorch.loggers.CSVLogger", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("path", ["CSVLogger", BY_PATH])
 def test_csv_by_name_writes_into_the_runs_folder(path: str, tmp_path: Path) -> None:
     assert cli(*SHORT, "--trainer.logger", path) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
