@@ -11,7 +11,7 @@ import flsuite
 from flsuite.commands.main import main
 from flsuite.sweeps.plan import fit_arguments, samples_of
 from flsuite.sweeps.reading import read_sweep
-from tests.commands.command import cli
+from tests.commands.command import Capture, cli
 from tests.conftest import mostly_long
 from tests.docs.generated import KINDS, classes, tables, written
 from tests.docs.pages import (
@@ -45,7 +45,7 @@ WITH_CONFIG = ("fit", "validate", "test", "predict", "partition", "schedule")
 
 @pytest.mark.long
 def test_the_python_example_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (example,) = blocks(README, "python")
@@ -167,7 +167,7 @@ def at_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def require_understood(commands: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+def require_understood(commands: list[list[str]], capsys: Capture) -> None:
     """Parse those that read a config, and look up the options of the others in their help."""
     for command, *arguments in commands:
         if command in WITH_CONFIG and arguments[0].startswith("--"):
@@ -186,16 +186,14 @@ WITH_COMMANDS = {page_id(page): page for page in PAGES if commands(page) and pag
 
 
 @pytest.mark.parametrize("page", mostly_long(WITH_COMMANDS, "README.md", "configs/guide/forks.md"))
-def test_commands_shown_are_understood(
-    page: Path, at_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_shown_are_understood(page: Path, at_root: Path, capsys: Capture) -> None:
     shown = new_commands()[page]
     assert all(Path(word).exists() for c in shown for word in c if word.startswith("configs/"))
     require_understood(shown, capsys)
 
 
 def test_the_ten_minutes_are_understood(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     pytest.importorskip("flsuite.commands.new")
     monkeypatch.chdir(tmp_path)

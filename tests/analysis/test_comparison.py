@@ -10,6 +10,7 @@ from flsuite.analysis.comparison import comparison_note, holm, paired
 from flsuite.commands.report import report
 from flsuite.errors import FlsuiteError
 from tests.analysis.made_runs import Row, made_run, settings
+from tests.commands.command import Capture
 
 # Student 1908, The Probable Error of a Mean, section IX: hours of sleep gained by ten patients with
 # two drugs. R's documentation of the data set "sleep" has the same numbers, and t.test(paired) of
@@ -59,8 +60,8 @@ def test_methods_meet_within_a_partition_and_holm_counts_all_pairs(tmp_path: Pat
     for alpha in (0.05, 0.3):
         for n, method in enumerate(("FedAvg", "FedProx", "SCAFFOLD")):
             if (alpha, method) != (0.05, "SCAFFOLD"):
-                noise = np.random.default_rng(n).normal(0, 0.01, 5)
-                scores = {seed: 0.5 + alpha + 0.02 * n + noise[seed] for seed in range(5)}
+                noise = np.random.default_rng(n).normal(0, 0.01, 3)
+                scores = {seed: 0.5 + alpha + 0.02 * n + noise[seed] for seed in range(3)}
                 write(tmp_path, method, scores, alpha)
     table = compare(load(tmp_path))
     assert list(zip(table["partition"], table["method"], table["other"], strict=True)) == [
@@ -103,9 +104,7 @@ def test_equal_differences_have_no_p_value(tmp_path: Path, ahead: float) -> None
     assert np.isnan([row["low"], row["high"], row["p"], row["p_holm"]]).all()
 
 
-def test_the_default_score_is_that_of_a_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_default_score_is_that_of_a_report(tmp_path: Path, capsys: Capture) -> None:
     """It is the round that the runs' own monitor picks, where all runs have one."""
     for method, first, last in (("FedAvg", 0.5, 0.6), ("FedProx", 0.8, 0.7)):
         rows: list[Row] = [

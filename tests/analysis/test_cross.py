@@ -17,6 +17,7 @@ from flsuite.analysis import (
 from flsuite.commands.main import main
 from flsuite.errors import FlsuiteError
 from tests.analysis.made_runs import Row, made_run, settings
+from tests.commands.command import Capture
 
 
 def attack(name: str, fraction: float, **others: float) -> dict[str, Any]:
@@ -37,10 +38,10 @@ def write(
     made_run(folder, content, rows)
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return two rules against no attack and two attacks with two fractions each, two seeds."""
-    root = tmp_path / "runs"
+    root = tmp_path_factory.mktemp("runs")
     for i, rule in enumerate(("Krum", "FedAvg")):
         for seed in (1, 2):
             base = 0.3 * i + 0.02 * seed
@@ -150,7 +151,7 @@ def test_a_score_that_no_run_has_is_refused(runs: Path) -> None:
 
 @pytest.mark.draws
 def test_the_command_prints_and_writes_the_tables(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     out = tmp_path / "out"
     wanted = ["--rows", "aggregator", "--columns", "attack", "--output", str(out)]
@@ -168,7 +169,7 @@ def test_the_command_prints_and_writes_the_tables(
     assert len(pd.read_csv(out / "cross.csv")) == 12
 
 
-def test_the_command_wants_both_settings(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_wants_both_settings(runs: Path, capsys: Capture) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(runs), "--rows", "aggregator"])
     assert "--rows and --columns go together" in capsys.readouterr().err

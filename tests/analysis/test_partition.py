@@ -12,6 +12,7 @@ from flsuite.commands.main import main
 from flsuite.data import Digits, TaskSequence
 from flsuite.data.tasks import TaskData
 from flsuite.errors import FlsuiteError
+from tests.commands.command import Capture
 from tests.conftest import classifier, trainer
 
 COLUMNS = ["client", "task", "first_round", "class", "samples"]
@@ -19,7 +20,7 @@ COLUMNS = ["client", "task", "first_round", "class", "samples"]
 
 @pytest.mark.draws
 def test_a_run_says_who_meets_what_when_and_the_command_says_it_beforehand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     data = TaskSequence(Digits(clients=3), tasks=2, classes_per_task=3, rounds_per_task=[1, 4])
     trainer(rounds=1, run_dir=str(tmp_path / "run")).fit(classifier(), data)

@@ -34,9 +34,9 @@ from tests.analysis.made_runs import made_grid, made_run, settings
 SHARP, MILD = "Dirichlet(alpha=0.05)", "Dirichlet(alpha=0.3)"
 
 
-@pytest.fixture
-def results(tmp_path: Path) -> Results:
-    return load(made_grid(tmp_path))
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return load(made_grid(tmp_path_factory.mktemp("results")))
 
 
 def drawn(figure: Figure) -> list[float]:
@@ -288,7 +288,7 @@ def test_confusion_counts_the_predictions(tmp_path: Path) -> None:
 ONE_SCORE = ("global", "test", "accuracy", [0.5])
 
 
-def test_forgetting_has_a_row_per_task_done(tmp_path: Path) -> None:
+def test_forgetting_has_a_row_per_task_done(results: Results, tmp_path: Path) -> None:
     folder = made_run(tmp_path / "a", settings("FedAvg", 1), [ONE_SCORE])
     matrix = [[0.9, 0.1], [0.4, 0.8]]
     with (folder / "metrics.csv").open("a") as file:
@@ -299,7 +299,7 @@ def test_forgetting_has_a_row_per_task_done(tmp_path: Path) -> None:
     panel = forgetting_figure(load(tmp_path)).axes[0]
     assert np.asarray(panel.images[0].get_array()) == pytest.approx(np.array(matrix))
     with pytest.raises(FlsuiteError, match="no run has accuracies by task"):
-        forgetting_figure(load(made_grid(tmp_path / "others")))
+        forgetting_figure(results)
 
 
 def test_samples_of_a_flow_lie_in_the_plane_of_the_features() -> None:
@@ -313,7 +313,7 @@ def test_samples_of_a_flow_lie_in_the_plane_of_the_features() -> None:
 
 
 def test_one_metric_and_one_list_of_places_will_do(tmp_path: Path) -> None:
-    grid = made_grid(tmp_path)
+    grid = made_grid(tmp_path, ("FedAvg",), seeds=(1,))
     results = load([grid])
     assert len(results) == len(load(grid))
     assert len(curves_figure(results, "accuracy").axes) == 2

@@ -12,6 +12,7 @@ from flsuite.commands.main import run_command
 from flsuite.errors import FlsuiteError
 from flsuite.score_names import main_scores
 from tests.analysis.made_runs import Row, made_run, settings
+from tests.commands.command import Capture
 
 REGRESSION: list[Row] = [
     ("global", "val", "r2", [0.5, 0.9, 0.7]),
@@ -96,9 +97,7 @@ def test_a_run_without_scores_is_named(tmp_path: Path) -> None:
         run_figure(folder)
 
 
-def test_a_report_of_one_experiment_has_the_runs_scores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_of_one_experiment_has_the_runs_scores(tmp_path: Path, capsys: Capture) -> None:
     for seed in (1, 2):
         regression(tmp_path / str(seed), seed)
     assert run_command("report", [str(tmp_path)]) == 0

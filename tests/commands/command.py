@@ -7,7 +7,9 @@ import pytest
 
 from flsuite.commands.main import main
 
-__all__ = ["CONFIGS", "QUICKSTART", "cli", "files", "refused"]
+__all__ = ["CONFIGS", "QUICKSTART", "Capture", "cli", "files", "refused"]
+
+Capture = pytest.CaptureFixture[str]
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = str(CONFIGS / "quickstart.yaml")
@@ -29,7 +31,7 @@ def files(folder: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+def refused(capsys: Capture, *args: str) -> str:
     """Return the one line that a refused request prints; it must leave no trace on disk.
 
     What the federation says of itself on the way there, such as a default that it takes, is left

@@ -12,7 +12,7 @@ from flsuite.publish.wandb_charts import build_report, build_workspace, sections
 from tests.analysis.made_runs import made_run, settings
 from tests.callbacks.wandb_files import recorded
 from tests.callbacks.wandb_server import WandbServer
-from tests.commands.command import QUICKSTART, cli, refused
+from tests.commands.command import QUICKSTART, Capture, cli, refused
 
 SHORT = (
     *("fit", "--config", QUICKSTART, "--trainer.rounds", "1", "--trainer.max_epochs", "1"),
@@ -85,10 +85,7 @@ def test_mlflow_by_name_writes_a_database(tmp_path: Path) -> None:
     ("logger", "package"), [("TensorBoardLogger", "tensorboard"), ("MLFlowLogger", "mlflow")]
 )
 def test_a_missing_package_is_one_line(
-    logger: str,
-    package: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    logger: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
     line = refused(capsys, *SHORT, "--trainer.logger", logger)
@@ -100,7 +97,7 @@ class Unusable(CSVLogger):
         raise ModuleNotFoundError("a library is missing;\ninstall it")
 
 
-def test_the_reason_of_a_logger_is_part_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_of_a_logger_is_part_of_the_line(capsys: Capture) -> None:
     line = refused(capsys, *SHORT, "--trainer.logger", f"{__name__}.Unusable")
     assert "a library is missing; install it" in line
 
@@ -115,7 +112,7 @@ def server(wandb_server: WandbServer) -> WandbServer:
 
 
 @pytest.mark.long
-def test_a_workspace_is_saved(server: WandbServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_workspace_is_saved(server: WandbServer, capsys: Capture) -> None:
     assert cli("workspace", "--project", "flsuite", "--metric", "f1_macro") == 0
     (view,) = server.views
     assert (view["entityName"], view["projectName"]) == ("lab", "flsuite")
@@ -127,7 +124,7 @@ def test_a_workspace_is_saved(server: WandbServer, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.long
-def test_a_dry_run_asks_nobody(server: WandbServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_asks_nobody(server: WandbServer, capsys: Capture) -> None:
     assert cli("workspace", "--project", "flsuite", "--dry-run") == 0
     assert server.operations == []
     printed = capsys.readouterr().out
@@ -151,9 +148,7 @@ def test_every_chart_of_a_workspace_is_valid(server: WandbServer) -> None:
 
 
 @pytest.mark.long
-def test_a_report_has_the_table_and_the_charts(
-    server: WandbServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_has_the_table_and_the_charts(server: WandbServer, capsys: Capture) -> None:
     assert cli(*SHORT) == 0
     assert cli("report", "run", "--wandb", "team/flsuite") == 0
     (view,) = server.views
@@ -177,9 +172,7 @@ def test_the_charts_of_a_report_group_runs(server: WandbServer) -> None:
     "command", [("workspace", "--project", "p"), ("report", "run", "--wandb", "p")]
 )
 def test_without_the_extra_the_command_names_it(
-    command: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     if command[0] == "report":
         made_run(Path("run"), settings("FedAvg", 1), [("global", "test", "accuracy", [0.5])])
@@ -189,14 +182,12 @@ def test_without_the_extra_the_command_names_it(
     assert "pip install 'flsuite[workspaces]'" in capsys.readouterr().err
 
 
-def test_a_workspace_of_no_project_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_workspace_of_no_project_is_refused(capsys: Capture) -> None:
     assert "arguments are required: --project" in refused(capsys, "workspace")
 
 
 @pytest.mark.long
-def test_a_server_that_is_not_there_is_one_line(
-    server: WandbServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_is_not_there_is_one_line(server: WandbServer, capsys: Capture) -> None:
     server.close()
     line = refused(capsys, "workspace", "--project", "p", "--entity", "lab")
     assert "W&B: no answer to the request" in line

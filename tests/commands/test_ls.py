@@ -14,7 +14,7 @@ import yaml
 
 from flsuite.analysis import list_runs
 from flsuite.runs.record import is_finished
-from tests.commands.command import cli, refused
+from tests.commands.command import Capture, cli, refused
 from tests.commands.test_report import settings, write
 from tests.conftest import classifier, digits, trainer
 from tests.test_imports import HEAVY, imported
@@ -38,19 +38,17 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
-def table(*args: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def table(*args: str, capsys: Capture) -> list[dict[str, Any]]:
     capsys.readouterr()
     assert cli("ls", *args, "--json") == 0
     return json.loads(capsys.readouterr().out)
 
 
-def names(*args: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def names(*args: str, capsys: Capture) -> list[str]:
     return [Path(row["run"]).name for row in table(*args, capsys=capsys)]
 
 
-def test_what_a_run_is_and_how_far_it_has_come(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_run_is_and_how_far_it_has_come(runs: Path, capsys: Capture) -> None:
     descriptor = os.open(runs / "c", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)  # as a process that writes to it
     rows = {Path(row["run"]).name: row for row in table(capsys=capsys)}
@@ -71,7 +69,7 @@ def test_what_a_run_is_and_how_far_it_has_come(
 
 
 def test_an_extension_that_was_killed_at_once_is_interrupted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capture
 ) -> None:
     """The rows and pictures of its earlier end are there, and no callback may have stopped it."""
     run = tmp_path / "runs" / "a"
@@ -86,16 +84,14 @@ def test_an_extension_that_was_killed_at_once_is_interrupted(
     assert [row["state"] for row in table(capsys=capsys)] == ["finished"]
 
 
-def test_a_run_of_a_sweep_that_failed_is_named_with_its_reason(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_a_sweep_that_failed_is_named_with_its_reason(runs: Path, capsys: Capture) -> None:
     (runs / "b" / "failed.txt").write_text("RunFailedError: the mean is not finite\n")
     assert names("--state", "failed", capsys=capsys) == ["b"]
     assert cli("ls", "runs") == 0
     assert "failed: runs/b: RunFailedError: the mean is not finite" in capsys.readouterr().out
 
 
-def test_the_table_for_people(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_for_people(runs: Path, capsys: Capture) -> None:
     assert cli("ls", "runs", "--method", "FedAvg") == 0
     out = capsys.readouterr().out
     (line,) = [line.split() for line in out.splitlines() if line.strip().startswith("runs/a")]
@@ -120,15 +116,11 @@ def test_the_table_for_people(runs: Path, capsys: pytest.CaptureFixture[str]) ->
         (["runs/a", "runs/c"], ["a", "c"]),
     ],
 )
-def test_filters_and_orders(
-    args: list[str], found: list[str], runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_filters_and_orders(args: list[str], found: list[str], runs: Path, capsys: Capture) -> None:
     assert names(*args, capsys=capsys) == found
 
 
-def test_the_best_and_the_newest_come_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_and_the_newest_come_first(tmp_path: Path, capsys: Capture) -> None:
     for place, score in enumerate((0.2, 0.8, 0.5)):
         write(tmp_path / "runs" / f"{score}", settings(place), [score])
         stamp = time.time() - 1000 * place
@@ -137,13 +129,13 @@ def test_the_best_and_the_newest_come_first(
     assert names("--sort", "age", capsys=capsys) == ["0.2", "0.8", "0.5"]
 
 
-def test_csv_is_for_other_programs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_is_for_other_programs(runs: Path, capsys: Capture) -> None:
     assert cli("ls", "--csv", "--state", "finished") == 0
     (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
     assert (row["run"], row["method"], float(row["last"])) == ("runs/a", "FedAvg", 0.4)
 
 
-def test_nothing_to_list_is_one_line(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_list_is_one_line(runs: Path, capsys: Capture) -> None:
     assert "no run has method Krum" in refused(capsys, "ls", "--method", "Krum")
     assert "no run below nowhere" in refused(capsys, "ls", "nowhere")
     assert "invalid choice: 'done'" in refused(capsys, "ls", "--state", "done")
@@ -160,5 +152,6 @@ def test_a_run_that_a_callback_has_ended_is_finished(tmp_path: Path) -> None:
     assert made.round < 50
 
 
+@pytest.mark.long
 def test_it_starts_without_torch() -> None:
     assert not imported("import flsuite.commands.ls") & (HEAVY - {"numpy"})

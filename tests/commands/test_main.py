@@ -25,7 +25,7 @@ from flsuite.data import Digits, Dirichlet
 from flsuite.models import MLP, Classifier
 from flsuite.runs.table import MetricsTable
 from flsuite.trainer import FederatedTrainer
-from tests.commands.command import QUICKSTART, cli, files, refused
+from tests.commands.command import QUICKSTART, Capture, cli, files, refused
 from tests.conftest import equal_states
 
 SHORT = ("fit", "--config", QUICKSTART, "--trainer.rounds", "1")
@@ -119,11 +119,7 @@ def test_the_saved_config_makes_the_same_weights(finished: Path, tmp_path: Path)
     [("test", "test", None), ("test", "test", "best"), ("validate", "val", "last")],
 )
 def test_scores_from_the_saved_config(
-    command: str,
-    split: str,
-    ckpt_path: str | None,
-    run_folder: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: str, split: str, ckpt_path: str | None, run_folder: Path, capsys: Capture
 ) -> None:
     before = files(run_folder)
     request = ["--ckpt_path", ckpt_path] if ckpt_path else []
@@ -164,7 +160,7 @@ def test_a_run_of_the_command_can_be_opened_in_python(finished: Path) -> None:
 
 @pytest.mark.draws
 def test_partition_draws_the_split_of_a_run(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     assert cli("partition", "--config", QUICKSTART, "--output", "drawn") == 0
     assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == [
@@ -179,7 +175,7 @@ def test_partition_draws_the_split_of_a_run(
     assert "training samples" in out and "drawn/quickstart-partition.png" in out
 
 
-def test_print_config_is_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_print_config_is_a_config(capsys: Capture, tmp_path: Path) -> None:
     assert (
         cli(
             *SHORT,
@@ -198,7 +194,7 @@ def test_print_config_is_a_config(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr(sys, "argv", ["flsuite", "--version"])
     runpy.run_module("flsuite", run_name="__main__")
     installed = f"torch {metadata.version('torch')}, lightning {metadata.version('lightning')}"
@@ -371,9 +367,7 @@ BAD_ARGUMENTS = {
 
 
 @pytest.mark.parametrize(("args", "words"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_a_bad_argument_is_one_line(
-    args: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_argument_is_one_line(args: tuple[str, ...], words: str, capsys: Capture) -> None:
     assert words in refused(capsys, *SHORT, *args)
 
 
@@ -396,7 +390,7 @@ BAD_LINES = {
 
 @pytest.mark.parametrize(("good", "bad", "words"), BAD_LINES.values(), ids=BAD_LINES)
 def test_a_bad_config_is_one_line(
-    good: str, bad: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    good: str, bad: str, words: str, tmp_path: Path, capsys: Capture
 ) -> None:
     text = Path(QUICKSTART).read_text()
     assert good in text
@@ -424,26 +418,22 @@ def test_a_bad_config_is_one_line(
     ],
     ids=lambda value: "-".join(value[:1]) if isinstance(value, tuple) else "",
 )
-def test_a_bad_request_is_one_line(
-    args: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_request_is_one_line(args: tuple[str, ...], words: str, capsys: Capture) -> None:
     assert words in refused(capsys, *args)
 
 
-def test_a_model_larger_than_the_memory_is_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_model_larger_than_the_memory_is_one_line(capsys: Capture) -> None:
     assert cli(*SHORT, "--model.backbone.hidden", "[1000000000000]") == 1
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("flsuite: error: out of memory (")
 
 
-def test_an_empty_config_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_config_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "empty.yaml").write_text("")
     assert "empty.yaml is not a config" in refused(capsys, "fit", "--config", "empty.yaml")
 
 
-def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "breastmnist.npz").write_bytes(b"PK\x03\x04" + np.random.default_rng(0).bytes(5000))
     damaged = ("--data", "MedMNIST", "--data.name", "breastmnist", "--data.root", ".")
     assert "breastmnist.npz is damaged" in refused(capsys, *SHORT, *damaged)
@@ -451,7 +441,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("run_dir", ["file", "file/below"])
 def test_a_file_in_the_way_of_the_folder_is_one_line(
-    run_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: str, tmp_path: Path, capsys: Capture
 ) -> None:
     (tmp_path / "file").write_text("precious")
     assert run_dir in refused(capsys, *SHORT, "--run_dir", run_dir)
@@ -467,7 +457,7 @@ def test_a_file_in_the_way_of_the_folder_is_one_line(
     ids=["link", "below", "long"],
 )
 def test_a_place_that_no_folder_can_have_is_one_line(
-    place: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: str, message: str, tmp_path: Path, capsys: Capture
 ) -> None:
     (tmp_path / "link").symlink_to("missing")
     line = refused(capsys, *SHORT, "--run_dir", place)
@@ -475,7 +465,7 @@ def test_a_place_that_no_folder_can_have_is_one_line(
 
 
 def test_a_working_folder_that_was_deleted_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
@@ -496,11 +486,7 @@ def test_a_working_folder_that_was_deleted_is_one_line(
     ],
 )
 def test_an_error_of_the_system_names_the_file_and_what_to_do(
-    error: OSError,
-    status: int,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: OSError, status: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     def fail(*args: object) -> None:
         raise error
@@ -511,9 +497,7 @@ def test_an_error_of_the_system_names_the_file_and_what_to_do(
     assert said.startswith(f"flsuite: error: {line}")
 
 
-def test_a_folder_with_a_run_is_left_alone(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_a_run_is_left_alone(run_folder: Path, capsys: Capture) -> None:
     assert "already holds a run" in refused(capsys, *SHORT, "--run_dir", str(run_folder))
 
 
@@ -527,15 +511,13 @@ def test_a_folder_with_a_run_is_left_alone(
     ids=["aggregator", "optimizer", "seed"],
 )
 def test_resuming_with_another_config_names_the_difference(
-    change: tuple[str, ...], words: str, run_folder: Path, capsys: pytest.CaptureFixture[str]
+    change: tuple[str, ...], words: str, run_folder: Path, capsys: Capture
 ) -> None:
     resume = ("--run_dir", str(run_folder), "--ckpt_path", "last", "--trainer.rounds", "5")
     assert words in refused(capsys, "fit", "--config", QUICKSTART, *resume, *change)
 
 
-def test_a_setting_that_no_client_can_train_with_leaves_no_folder(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_setting_that_no_client_can_train_with_leaves_no_folder(capsys: Capture) -> None:
     scaffold = ("--trainer.aggregator", "SCAFFOLD", "--model.optimizer.momentum", "0.9")
     assert "momentum" in refused(capsys, *SHORT, *scaffold)
 
@@ -566,7 +548,7 @@ def test_the_usual_logger_writes_into_the_runs_folder(tmp_path: Path) -> None:
     ],
 )
 def test_a_class_that_is_half_given_is_named(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words: str, capsys: Capture
 ) -> None:
     with pytest.raises(SystemExit) as done:
         main(["fit", "--config", QUICKSTART, *arguments])
@@ -582,7 +564,7 @@ def test_a_class_that_is_half_given_is_named(
     ],
 )
 def test_a_rule_that_is_named_alone_gives_its_own_reason(
-    options: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
+    options: tuple[str, ...], reason: str, capsys: Capture
 ) -> None:
     """The key takes an algorithm too, and the parser lists a reason for each of the two."""
     line = refused(capsys, *SHORT, "--trainer.aggregator", *options)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.command import cli, refused
+from tests.commands.command import Capture, cli, refused
 
 FILES = ["exp.yaml", "my_data.py", "my_model.py"]
 
@@ -19,7 +19,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_it_writes_runs(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     assert cli("new", "project") == 0
     printed = capsys.readouterr().out
@@ -37,7 +37,7 @@ def test_what_it_writes_runs(
     assert "test accuracy" in listed, "the monitor is what the model logs"
 
 
-def test_it_overwrites_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_overwrites_nothing(project: Path, capsys: Capture) -> None:
     assert cli("new", "project") == 0
     (project / "exp.yaml").unlink()
     assert "already has my_model.py, my_data.py" in refused(capsys, "new", "project")
@@ -50,16 +50,14 @@ def test_a_folder_with_other_files_is_fine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".."])
-def test_a_name_that_is_none_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_none_is_refused(name: str, capsys: Capture) -> None:
     assert "is not the name of a new folder" in refused(capsys, "new", name)
 
 
-def test_the_next_command_names_the_folder_as_a_shell_reads_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_next_command_names_the_folder_as_a_shell_reads_it(capsys: Capture) -> None:
     assert cli("new", "my project") == 0
     assert "cd 'my project' && flsuite fit" in capsys.readouterr().out
 
 
-def test_it_wants_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_wants_a_name(capsys: Capture) -> None:
     assert "required: NAME" in refused(capsys, "new")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.commands.command import cli, refused
+from tests.commands.command import Capture, cli, refused
 
 MODEL = """
 import torch
@@ -107,7 +107,7 @@ def test_fit_resume_test_and_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_clients_and_partition_of_a_plain_data_module(capsys: pytest.CaptureFixture[str]) -> None:
+def test_clients_and_partition_of_a_plain_data_module(capsys: Capture) -> None:
     wrapped = ("--data", "FromDataModule", "--data.data", "my_package.MyData")
     split = ("--data.clients", "3", "--data.partition", "Dirichlet", "--data.partition.alpha", "1")
     assert cli("partition", *wrapped, *split) == 0
@@ -127,9 +127,7 @@ def test_what_each_client_adds_to_a_model_of_the_folder(monkeypatch: pytest.Monk
     assert Path("loo/contribution.csv").is_file()
 
 
-def test_arguments_that_a_class_does_not_store_are_settings(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_arguments_that_a_class_does_not_store_are_settings(capsys: Capture) -> None:
     own = ("--model", "my_package.Unstored", "--data", "my_package.MyData")
     own += ("--trainer.aggregator", "my_package.Prox", "--trainer.callbacks", "my_package.Counter")
     rounds = ("--trainer.callbacks.start", "3", "--run_dir", "run", *FAST)
@@ -148,16 +146,10 @@ def test_arguments_that_a_class_does_not_store_are_settings(
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (
-            ("--model", "my_package.Unscored", *OWN[2:]),
-            "Unscored cannot be scored; add",
-        ),
+        (("--model", "my_package.Unscored", *OWN[2:]), "Unscored cannot be scored; add"),
         ((*OWN[:2], "--data", "my_package.Untested"), "Untested has no test_dataloader; add one"),
         (("--model", "my_package.Nett", *OWN[2:]), "has no class Nett (did you mean Net?)"),
-        (
-            ("--model", "my_package.Faulty", *OWN[2:]),
-            "is not defined (my_package.py, line",
-        ),
+        (("--model", "my_package.Faulty", *OWN[2:]), "is not defined (my_package.py, line"),
         (OWN[:2], "there is no data; add data to the config, or give --data"),
         ((*OWN, "--model.widht", "3"), "did you mean --model.width?"),
         (
@@ -166,7 +158,5 @@ def test_arguments_that_a_class_does_not_store_are_settings(
         ),
     ],
 )
-def test_a_missing_piece_is_one_line(
-    args: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_piece_is_one_line(args: tuple[str, ...], line: str, capsys: Capture) -> None:
     assert line in refused(capsys, "fit", *args, *FAST)

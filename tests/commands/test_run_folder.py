@@ -9,7 +9,7 @@ from flsuite.analysis import read_metrics
 from flsuite.commands.parsing import config_name
 from flsuite.commands.run_folder import require_run, with_run_folder
 from flsuite.errors import FlsuiteError
-from tests.commands.command import QUICKSTART, cli, refused
+from tests.commands.command import QUICKSTART, Capture, cli, refused
 from tests.conftest import classifier, digits, trainer
 
 FIT = (
@@ -20,7 +20,7 @@ RUN = "runs/quickstart/one"
 
 
 def test_a_folder_is_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     assert cli(*FIT, "--run_dir", RUN) == 0
 
@@ -60,7 +60,7 @@ def make_run(folder: Path) -> None:
     (folder / "metrics.csv").touch()
 
 
-def test_the_nearest_runs_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_nearest_runs_are_named(capsys: Capture) -> None:
     for name in ("20260101-1", "20260102-1"):
         make_run(Path("runs/quickstart") / name)
     for wrong in ("runs/quickstart", "runs/quickstart/20260101-2", "runs/quickstar/20260101-1"):
@@ -72,7 +72,7 @@ def test_the_nearest_runs_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere is not a run, it is not a folder" in refused(capsys, "resume", "nowhere")
 
 
-def test_a_fit_of_a_run_is_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fit_of_a_run_is_a_resume(capsys: Capture) -> None:
     make_run(Path("run"))
     assert "flsuite resume run" in refused(capsys, "fit", "run")
     assert "resume: name the folder of a run" in refused(capsys, "resume", "--trainer.rounds", "3")

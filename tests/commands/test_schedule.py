@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from flsuite.runs.table import TimelineTable
-from tests.commands.command import CONFIGS, QUICKSTART, cli, refused
+from tests.commands.command import CONFIGS, QUICKSTART, Capture, cli, refused
 from tests.conftest import mostly_long
 
 ASYNCHRONOUS = str(CONFIGS / "asynchronous" / "quickstart.yaml")
@@ -59,7 +59,7 @@ RUNS = {
 
 @pytest.mark.parametrize("run", mostly_long(RUNS, "asynchronous", "clients_are_lost"))
 def test_the_fits_are_those_of_the_run(
-    run: tuple[str, tuple[str, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: tuple[str, tuple[str, ...]], tmp_path: Path, capsys: Capture
 ) -> None:
     config, options = run
     (tmp_path / "drawn").mkdir()
@@ -130,7 +130,7 @@ POOLED = ("--trainer.schedule.speeds", "Stragglers", "--trainer.aggregator", "Ce
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
 def test_a_request_that_cannot_be_met_is_one_line(
-    args: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+    args: tuple[str, ...], words: str, capsys: Capture
 ) -> None:
     assert words in refused(capsys, "schedule", *args)
 

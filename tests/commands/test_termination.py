@@ -16,7 +16,7 @@ import torch
 from flsuite.commands import main
 from flsuite.commands.termination import ending_on_signals
 from flsuite.errors import FlsuiteError, one_line
-from tests.commands.command import QUICKSTART, cli
+from tests.commands.command import QUICKSTART, Capture, cli
 from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
 from tests.runs.killing import rounds_on_disk
 
@@ -164,7 +164,7 @@ def race(places: list[str], name: str, ckpt_path: str | None) -> None:
 def test_of_two_processes_that_start_in_one_folder_one_runs(
     ckpt_path: str | None, tmp_path: Path
 ) -> None:
-    places = [tmp_path / str(number) for number in range(10)]
+    places = [tmp_path / str(number) for number in range(4)]
     for place in places:
         place.mkdir()
     context = multiprocessing.get_context("fork")
@@ -202,7 +202,7 @@ def test_of_two_processes_that_start_in_one_folder_one_runs(
     ],
 )
 def test_only_what_can_go_on_is_said_to(
-    command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt

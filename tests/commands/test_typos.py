@@ -22,7 +22,8 @@ from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.engines.base import EngineChoice
 from flsuite.errors import FlsuiteError
 from flsuite.trainer import FederatedTrainer
-from tests.commands.command import QUICKSTART, cli, refused
+from tests.commands.command import QUICKSTART, Capture, cli, refused
+from tests.conftest import mostly_long
 
 MODULE = """
 import enum
@@ -112,7 +113,7 @@ def written(name: str, *changes: tuple[str, str]) -> str:
     return name
 
 
-def test_all_of_them_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_of_them_are_named_at_once(capsys: Capture) -> None:
     file = written(
         "exp.yaml",
         ("hidden:", "hiden:"),
@@ -233,16 +234,10 @@ def _real_arguments(cls: type) -> set[str]:
 
 
 BASES = (
-    "flsuite.schedules.Schedule",
-    "flsuite.aggregators.Aggregator",
-    "flsuite.data.Partition",
-    "flsuite.models.ClientModel",
-    "lightning.pytorch.loggers.Logger",
-    pytest.param("flsuite.aggregators.Rule", marks=pytest.mark.long),
-    pytest.param("lightning.pytorch.LightningDataModule", marks=pytest.mark.long),
-    pytest.param("lightning.pytorch.Callback", marks=pytest.mark.long),
-    pytest.param("torch.optim.Optimizer", marks=pytest.mark.long),
-    pytest.param("torch.optim.lr_scheduler.LRScheduler", marks=pytest.mark.long),
+    *("flsuite.schedules.Schedule", "flsuite.data.Partition", "flsuite.aggregators.Aggregator"),
+    *("flsuite.models.ClientModel", "lightning.pytorch.loggers.Logger", "flsuite.aggregators.Rule"),
+    *("lightning.pytorch.LightningDataModule", "lightning.pytorch.Callback"),
+    *("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler"),
 )
 
 
@@ -252,7 +247,7 @@ def test_every_engine_goes_by_its_short_name() -> None:
     assert names >= set(flsuite.engines.__all__) - {"Engine"}
 
 
-@pytest.mark.parametrize("path", BASES)
+@pytest.mark.parametrize("path", mostly_long({name: name for name in BASES}, *BASES[:2]))
 def test_the_source_never_shows_less_than_the_parser_takes(path: str) -> None:
     module, _, name = path.rpartition(".")
     base = getattr(importlib.import_module(module), name)
@@ -304,7 +299,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("key", WORDS)
-def test_a_wrong_value_is_told_in_words(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_value_is_told_in_words(key: str, capsys: Capture) -> None:
     value, words = WORDS[key]
     file = written(
         "exp.yaml",
@@ -333,14 +328,12 @@ def test_a_wrong_value_is_told_in_words(key: str, capsys: pytest.CaptureFixture[
     ],
     ids=["choice", "list", "no_class", "open_class"],
 )
-def test_the_parser_says_it_in_words(
-    args: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_parser_says_it_in_words(args: tuple[str, ...], words: str, capsys: Capture) -> None:
     assert words in refused(capsys, "fit", "--config", QUICKSTART, *args)
 
 
 def test_own_classes_are_found_whatever_folder_the_config_is_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     # As the command is installed: its own folder is on the path, and not the working folder.
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])

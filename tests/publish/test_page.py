@@ -20,6 +20,7 @@ from flsuite.analysis import find_runs, group_runs
 from flsuite.commands.main import main
 from flsuite.publish.page.headline import headline
 from tests.analysis.made_runs import made_grid, made_run, settings
+from tests.commands.command import Capture
 
 METHODS = ("FedAvg", "LocalOnly")
 CHARTS = {"curves", "targets", "differences", "map", "spread", "gains", "mix", "gamma"}
@@ -278,7 +279,7 @@ def test_names_cannot_break_the_page(tmp_path: Path) -> None:
 
 
 def test_the_missing_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setitem(sys.modules, "altair", None)
     with pytest.raises(SystemExit) as done:
@@ -287,7 +288,7 @@ def test_the_missing_extra_is_named(
     assert done.value.code == 2 and "install flsuite[report]" in error and error.count("\n") == 1
 
 
-def test_a_folder_is_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_no_page(tmp_path: Path, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as done:
         main(["report", str(tmp_path), "--html", str(tmp_path)])
     assert done.value.code == 2 and "is a folder; name a file" in capsys.readouterr().err

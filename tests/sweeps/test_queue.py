@@ -21,6 +21,7 @@ from flsuite.sweeps.reading import Sweep, Tuning
 from flsuite.sweeps.status import SweepProgress, estimate, failures, print_cells, print_status
 from flsuite.sweeps.tuning import COLUMNS, draw
 from tests.analysis.made_runs import Row, made_run, settings
+from tests.commands.command import Capture
 
 SWEEP = Sweep(
     name="s",
@@ -148,9 +149,7 @@ def test_the_score_is_the_one_that_picks_the_runs_round(tmp_path: Path) -> None:
     assert found == Outcome(1.0, "accuracy_client_mean", False, 0.9, 0.9)
 
 
-def test_a_grid_names_the_scores_of_its_methods(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grid_names_the_scores_of_its_methods(tmp_path: Path, capsys: Capture) -> None:
     queue = Queue(replace(SWEEP, grid={}), tmp_path)
     for cell in queue.known():
         queue.begin(cell)
@@ -197,14 +196,12 @@ def test_the_bar_counts_failed_cells_and_those_that_are_tried_again_anew(
         screen.truncate(0)
 
 
-def words(capsys: pytest.CaptureFixture[str]) -> str:
+def words(capsys: Capture) -> str:
     """Return what was printed, without the lines and widths of tables."""
     return " ".join(re.sub("[┃│]", " ", capsys.readouterr().out).split())
 
 
-def test_the_state_of_each_cell_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_state_of_each_cell_is_printed(tmp_path: Path, capsys: Capture) -> None:
     queue = Queue(replace(SWEEP, grid={}), tmp_path)
     print_status(queue)
     assert "A waiting waiting" in (text := words(capsys)) and "0 of 4 cells are done" in text
@@ -229,9 +226,7 @@ def test_the_state_of_each_cell_is_printed(
     assert "done" in (text := words(capsys)) and "failed" in text and "results, with" not in text
 
 
-def test_the_state_of_a_tuned_sweep_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_state_of_a_tuned_sweep_is_printed(tmp_path: Path, capsys: Capture) -> None:
     queue = Queue(TUNED, tmp_path)
     print_cells(queue)
     assert "4 results, with values that the tuning chooses waiting" in words(capsys)

@@ -20,15 +20,9 @@ from flsuite.data.federated import FederatedData
 from flsuite.sweeps.plan import fit_arguments, samples_of
 from flsuite.sweeps.queue import Queue
 from flsuite.sweeps.reading import Sweep, read_sweep
-from tests.commands.command import cli, files, refused
+from tests.commands.command import Capture, cli, files, refused
 from tests.conftest import equal_states
-from tests.sweeps.sweeping import (
-    SWEEPS,
-    results_of,
-    signal_after_progress,
-    start,
-    write_sweep,
-)
+from tests.sweeps.sweeping import SWEEPS, results_of, signal_after_progress, start, write_sweep
 
 QUICKSTART = str(SWEEPS / "comparison.yaml")
 SMALL = {"trainer.rounds": 6, "trainer.max_epochs": 1, "data.clients": 3}
@@ -132,14 +126,14 @@ def test_models_are_trained_once_for_all_methods(tmp_path: Path) -> None:
     assert "from_updates" in log and "keep_updates=false" in log
 
 
-def test_an_unchanged_sweep_does_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unchanged_sweep_does_nothing(folder: Path, capsys: Capture) -> None:
     before = files(folder)
     assert cli("sweep", "--config", write_quickstart(), *SHORT) == 0
     assert "nothing to do: 2 of 2 cells are done" in capsys.readouterr().out
     assert files(folder) == before
 
 
-def test_status_shows_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_scores(folder: Path, capsys: Capture) -> None:
     shutil.rmtree(next(folder.glob("FedProx-alpha=0.1-*")) / "seed-2")
     before = files(folder)
     assert cli("sweep", "--config", write_quickstart(), *SHORT, "--status") == 0
@@ -152,7 +146,7 @@ def test_status_shows_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.long
 def test_an_edited_sweep_runs_the_new_cells_alone(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     before = files(folder)
     assert cli("sweep", "--config", write_quickstart("[10.0]"), *SHORT) == 0
@@ -166,7 +160,7 @@ def test_an_edited_sweep_runs_the_new_cells_alone(
 
 
 def test_a_dry_run_lists_cells_and_time_and_runs_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     checked(monkeypatch, refused_lines)
     before = files(folder)
@@ -177,7 +171,7 @@ def test_a_dry_run_lists_cells_and_time_and_runs_nothing(
 
 
 @pytest.mark.long
-def test_tuning_and_failures_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tuning_and_failures_end_to_end(tmp_path: Path, capsys: Capture) -> None:
     methods = "{A: {}, B: {}, C: {model.optimizer.lr: 1.0e+30}}"
     tune = "tune: {trials: 2, seeds: [101], A: {model.optimizer.lr: [0.1, 1.0e-5]}}"
     name = write_sweep("s.yaml", methods, f"{tune}\nworkers: 2")
@@ -270,7 +264,7 @@ def test_a_finished_source_without_models_is_named_before_anything_runs() -> Non
 
 @pytest.mark.long
 def test_all_that_cannot_begin_is_named_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     krum = "{trainer.aggregator: {class_path: Krum, init_args: {byzantine: 1}}}"
     faults = "{class_path: Faults, init_args: {schedule: Synchronous, hangs: 0.5}}"
@@ -302,7 +296,7 @@ def test_all_that_cannot_begin_is_named_before_anything_runs(
 
 
 def test_of_many_that_cannot_begin_the_first_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     methods = ", ".join(f"M{n}: {{data.clients: -{n}}}" for n in range(22))
     checked(monkeypatch, lambda sweep, _: [f"method {name}" for name in sweep.methods])
@@ -314,9 +308,7 @@ def test_of_many_that_cannot_begin_the_first_are_named(
 
 
 @pytest.mark.long
-def test_several_processes_check_in_the_order_of_the_methods(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_several_processes_check_in_the_order_of_the_methods(capsys: Capture) -> None:
     wrong = ", ".join(f"M{n}: {{data.clients: -{n}}}" for n in range(16))
     name = write_sweep("s.yaml", f"{{{wrong}}}")
     assert cli("sweep", "--config", name, "--folder", "runs", "--dry-run") == 2
@@ -334,7 +326,7 @@ def test_an_engine_that_is_chosen_later_is_not_refused_before() -> None:
 
 
 def test_a_check_that_does_not_end_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr("flsuite.commands.sweep._CHECK", 0.1)
     monkeypatch.setattr("flsuite.commands.sweep._CHECK_ONE", 0.0)
@@ -342,7 +334,7 @@ def test_a_check_that_does_not_end_is_one_line(
     assert "check of the methods did not end within 0.1 seconds" in capsys.readouterr().err
 
 
-def test_a_wrong_file_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_file_is_refused_before_anything_runs(capsys: Capture) -> None:
     methods = "{FedAvg: {}, FedProx: {trainer.aggregator: FedProxx}}"
     name = write_sweep("s.yaml", methods)
     line = refused(capsys, "sweep", "--config", name)
@@ -409,9 +401,7 @@ def test_a_shipped_sweep_can_be_built(path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_wandb_sweep_gives_commands_that_are_understood(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wandb_sweep_gives_commands_that_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
     monkeypatch.chdir(SWEEPS.parents[1])
