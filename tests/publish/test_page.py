@@ -23,6 +23,7 @@ from tests.analysis.made_runs import made_grid, made_run, settings
 from tests.commands.command import Capture
 
 METHODS = ("FedAvg", "LocalOnly")
+SHOWN = ("accuracy", "loss", "--x", "bytes")
 CHARTS = {"curves", "targets", "differences", "map", "spread", "gains", "mix", "gamma"}
 BUNDLE = vl_convert.javascript_bundle
 SCRIPT = Path(flsuite.publish.page.__file__).parent / "page.js"
@@ -80,7 +81,7 @@ def _no_library() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = made_grid(tmp_path_factory.mktemp("report") / "runs", METHODS)
-    return written(root, "--metric", "accuracy", "loss", "--x", "bytes")
+    return written(root, "--metric", *SHOWN)
 
 
 @pytest.mark.long
@@ -107,7 +108,8 @@ def test_it_loads_nothing(page: Path) -> None:
 
 
 @pytest.mark.long
-def test_each_choice_of_each_chart_can_be_drawn(page: Path) -> None:
+def test_each_choice_of_each_chart_can_be_drawn(tmp_path: Path) -> None:
+    page = written(made_grid(tmp_path / "runs", (*METHODS, "FedProx")), "--metric", *SHOWN)
     specs = Page(page.read_text(encoding="utf-8")).specs()
     for name, spec in specs.items():
         assert marks(spec) > 2, name
