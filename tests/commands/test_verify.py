@@ -412,6 +412,7 @@ def test_the_picked_round_of_a_parent_with_another_rate_is_scored(run: Path, cap
     )
 
 
+@pytest.mark.long
 def test_a_fork_keeps_what_was_in_flight_in_the_round_that_its_parent_picked() -> None:
     schedule = ("Asynchronous", "--trainer.schedule.concurrency", "4")
     schedule += ("--trainer.schedule.buffer_size", "2", "--trainer.schedule.speeds", "Stragglers")
@@ -427,6 +428,7 @@ def test_a_fork_keeps_what_was_in_flight_in_the_round_that_its_parent_picked() -
     assert cli(*request) == 0
 
 
+@pytest.mark.long
 def test_a_fork_is_without_whom_its_parent_is_without(run: Path) -> None:
     cli("fork", str(run), "--at", "2", "--without", "2", "--run_dir", "one")
     more = ("--trainer.rounds", "5", "--run_dir", "two")

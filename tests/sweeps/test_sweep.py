@@ -138,7 +138,7 @@ def test_status_shows_scores(folder: Path, capsys: Capture) -> None:
     before = files(folder)
     assert cli("sweep", "--config", write_quickstart(), *SHORT, "--status") == 0
     out = capsys.readouterr().out
-    assert "1 of 2 cells are done, 1 waiting" in out and "time left: about 0:00:0" in out
+    assert "1 of 2 cells are done, 1 waiting" in out and "time left: about 0:0" in out
     (row,) = (line for line in out.splitlines() if "FedProx alpha=0.1" in line)
     assert "waiting" in row and "0." in row.split("│")[2]
     assert files(folder) == before
