@@ -61,7 +61,7 @@ def image_batch(kind: str, samples: int, seed: int = 0) -> Tensor:
 
 
 def chain_layout(net: nn.Module, clients: int = 2) -> StateLayout:
-    """Return the layout of such a networkwhose entries are all shared."""
+    """Return the layout of such a network whose entries are all shared."""
     layers, positions, channels = [], 1, 0
     for name, part in net.named_children():
         if isinstance(part, nn.Conv2d):
@@ -105,7 +105,8 @@ def federate(
     place = {} if folder is None else {"run_dir": str(folder)}
     made = federation(aggregator, rounds, max_epochs=1, **place, **settings)
     model = Classifier(CNN(hidden=(16,)), optimizer=partial(SGD, lr=0.05))
-    made.fit(model, digits(3, server_samples=50), ckpt_path="last" if resume else None)
+    data = digits(3, train_samples=150, server_samples=50)
+    made.fit(model, data, ckpt_path="last" if resume else None)
     return made
 
 

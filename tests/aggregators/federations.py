@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -110,19 +110,19 @@ class Normalised(Backbone):
         )
 
 
-def table_data(clients: int = 4) -> FederatedDataModule:
+def table_data(clients: int = 4, samples: int = 150) -> FederatedDataModule:
     return Synthetic(
         features=5,
         classes=3,
-        samples=150,
+        samples=samples,
         clients=clients,
         partition=Dirichlet(0.5, min_samples=4),
         batch_size=16,
     )
 
 
-def table_model(**settings: Any) -> Classifier:
-    return Classifier(Normalised(), optimizer=partial(SGD, **{"lr": 0.05, **settings}))
+def table_model(kind: type[Classifier] = Classifier, **settings: Any) -> Classifier:
+    return kind(Normalised(), optimizer=partial(SGD, **{"lr": 0.05, **settings}))
 
 
 def run(
@@ -132,6 +132,12 @@ def run(
     trainer = federation(aggregator, rounds, **kwargs)
     trainer.fit(model, data or table_data())
     return trainer
+
+
+@cache
+def reference(make: Callable[..., Aggregator], *args: Any) -> FederatedTrainer:
+    """Return two rounds on the table, fitted once for all tests that compare others with it."""
+    return run(make(*args))
 
 
 def assert_equal(a: State, b: State) -> None:

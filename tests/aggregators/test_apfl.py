@@ -3,25 +3,28 @@
 import pytest
 from torch.optim import SGD
 
-from flsuite.aggregators import APFL, FedAvg, LocalOnly
-from tests.aggregators.federations import Quadratic, Quadratics, assert_equal, federation, run
+from flsuite.aggregators import APFL, Aggregator, FedAvg, LocalOnly
+from tests.aggregators.federations import (
+    Quadratic,
+    Quadratics,
+    assert_equal,
+    federation,
+    reference,
+    run,
+)
 
 
-def test_with_a_share_of_zero_it_is_fedavg() -> None:
-    made, average = run(APFL(0.0, adaptive=False), 3), run(FedAvg(), 3)
-    assert_equal(made.federation.state, average.federation.state)
+@pytest.mark.parametrize(("share", "other"), [(0.0, FedAvg), (1.0, LocalOnly)])
+def test_with_a_share_of_zero_it_is_fedavg_and_of_one_clients_train_alone(
+    share: float, other: type[Aggregator]
+) -> None:
+    made, limit = run(APFL(share, adaptive=False)), reference(other)
     parameters = made.federation.server.layout.parameters
     for client in range(4):
-        mine, shared = made.federation.client_state(client), average.federation.state
-        assert_equal({k: mine[k] for k in parameters}, {k: shared[k] for k in parameters})
-
-
-def test_with_a_share_of_one_clients_train_alone() -> None:
-    made, alone = run(APFL(1.0, adaptive=False), 3), run(LocalOnly(), 3)
-    parameters = made.federation.server.layout.parameters
-    for client in range(4):
-        mine, local = (each.federation.client_state(client) for each in (made, alone))
-        assert_equal({k: mine[k] for k in parameters}, {k: local[k] for k in parameters})
+        mine, same = (each.federation.client_state(client) for each in (made, limit))
+        assert_equal({k: mine[k] for k in parameters}, {k: same[k] for k in parameters})
+    if other is FedAvg:
+        assert_equal(made.federation.state, limit.federation.state)
 
 
 def test_all_steps_of_one_client_by_hand() -> None:

@@ -31,11 +31,12 @@ from tests.aggregators.federations import (
     Quadratics,
     ServerHalf,
     assert_equal,
+    assert_same_models,
     federation,
     table_data,
     table_model,
 )
-from tests.conftest import classifier, digits, equal_states, trainer
+from tests.conftest import classifier, digits, trainer
 
 pytest.importorskip("dp_accounting", reason="needs dp-accounting: pip install 'flsuite[privacy]'")
 
@@ -43,10 +44,7 @@ WIDE = 20_000
 
 
 def ready(
-    aggregator: Aggregator,
-    clients: int = 2,
-    seed: int = 0,
-    rounds: int | None = 5,
+    aggregator: Aggregator, clients: int = 2, seed: int = 0, rounds: int | None = 5
 ) -> ServerHalf:
     """Return a server half at the start of a round in which all clients take part."""
     sampling = RandomDraw(clients, float(clients), True)
@@ -75,13 +73,12 @@ def kept(half: Any) -> dict[str, Any]:
 # Limits and clipping
 
 
-@pytest.mark.parametrize("clients", [5, 46])
-def test_without_noise_and_clip_it_is_the_uniform_mean_bit_for_bit(clients: int) -> None:
+def test_without_noise_and_clip_it_is_the_uniform_mean_bit_for_bit() -> None:
+    """Of 46 clients, whose shares of 1 / 46 do not add up to 1 in floating point."""
+
     def fitted(aggregator: Aggregator) -> State:
-        data = Synthetic(
-            features=5, classes=3, samples=20 * clients, clients=clients, partition=Dirichlet(5.0)
-        )
-        made = federation(aggregator, 2)
+        data = Synthetic(features=5, classes=3, samples=230, clients=46, partition=Dirichlet(5.0))
+        made = federation(aggregator, 1)
         made.fit(Classifier(MLP(hidden=(8,)), optimizer=partial(SGD, lr=0.1)), data)
         return made.federation.state
 
@@ -187,19 +184,19 @@ def test_an_empty_cohort_takes_a_step_of_noise_alone() -> None:
 # Adaptive clipping
 
 
-@pytest.mark.parametrize(("noise", "quantile"), [(0.0, 0.5), (0.0, 0.9), (1.0, 0.5)])
+@pytest.mark.parametrize(("noise", "quantile"), [(0.0, 0.9), (1.0, 0.5)])
 def test_the_clip_converges_to_the_quantile(noise: float, quantile: float) -> None:
-    """Norms are 4 to 100; the clip starts far below them."""
+    """Norms are 4 to 100; the clip starts below them."""
     norms = [float(norm) for norm in range(4, 101, 4)]
-    aggregator = ready(DPFedAvg(0.01, noise_multiplier=noise, quantile=quantile), clients=25)
-    clips = []
-    for _ in range(120):
+    rule = DPFedAvg(1.0, noise_multiplier=noise, quantile=quantile, clip_lr=0.4)
+    aggregator, clips = ready(rule, clients=25), []
+    for _ in range(45):
         clip = kept(aggregator)["clip"]
         bits = [update(c, 0.0, within_clip=float(norm <= clip)) for c, norm in enumerate(norms)]
         fold(aggregator, {"w": torch.zeros(1)}, *bits)
         clips.append(clip)
-    # Rates of 0.2: from 0.01 it grows by exp(0.2 gamma) at most per round.
-    assert clips[1] == pytest.approx(0.01 * math.exp(0.2 * quantile), rel=0.02)
+    # It grows by exp(0.4 gamma) at most per round.
+    assert clips[1] == pytest.approx(math.exp(0.4 * quantile), rel=0.04)
     assert sum(clips[-20:]) / 20 == pytest.approx(100 * quantile, rel=0.08)
     assert abs(aggregator.metrics["within_clip"] - quantile) < 0.2
 
@@ -247,9 +244,11 @@ class Stop(FederationCallback):
             run.stop()
 
 
-def fit(aggregator: Aggregator, rounds: int = 3, **kwargs: Any) -> Any:
+def fit(
+    aggregator: Aggregator, rounds: int = 3, ckpt_path: str | None = None, **kwargs: Any
+) -> Any:
     made = trainer(rounds=rounds, aggregator=aggregator, **kwargs)
-    made.fit(classifier(), digits())
+    made.fit(classifier(), digits(), ckpt_path=ckpt_path)
     return made
 
 
@@ -262,32 +261,20 @@ def adaptive() -> DPFedAvg:
     return DPFedAvg(clip=0.3, noise_multiplier=0.8, quantile=0.5)
 
 
-POISSON = {"schedule": Synchronous(0.4, sampling="poisson")}
+SLOW = Stragglers()
+POISSON: dict[str, Any] = {"schedule": Synchronous(0.4, sampling="poisson")}
+EVERYONE: dict[str, Any] = {"schedule": Synchronous(1.0, sampling="poisson")}
 
 
-@pytest.mark.parametrize("schedule", [Synchronous(0.4, sampling="poisson"), Synchronous(3)])
-def test_a_resumed_run_ends_like_one_that_never_stopped(
-    schedule: Synchronous, tmp_path: Path
-) -> None:
-    whole = fit(adaptive(), 6, schedule=schedule)
-    folder = str(tmp_path / "run")
-    fit(adaptive(), 3, schedule=schedule, run_dir=folder)
-    resumed = trainer(rounds=6, aggregator=adaptive(), schedule=schedule, run_dir=folder)
-    resumed.fit(classifier(), digits(), ckpt_path="last")
-    assert equal_states(whole.federation.state, resumed.federation.state)
-    assert kept(whole.federation.server) == kept(resumed.federation.server)
+def test_workers_and_a_resume_change_nothing(tmp_path: Path) -> None:
+    there: dict[str, Any] = {"run_dir": str(tmp_path / "run"), **POISSON}
+    whole = fit(adaptive(), 3, **POISSON)
+    fit(adaptive(), 1, engine=Processes(workers=2), **there)
+    resumed = fit(adaptive(), 3, ckpt_path="last", **there)
+    assert_same_models(whole, resumed)
     for metric in ("epsilon", "clip", "noise"):
         assert numbers(resumed, metric) == pytest.approx(numbers(whole, metric), rel=1e-8)
     assert resumed.run.summary.privacy == whole.run.summary.privacy
-
-
-@pytest.mark.long
-def test_engines_agree() -> None:
-    here, there = (
-        fit(adaptive(), engine=engine, **POISSON).federation.state
-        for engine in (None, Processes(workers=2))
-    )
-    assert equal_states(here, there)
 
 
 def test_epsilon_is_logged_by_round_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,30 +291,17 @@ def test_epsilon_is_logged_by_round_and_shown(capsys: pytest.CaptureFixture[str]
     assert (summary["last/epsilon"], summary["last/delta"]) == (spent[-1], 0.02)
 
 
-def test_a_target_is_reached_and_not_passed(tmp_path: Path) -> None:
-    folder = str(tmp_path / "run")
-    made = fit(DPFedAvg(target_epsilon=6.0), 4, run_dir=folder, **POISSON)
-    assert 5.99 < numbers(made, "epsilon")[-1] <= 6.0
-
-    longer = trainer(rounds=5, aggregator=DPFedAvg(target_epsilon=6.0), run_dir=folder, **POISSON)
+def test_a_target_is_reached_and_not_passed_by_a_run_that_is_cut_short(tmp_path: Path) -> None:
+    """Cut short, it has spent less and goes on with its noise. Afterwards, it goes no further."""
+    there: dict[str, Any] = {"run_dir": str(tmp_path / "run"), **EVERYONE}
+    first = fit(DPFedAvg(target_epsilon=6.0), 4, callbacks=[Stop()], **there)
+    assert first.round == 2 and numbers(first, "epsilon")[-1] < 5.0
+    whole = fit(DPFedAvg(target_epsilon=6.0), 4, **EVERYONE)
+    last = fit(DPFedAvg(target_epsilon=6.0), 4, ckpt_path="last", **there)
+    assert_same_models(whole, last)
+    assert 5.99 < numbers(last, "epsilon")[-1] <= 6.0
     with pytest.raises(FlsuiteError, match=r"over 4 rounds, and more would exceed it"):
-        longer.fit(classifier(), digits(), ckpt_path="last")
-
-
-def test_a_run_cut_short_has_spent_less_and_goes_on_with_its_noise(tmp_path: Path) -> None:
-    folder = str(tmp_path / "run")
-    whole = fit(DPFedAvg(target_epsilon=6.0), 4, run_dir=folder, **POISSON)
-    noise = kept(whole.federation.server)["noise_multiplier"]
-
-    other = str(tmp_path / "other")
-    aggregator = DPFedAvg(target_epsilon=6.0)
-    first = trainer(rounds=4, aggregator=aggregator, run_dir=other, callbacks=[Stop()], **POISSON)
-    first.fit(classifier(), digits())
-    assert first.round == 2 and numbers(first, "epsilon")[-1] < 6.0
-    last = trainer(rounds=4, aggregator=DPFedAvg(target_epsilon=6.0), run_dir=other, **POISSON)
-    last.fit(classifier(), digits(), ckpt_path="last")
-    assert kept(last.federation.server)["noise_multiplier"] == noise
-    assert equal_states(whole.federation.state, last.federation.state)
+        fit(DPFedAvg(target_epsilon=6.0), 5, ckpt_path="last", **there)
 
 
 def test_failures_change_neither_divisor_nor_epsilon() -> None:
@@ -338,7 +312,7 @@ def test_failures_change_neither_divisor_nor_epsilon() -> None:
 
     ends = []
     for curvatures in ((1.0, -1.0, math.inf), (1.0, 0.0, 0.0)):  # absent, and without a change
-        made = federation(DPFedAvg(clip=0.1, noise_multiplier=1.0), 3, max_epochs=5)
+        made = federation(DPFedAvg(clip=0.1, noise_multiplier=1.0), 2, max_epochs=3)
         made.fit(Quadratic(), data(*curvatures))
         ends.append((made.federation.state["w"], made.run.summary.privacy))
     assert ends[0][1] == ends[1][1]
@@ -364,31 +338,6 @@ def test_masked_changes_are_clipped_by_the_clients_and_get_the_same_noise() -> N
 
 
 # Refusals
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "give either noise_multiplier"),
-        ({"noise_multiplier": 1.0, "target_epsilon": 8.0}, "give either"),
-        ({"noise_multiplier": -1.0}, "noise_multiplier must be at least 0"),
-        ({"noise_multiplier": math.nan}, "noise_multiplier must be at least 0"),
-        ({"noise_multiplier": 1.0, "clip": 0.0}, "clip must be positive"),
-        ({"noise_multiplier": 1.0, "clip": math.nan}, "clip must be positive"),
-        ({"noise_multiplier": 1.0, "clip": math.inf}, "an infinite clip does not bound"),
-        ({"target_epsilon": 1.0, "clip": math.inf}, "an infinite clip does not bound"),
-        ({"noise_multiplier": 0.0, "clip": math.inf, "quantile": 0.5}, "an infinite clip"),
-        ({"target_epsilon": 0.0}, "target_epsilon must be positive"),
-        ({"noise_multiplier": 1.0, "delta": 0.0}, "delta must be above 0 and below 1"),
-        ({"noise_multiplier": 1.0, "delta": 1.0}, "delta must be above 0 and below 1"),
-        ({"noise_multiplier": 1.0, "quantile": 1.5}, "quantile must be above 0 and at most 1"),
-        ({"noise_multiplier": 1.0, "clip_lr": 0.0}, "clip_lr must be positive"),
-        ({"noise_multiplier": 1.0, "count_noise": -1.0}, "count_noise must be at least 0"),
-    ],
-)
-def test_a_bad_argument_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(FlsuiteError, match=message):
-        DPFedAvg(**arguments)
 
 
 def test_a_count_with_too_little_noise_is_refused() -> None:
@@ -423,18 +372,9 @@ def test_a_target_needs_a_number_of_rounds() -> None:
     ("kwargs", "message"),
     [
         ({"schedule": Synchronous(2, sampling="size")}, "needs random cohorts"),
-        (
-            {"schedule": Synchronous(2, availability=Bernoulli(0.1))},
-            "needs random cohorts",
-        ),
-        (
-            {"schedule": Synchronous(2, over_selection=1.5, speeds=Stragglers())},
-            "needs random cohorts",
-        ),
-        (
-            {"schedule": Synchronous(2, deadline=1.0, speeds=Stragglers())},
-            "needs random cohorts",
-        ),
+        ({"schedule": Synchronous(2, availability=Bernoulli(0.1))}, "needs random cohorts"),
+        ({"schedule": Synchronous(2, over_selection=1.5, speeds=SLOW)}, "needs random cohorts"),
+        ({"schedule": Synchronous(2, deadline=1.0, speeds=SLOW)}, "needs random cohorts"),
         ({"schedule": Asynchronous(2)}, "GaussianMechanism needs random cohorts"),
         ({"keep_updates": True}, "keep_updates stores the clients' models"),
     ],

@@ -1,68 +1,26 @@
-"""FedBuff: FedAvg without delay, the half-way rule, stale changes by hand, and known optima."""
+"""FedBuff: FedAvg without delay, stale changes by hand, and known optima."""
 
-import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from flsuite import FlsuiteError
-from flsuite.aggregators import (
-    Aggregator,
-    Constant,
-    FedAsync,
-    FedAvg,
-    FedBuff,
-    Hyperbolic,
-    Polynomial,
-)
+from flsuite import aggregators as methods
+from flsuite.aggregators import FedAsync, FedAvg, FedBuff, Hyperbolic, Polynomial
 from flsuite.aggregators.rules import Weighting
 from flsuite.messages import ClientUpdate
-from flsuite.runs.settings import describe
-from flsuite.state import State, cast, clone, mean_of
-from tests.aggregators.federations import assert_same_models, configured, run
-from tests.aggregators.stale_updates import (
-    assert_same_bits,
-    late,
-    numbers,
-    random_states,
-    settle,
-)
+from flsuite.state import cast, clone, mean_of
+from tests.aggregators.federations import assert_same_models, configured, reference, run
+from tests.aggregators.stale_updates import assert_same_bits, late, numbers, random_states, settle
 
 AWKWARD = (1, 3, 7, 1_000_003, 17, 333)
 
 
-class Cutoff(Constant):
+class Cutoff(methods.Constant):
     """Zero weight for updates older than two versions."""
 
     def __call__(self, tau: int) -> float:
         return 0.0 if tau > 2 else 1.0
-
-
-def check_half_way(aggregator: Aggregator) -> None:
-    """Check that one buffer brings every floating-point entry half-way to the buffer's mean."""
-    old, *sent = random_states(4)
-    updates = [late(i, state, 5, staleness=i, base=sent[0]) for i, state in enumerate(sent)]
-    new = configured(aggregator, "w").aggregate(old, iter(updates))
-
-    mean = mean_of((state, 1.0) for state in sent)
-    for name in ("w", "mean"):
-        half_way = (old[name].double() + mean[name]) / 2
-        torch.testing.assert_close(new[name].double(), half_way, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("weighting", ["uniform", "samples"])
-def test_in_mix_the_model_goes_half_way_to_the_mean_of_the_buffer(weighting: Weighting) -> None:
-    check_half_way(FedBuff("mix", weighting=weighting))
-    check_half_way(FedBuff("mix", eta=0.5, normalize="weights", weighting=weighting))
-
-
-def test_a_rule_that_replaces_the_model_fails_that_check() -> None:
-    with pytest.raises(AssertionError, match="not close"):
-        check_half_way(FedAvg())
-    with pytest.raises(AssertionError, match="not close"):
-        check_half_way(FedBuff("mix", eta=1.0))
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
@@ -84,8 +42,8 @@ def test_without_delay_delta_is_the_mean_of_the_models_bit_for_bit(
 
 
 def test_in_lockstep_a_whole_run_is_fedavg_bit_for_bit() -> None:
-    assert_same_models(run(FedBuff(weighting="samples")), run(FedAvg("samples")))
-    assert_same_models(run(FedBuff("mix", eta=1.0)), run(FedAvg("uniform")))
+    assert_same_models(run(FedBuff(weighting="samples")), reference(FedAvg))
+    assert_same_models(run(FedBuff("mix", eta=1.0)), reference(FedAvg, "uniform"))
 
 
 @pytest.mark.parametrize("mode", ["delta", "mix"])
@@ -204,43 +162,6 @@ def test_a_mixed_buffer_of_one_is_fedasync(staleness: Any, tau: int) -> None:
     assert weights[0] == weights[1]
 
 
-def test_only_one_update_is_held_at_a_time() -> None:
-    """The memory of an aggregation does not grow with the buffer."""
-    alive: list[weakref.ref[State]] = []
-
-    class Held(dict):
-        """A state that a weak reference can point to."""
-
-    def stream() -> Iterator[ClientUpdate]:
-        for i in range(5):
-            # The loop variable of the aggregator holds the update before.
-            assert sum(state() is not None for state in alive) <= 1
-            state = Held(numbers(w=float(i)))
-            alive.append(weakref.ref(state))
-            update = late(i, state, 1, i, Held(numbers(w=1.0)))
-            del state
-            yield update
-            del update
-
-    for mode in ("delta", "mix"):
-        alive.clear()
-        configured(FedBuff(mode), "w").aggregate(numbers(w=0.0), stream())
-        assert len(alive) == 5
-
-
-def test_types_stay_and_inputs_are_not_changed() -> None:
-    old = {"w": torch.ones(3, dtype=torch.bfloat16), "half": torch.ones(3, dtype=torch.float16)}
-    sent = {name: 3 * value for name, value in old.items()}
-    base = {name: 2 * value for name, value in old.items()}
-    before = [clone(state) for state in (old, sent, base)]
-    update = late(0, sent, 1, 3, base)
-    new = configured(FedBuff(), "w").aggregate(old, iter([update]))
-    assert [value.dtype for value in new.values()] == [torch.bfloat16, torch.float16]
-    assert all(value.tolist() == [1.5] * 3 for value in new.values())
-    for state, kept in zip((old, sent, base), before, strict=True):
-        assert all(torch.equal(state[name], kept[name]) for name in state)
-
-
 MINIMA = (0.0, 1.0, 2.0, 5.0)
 
 
@@ -250,12 +171,11 @@ def test_a_buffer_of_all_clients_reaches_the_mean_optimum(mode: Any) -> None:
 
     The limit is where the changes sum to zero: at the mean of the minima.
     """
-    path = settle(FedBuff(mode, staleness="constant"), [1.0] * 4, MINIMA, 4, 400)
+    path = settle(FedBuff(mode, staleness="constant"), [1.0] * 4, MINIMA, 4, 320)
     assert path[-1] == pytest.approx(2.0, abs=1e-9)
 
 
-@pytest.mark.parametrize("buffer", [1, 2])
-@pytest.mark.parametrize("staleness", ["constant", "polynomial"])
+@pytest.mark.parametrize(("buffer", "staleness"), [(1, "polynomial"), (2, "constant")])
 def test_small_buffers_stay_near_the_mean_optimum(buffer: int, staleness: Any) -> None:
     """One update moves the model by at most ``0.1 * 0.19 * 3.1 = 0.06``.
 
@@ -264,30 +184,6 @@ def test_small_buffers_stay_near_the_mean_optimum(buffer: int, staleness: Any) -
     weights of late updates differ within a cycle, which shifts the mean over time a little.
     """
     aggregator = FedBuff(eta=0.1, staleness=staleness)
-    path = settle(aggregator, [1.0] * 4, MINIMA, buffer, 2000)[1000:]
+    path = settle(aggregator, [1.0] * 4, MINIMA, buffer, 800)[400:]
     assert max(abs(w - 2.0) for w in path) < 0.12
     assert sum(path) / len(path) == pytest.approx(2.0, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FedBuff("average"), "mode must be one of delta, mix"),
-        (lambda: FedBuff(normalize="sum"), "normalize must be one of buffer, weights"),
-        (lambda: FedBuff(weighting="size"), "FedBuff: weighting must be one of"),
-        (lambda: FedBuff(eta=-0.1), "eta must be at least 0"),
-        (lambda: FedBuff(eta=float("nan")), "eta must be at least 0"),
-        (lambda: FedBuff(eta=float("inf")), "eta must be at least 0"),
-        (lambda: FedBuff("mix", eta=1.5), "FedBuff: eta must be at most 1 in mode mix"),
-        (lambda: FedBuff("mix", staleness=Hyperbolic(3.0)), r"at most 1, got 0.5 \* 3.0"),
-    ],
-)
-def test_a_bad_parameter_is_refused(make: Callable[[], Aggregator], message: str) -> None:
-    with pytest.raises(FlsuiteError, match=message):
-        make()
-
-
-def test_a_config_says_what_was_given() -> None:
-    given = {"mode": "mix", "eta": None, "staleness": "hinge", "normalize": "weights"}
-    made = FedBuff("mix", staleness="hinge", normalize="weights")
-    assert given.items() <= describe(made)["init_args"].items()

@@ -9,7 +9,7 @@ from torch.optim import SGD
 
 from flsuite.aggregators import FedAvg, FedNova
 from flsuite.data import Digits, Dirichlet, Synthetic
-from flsuite.models import MLP, FusedSpaceFed
+from flsuite.models import MLP, Classifier, FusedSpaceFed
 from tests.aggregators.federations import Quadratic, Quadratics, federation, run, table_model
 
 STEPS = (20, 2)
@@ -25,7 +25,7 @@ class Unequal(Quadratic):
 
 def reached(aggregator: FedAvg | FedNova, momentum: float) -> float:
     settings = {"lr": 0.01 * (1 - momentum), "momentum": momentum}
-    made = federation(aggregator, 40, max_epochs=max(STEPS))
+    made = federation(aggregator, 8, max_epochs=max(STEPS))
     made.fit(Unequal(lambda p: SGD(p, **settings)), Quadratics((1.0, 10.0), (0.0, 1.0)))
     return float(made.federation.state["w"])
 
@@ -38,27 +38,28 @@ def test_unequal_steps_do_not_bias_it(momentum: float) -> None:
 
 
 def test_with_equal_steps_it_is_fedavg() -> None:
-    def data() -> Synthetic:
-        return Synthetic(samples=160, clients=4, partition=Dirichlet(100.0), batch_size=1000)
+    def fitted(aggregator: FedAvg | FedNova) -> Any:
+        data = Synthetic(samples=80, clients=4, partition=Dirichlet(100.0), batch_size=1000)
+        return run(aggregator, 2, data, max_epochs=3)
 
-    nova, average = (run(make(), 3, data(), max_epochs=3) for make in (FedNova, FedAvg))
+    nova, average = fitted(FedNova()), fitted(FedAvg())
     for name in nova.federation.server.layout.parameters:
         torch.testing.assert_close(nova.federation.state[name], average.federation.state[name])
     assert nova.federation.log.server["tau_eff"] == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("mu", [0.0, 0.3])
+def worth(mu: float = 0.0, rounds: int = 1, kind: Any = Classifier, **settings: Any) -> float:
+    """Return the worth of the last fit of one client, which takes four steps by default."""
+    data = Synthetic(samples=60, clients=1, batch_size=1000)
+    model = table_model(kind, **settings.pop("optimizer", {}))
+    made = run(FedNova(mu), rounds, data, model=model, **{"max_epochs": 4, **settings})
+    return made.federation.log.server["tau_eff"]
+
+
+@pytest.mark.parametrize(("momentum", "mu"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.3), (0.9, 0.3)])
 def test_the_worth_of_a_fits_steps(momentum: float, mu: float) -> None:
     """Equation 9's norms: with momentum, and with a proximal term, as in section 3."""
     rate, steps = 0.1, 4
-    made = run(
-        FedNova(mu),
-        1,
-        Synthetic(samples=60, clients=1, batch_size=1000),
-        max_epochs=steps,
-        model=table_model(lr=rate, momentum=momentum),
-    )
     by_hand, velocity = 0.0, 0.0
     for _ in range(steps):
         velocity = momentum * velocity + 1.0 - mu * rate * by_hand
@@ -69,41 +70,31 @@ def test_the_worth_of_a_fits_steps(momentum: float, mu: float) -> None:
     elif not mu:
         factors = (1 - np.array([momentum**k for k in range(steps, 0, -1)])) / (1 - momentum)
         assert by_hand == pytest.approx(factors.sum())
-    assert made.federation.log.server["tau_eff"] == pytest.approx(by_hand)
+    assert worth(mu, optimizer={"lr": rate, "momentum": momentum}) == pytest.approx(by_hand)
 
 
 def test_a_kept_momentum_counts_in_the_next_fit() -> None:
     """The worth of a fit goes on from the momentum, as the model's own steps do."""
-    data = Synthetic(samples=60, clients=1, batch_size=1000)
-    model = table_model(lr=0.1, momentum=0.9)
-    made = run(FedNova(), 2, data, model=model, max_epochs=3, keep_optimizers=True)
-    moved, velocity, worth = 0.0, 0.0, []
-    for step in range(6):
-        velocity = 0.9 * velocity + 1.0
-        moved += velocity
-        if step in (2, 5):
-            worth.append(moved)
-            moved = 0.0
-    assert made.federation.log.server["tau_eff"] == pytest.approx(worth[1])
+    momentum = {"lr": 0.1, "momentum": 0.9}
+    second = worth(rounds=2, optimizer=momentum, max_epochs=3, keep_optimizers=True)
+    velocities = [sum(0.9**k for k in range(step + 1)) for step in range(6)]
+    assert second == pytest.approx(sum(velocities[3:]))
 
 
 def test_a_schedule_may_change_the_momentum() -> None:
-    class Cycled(type(table_model())):  # type: ignore[misc]
+    class Cycled(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.trainer.optimizers[0].param_groups[0]["momentum"] = 0.0
 
-    plain = table_model(lr=0.1, momentum=0.9)
-    data = Synthetic(samples=60, clients=1, batch_size=1000)
-    made = run(FedNova(), 1, data, model=Cycled(plain.backbone, plain.optimizer), max_epochs=4)
-    assert made.federation.log.server["tau_eff"] == pytest.approx(4.0)
+    assert worth(kind=Cycled, optimizer={"lr": 0.1, "momentum": 0.9}) == pytest.approx(4.0)
 
 
 def test_the_optimizer_of_the_shared_layers_is_counted() -> None:
     """The first optimizer has private ones, and its steps set the others' gradients to none."""
 
-    class Toggled(type(table_model())):  # type: ignore[misc]
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, private=("network.1",))
+    class Toggled(Classifier):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, private=("network.1",), **kwargs)
             self.automatic_optimization = False
 
         def configure_optimizers(self) -> Any:
@@ -119,10 +110,7 @@ def test_the_optimizer_of_the_shared_layers_is_counted() -> None:
                 optimizer.step()
                 self.untoggle_optimizer(optimizer)
 
-    plain = table_model()
-    data = Synthetic(samples=60, clients=1, batch_size=1000)
-    made = run(FedNova(), 1, data, model=Toggled(plain.backbone, plain.optimizer), max_epochs=4)
-    assert made.federation.log.server["tau_eff"] == pytest.approx(4.0)
+    assert worth(kind=Toggled) == pytest.approx(4.0)
 
 
 def test_a_warm_up_of_private_layers_counts_no_steps() -> None:

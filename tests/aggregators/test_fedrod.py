@@ -11,15 +11,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from flsuite import FlsuiteError
 from flsuite.aggregators import FedAvg, FedRoD
 from flsuite.aggregators.fedrod import TwoHeads
-from flsuite.data import Dirichlet, Synthetic
 from flsuite.messages import ClientContext
-from tests.aggregators.federations import run, table_model
-
-
-def skewed(alpha: float) -> Synthetic:
-    return Synthetic(
-        features=5, classes=3, samples=600, clients=4, batch_size=16, partition=Dirichlet(alpha, 4)
-    )
+from flsuite.models import Classifier
+from tests.aggregators.federations import reference, run, table_model
 
 
 def balanced_loss(logits: Tensor, y: Tensor, counts: Tensor) -> Tensor:
@@ -39,44 +33,45 @@ def test_an_absent_class_is_not_pushed_down(counts: list[int]) -> None:
     def loss(z: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(heads.logits(z[None], (None, y[None]), held), y[None])
 
-    def reference(z: Tensor) -> Tensor:
+    def eq_6(z: Tensor) -> Tensor:
         return balanced_loss(z, y, torch.tensor(counts))
 
     # By sample and at once, as in a stack of clients.
     own = torch.func.vmap(torch.func.grad(loss))(z, y) / len(y)
-    torch.testing.assert_close(own, torch.func.grad(reference)(z))
+    torch.testing.assert_close(own, torch.func.grad(eq_6)(z))
     assert own.isfinite().all()
     assert (own[:, torch.tensor(counts) == 0] == 0).all()
 
 
 def test_a_client_is_scored_by_the_sum_of_both_heads() -> None:
-    made = run(FedRoD(), 3)
+    made, average = run(FedRoD()), reference(FedAvg)
     own, personal = made.federation.client_state(1), made.federation.clients[1]["objective"]["head"]
     for name, value in personal.items():
         torch.testing.assert_close(own[name], made.federation.state[name] + value)
     assert set(personal) == {"network.3.weight", "network.3.bias"}
-    assert (
-        made.federation.log.updates[0].bytes_up
-        == run(FedAvg(), 1).federation.log.updates[0].bytes_up
-    )
+    sent, usual = (each.federation.log.updates[0] for each in (made, average))
+    assert sent.bytes_up == usual.bytes_up
 
 
-@pytest.mark.long
-def test_clients_with_few_classes_gain_by_their_own_head() -> None:
-    made = run(FedRoD(), 15, skewed(0.1), evaluate_every=15)
-    scores = made.callback_metrics
-    average = run(FedAvg(), 15, skewed(0.1), evaluate_every=15).callback_metrics
-    assert scores["test/accuracy_client_mean"] > average["test/accuracy_client_mean"]
+class Frozen(Classifier):
+    def build(self, spec: Any) -> None:
+        super().build(spec)
+        self.head.bias.requires_grad_(False)
 
 
-def test_a_head_of_several_layers_is_refused() -> None:
-    with pytest.raises(FlsuiteError, match="needs a linear head"):
-        run(FedRoD(head="network.1"))
-
-
-def test_a_private_head_is_refused() -> None:
-    with pytest.raises(FlsuiteError, match="FedRoD averages network"):
-        run(FedRoD(private=["network."]))
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"head": "network.1"}, Classifier, "needs a linear head"),
+        ({"private": ["network."]}, Classifier, "FedRoD averages network"),
+        ({}, Frozen, "a part of it is frozen"),
+    ],
+)
+def test_a_head_of_several_layers_private_or_frozen_is_refused(
+    settings: Any, kind: type[Classifier], message: str
+) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        run(FedRoD(**settings), 1, model=table_model(kind))
 
 
 def test_the_personal_head_follows_schedule_and_clipping() -> None:
@@ -89,27 +84,12 @@ def test_the_personal_head_follows_schedule_and_clipping() -> None:
 def test_the_personal_head_steps_at_the_rate_of_the_models_step() -> None:
     """The rate is 0.1 in the first step, and 0 afterwards."""
 
-    class Once(type(table_model())):  # type: ignore[misc]
+    class Once(Classifier):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
             schedule = LambdaLR(optimizer, lambda step: float(step == 0))
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-            }
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    plain = table_model()
-    made = run(FedRoD(), 1, model=Once(plain.backbone, plain.optimizer))
+    made = run(FedRoD(), 1, model=table_model(Once))
     personal = made.federation.clients[1]["objective"]["head"]
     assert any(float(value.abs().max()) > 0 for value in personal.values())
-
-
-def test_a_frozen_head_is_refused() -> None:
-    class Frozen(type(table_model())):  # type: ignore[misc]
-        def build(self, spec: Any) -> None:
-            super().build(spec)
-            self.head.bias.requires_grad_(False)
-
-    plain = table_model()
-    with pytest.raises(FlsuiteError, match="a part of it is frozen"):
-        run(FedRoD(), 1, model=Frozen(plain.backbone, plain.optimizer))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -202,28 +203,19 @@ def test_all_blocks_are_scored_at_one_step_and_the_first_of_the_best_is_taken() 
     assert all(torch.equal(a, b) for a, b in zip(best.corrections, seen[4], strict=True))
 
 
-def test_the_end_is_scored_once_wherever_it_is() -> None:
-    blocks = two_blocks()
-    for solver, steps, expected in (
-        ("gd", 20, 6),
-        ("gd", 21, 7),
-        ("adam", 250, 4),
-        ("exact", 9, 2),
-    ):
-        calls: list[Sequence[Tensor]] = []
-        best_iterate(
-            blocks,
-            iterates(blocks, solver, steps),
-            solver,
-            lambda corrections, calls=calls: calls.append(corrections) or 0.0,
-        )
-        assert len(calls) == expected
+@pytest.mark.parametrize(
+    ("solver", "steps", "expected"),
+    [("gd", 20, 6), ("gd", 21, 7), ("adam", 250, 4), ("exact", 9, 2)],
+)
+def test_the_end_is_scored_once_wherever_it_is(solver: Any, steps: int, expected: int) -> None:
+    blocks, calls = two_blocks(), list[Sequence[Tensor]]()
 
+    def score(corrections: Corrections) -> float:
+        calls.append(corrections)
+        return 0.0
 
-def test_without_a_score_it_is_the_last() -> None:
-    blocks = two_blocks()
-    best = best_iterate(blocks, iterates(blocks, "gd", 7), "gd", None)
-    assert best.step == 7 and best.score is None
+    best_iterate(blocks, iterates(blocks, solver, steps), solver, score)
+    assert len(calls) == expected
 
 
 def test_a_block_that_has_converged_waits_for_the_others() -> None:
