@@ -215,6 +215,8 @@ def _be_new(descriptors: Sequence[int]) -> None:
 
     # The parent holds these locks while it starts the fork server.
     forkserver._forkserver._lock._at_fork_reinit()  # type: ignore[attr-defined]
+    # The parent's own server has a socket that is not this process's to remove.
+    forkserver._forkserver._forkserver_address = None  # type: ignore[attr-defined]
     _patching._at_fork_reinit()  # type: ignore[attr-defined]
 
 

@@ -122,24 +122,20 @@ def test_training_in_one_place_is_one_fit(costs: dict[str, float]) -> None:
     assert isinstance(choice(aggregator=Centralized())[0], InProcess)
 
 
-@pytest.mark.parametrize("aggregator", [FedAvg, SCAFFOLD])
-def test_a_run_ends_as_with_the_chosen_engine(
-    costs: dict[str, float], tmp_path: Path, aggregator: Any
-) -> None:
-    def fit(engine: Any, name: str, rounds: int = 3, **resumed: Any) -> Any:
-        made = trainer(
-            rounds=rounds, engine=engine, run_dir=tmp_path / name, aggregator=aggregator()
-        )
+def test_a_run_ends_as_with_the_chosen_engine(costs: dict[str, float], tmp_path: Path) -> None:
+    def fit(engine: Any, name: str, rounds: int = 2, **resumed: Any) -> Any:
+        folder = tmp_path / name
+        made = trainer(rounds=rounds, engine=engine, run_dir=folder, aggregator=SCAFFOLD())
         made.fit(model(), digits(clients=6), **resumed)
         return made
 
     named = fit(Vectorized(clients=6), "named")
     assert_same_models(fit(Auto(), "auto"), named)
-    fit(Auto(), "parts", rounds=2)
+    fit(Auto(), "parts", rounds=1)
     costs["alone"] = 1e-9  # now alone would be faster, but the run goes on as it began
     assert_same_models(fit(Auto(), "parts", ckpt_path="last"), named)
 
-    fit(InProcess(), "alone", rounds=2)
+    fit(InProcess(), "alone", rounds=1)
     costs["alone"] = 1e9
     whole = fit(InProcess(), "whole")
     assert_same_models(fit(Auto(), "alone", ckpt_path="last"), whole)

@@ -43,6 +43,8 @@ def in_fork(code: str, *keep: int) -> int:
 
 @LINUX
 def test_a_fork_is_like_a_new_process() -> None:
+    prepare_workers()
+    address = server._forkserver._forkserver_address  # type: ignore[attr-defined]
     read, write = os.pipe()
     other, kept_open = os.pipe()
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
@@ -61,6 +63,7 @@ os.write({write}, b'done')
         assert os.read(other, 1) == b"", "the fork keeps no file open but those that it is given"
         assert os.read(read, 4) == b"done"
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert os.path.exists(address), "the socket of this process's own server stays"
     finally:
         signal.signal(signal.SIGUSR1, before)
         for number in (read, write, other):

@@ -30,7 +30,7 @@ from flsuite.state import StateLayout, clone
 from tests.conftest import equal_states, trainer
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-SIZES = (40, 3, 17, 25, 8, 30)
+SIZES = (20, 3, 9, 13, 8, 16)
 
 
 class Images(FederatedDataModule):

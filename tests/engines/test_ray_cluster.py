@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from flsuite.aggregators import IFCA, Aggregator, Ditto, FedAvg, FedProto
+from flsuite.aggregators import IFCA, Aggregator, Ditto
 from flsuite.commands.main import main
 from flsuite.engines import InProcess, Ray
 from flsuite.errors import FlsuiteError
@@ -33,7 +33,6 @@ from tests.engines.test_processes import (
     within,
     worker_setup,
 )
-from tests.test_plain_models import fitted
 
 pytestmark = pytest.mark.long
 
@@ -199,11 +198,6 @@ def test_outcomes_are_the_same_bit_for_bit_and_in_order(
         assert all(equal_states(update.state, reference[update.client]) for update in updates)
 
 
-def test_a_round_without_clients(both_ready: Ray) -> None:
-    both_ready.submit([])
-    assert both_ready.pending == []
-
-
 def test_requests_from_several_versions_are_collected_in_any_order(
     both_ready: Ray, reference: dict[int, Any]
 ) -> None:
@@ -262,30 +256,6 @@ def test_the_clients_of_a_worker_that_dies_go_to_another(
     assert line.startswith("round 1: the worker of client") and "3" in line
 
 
-def test_a_client_whose_worker_dies_twice_has_failed_and_no_other(
-    both_ready: Ray, reference: dict[int, Any], tmp_path: Path
-) -> None:
-    _, state = worker_setup()
-    order = (0, 1, 2, 3, 4, 5, *(0, 1, 2, 4, 5) * 2)  # client 3 once, so that all deaths are its
-    submitted = requests(state, order, callbacks=(Trouble(tmp_path, (3,), times=3),))
-    results = outcomes(both_ready, submitted)
-    failures = [outcome for outcome in results if isinstance(outcome, ClientFailure)]
-    assert [(f.client, f.reason) for f in failures] == [(3, "its worker died twice")]
-    others = {client: state for client, state in reference.items() if client != 3}
-    assert same_states(states(results), others)
-
-
-def test_a_worker_killed_between_two_clients_leaves_the_next_one_its_retry(
-    both_ready: Ray, reference: dict[int, Any], tmp_path: Path
-) -> None:
-    _, state = worker_setup()
-    os.kill(described(both_ready._actors[0].handle)["Pid"], signal.SIGKILL)  # it is idle
-    submitted = requests(state, (3,), callbacks=(Trouble(tmp_path, (3,)),))
-    results = outcomes(both_ready, submitted)
-    assert len(list(tmp_path.iterdir())) == 1, "its fit has died once"
-    assert same_states(states(results), {3: reference[3]})
-
-
 def test_a_client_that_takes_too_long_has_failed_and_no_other(
     both_ready: Ray,
     reference: dict[int, Any],
@@ -328,7 +298,7 @@ def test_a_node_that_is_killed_in_mid_round_and_comes_back(
 # Other drivers of the same cluster. From here on, the engine above is closed.
 
 
-@pytest.mark.parametrize("make", [FedAvg, Ditto, FedProto, IFCA])
+@pytest.mark.parametrize("make", [Ditto, IFCA])
 def test_a_second_driver_ends_with_the_same_weights(
     machines: Machines, engine: Ray, make: type[Aggregator]
 ) -> None:
@@ -345,18 +315,10 @@ def test_a_second_driver_ends_with_the_same_weights(
     assert not ray.is_initialized()
 
 
-def test_any_module_and_samples_of_any_structure(machines: Machines, engine: Ray) -> None:
-    engine.stop()
-    here, there = fitted("text"), fitted("text", engine=machines.engine(workers=1))
-    assert equal_states(here.federation.state, there.federation.state)
-    assert here.test() == there.test()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"gpus_per_worker": 0.25}, "2 CPUs and 0 GPUs on 2 node"),
-        ({"workers": 3}, "Ray: 3 workers of 1 CPUs and 0 GPUs each do"),
         ({"cpus_per_worker": 2}, "room for 0"),
     ],
 )

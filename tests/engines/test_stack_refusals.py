@@ -17,7 +17,7 @@ from flsuite import FlsuiteError
 from flsuite.data.spec import DataSpec
 from flsuite.engines import Auto, InProcess, Processes, Vectorized
 from flsuite.models import Backbone, Classifier
-from tests.aggregators.federations import assert_same_models, table_data, table_model
+from tests.aggregators.federations import assert_same_models, table_model
 from tests.engines.test_vectorized import close, distance, fitted, stacks  # noqa: F401
 
 PLAIN = table_model()
@@ -173,8 +173,8 @@ def test_layers_in_evaluation_mode_stay_there(stacks: list[int], tmp_path: Path)
 LOGS: dict[str, dict[str, Any]] = {
     "step": {},
     "step_and_epoch": {"on_epoch": True},
-    "epoch": {"on_step": False, "on_epoch": True},
     "hidden": {"logger": False},
+    "maximum": {"on_step": False, "on_epoch": True, "reduce_fx": "max"},
     "one_sample": {"on_epoch": True, "batch_size": 1},
 }
 
@@ -189,9 +189,9 @@ def test_logs_are_those_of_single_fits(options: dict[str, Any], stacks: list[int
 
     rows: list[Callable[[str], Any] | dict[Any, float]] = []
     for engine in (InProcess(), Vectorized()):
-        made = fitted(engine, model=model(Logging), data=table_data())
+        made = fitted(engine, model=model(Logging), rounds=1)
         of_steps = [row for row in made.run.folder.table.rows if row[7].startswith("own")]
         rows.append({(row[0], row[5], row[7]): row[8] for row in of_steps})
     assert rows[1] == pytest.approx(rows[0], rel=1e-5)
     assert bool(rows[0]) == (options.get("logger") is not False)
-    assert bool(stacks) == ("batch_size" not in options)
+    assert bool(stacks) == (not options.keys() & {"batch_size", "reduce_fx"})
