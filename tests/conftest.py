@@ -227,6 +227,14 @@ def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@cache
+def state_without_client_1() -> dict[str, torch.Tensor]:
+    """Return where three rounds end from whose second one client 1 is absent."""
+    made = trainer(rounds=3, schedule=WithoutOne())
+    made.fit(classifier(), digits())
+    return state(made)
+
+
 def state(made: FederatedTrainer) -> dict[str, torch.Tensor]:
     """Return the state of the global model."""
     assert made.federation is not None

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from flsuite.callbacks import FederationCallback
 from flsuite.engines import Processes
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientResult
-from tests.conftest import WithoutOne, classifier, digits, equal_states, trainer
+from tests.conftest import classifier, digits, equal_states, state_without_client_1, trainer
 from tests.engines.sabotage import Sabotage
 
 
@@ -26,35 +27,38 @@ def fit(tmp_path: Path, how: str, times: int = 1, **engine: Any) -> Any:
     return made
 
 
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    """Return the state of a run without a mishap."""
+    torch.set_num_threads(1)
+    made = trainer(rounds=3)
+    made.fit(classifier(), digits())
+    return made.federation.state
+
+
 @pytest.mark.parametrize("how", ["dies", "garbage", "a stranger", "cut"])
 def test_a_worker_killed_while_it_sends_is_replaced_and_its_client_retried(
-    how: str, tmp_path: Path
+    how: str, whole: Any, tmp_path: Path
 ) -> None:
-    whole = trainer(rounds=3)
-    whole.fit(classifier(), digits())
     made = fit(tmp_path, how)
     assert len(list(tmp_path.iterdir())) == 1, "it has happened"
-    assert equal_states(made.federation.state, whole.federation.state)
+    assert equal_states(made.federation.state, whole)
 
 
 def test_a_client_whose_worker_dies_twice_while_it_sends_has_failed(tmp_path: Path) -> None:
-    without = trainer(rounds=3, schedule=WithoutOne())
-    without.fit(classifier(), digits())
     made = fit(tmp_path, "dies", times=2)
-    assert equal_states(made.federation.state, without.federation.state)
+    assert equal_states(made.federation.state, state_without_client_1())
 
 
 @pytest.mark.parametrize("how", ["hangs", "hangs while it sends"])
 def test_a_client_that_hangs_has_failed_and_the_run_goes_on(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    without = trainer(rounds=3, schedule=WithoutOne())
-    without.fit(classifier(), digits())
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, logger="flsuite"):
         made = fit(tmp_path, how, timeout=3.0)
     assert time.monotonic() - began < 60
-    assert equal_states(made.federation.state, without.federation.state)
+    assert equal_states(made.federation.state, state_without_client_1())
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "round 2: client 1 failed: it did not finish" in said
 

@@ -79,9 +79,16 @@ def fit(aggregator: Aggregator | Rule, **kwargs: Any) -> Any:
     return made
 
 
+@pytest.fixture(scope="module")
+def without() -> Any:
+    """Return a federation without the client that the faulty ones refuse."""
+    torch.set_num_threads(1)
+    return fit(SCAFFOLD(), schedule=WithoutOne())
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_faulty_client_is_refused_and_named_and_the_round_goes_on(
-    name: str, caplog: pytest.LogCaptureFixture
+    name: str, without: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     change, words = CHANGES[name]
     with caplog.at_level(logging.WARNING, logger="flsuite"):
@@ -91,7 +98,6 @@ def test_a_faulty_client_is_refused_and_named_and_the_round_goes_on(
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(failure.reason)
     assert any("round 2: client 1 failed" in record.getMessage() for record in caplog.records)
-    without = fit(SCAFFOLD(), schedule=WithoutOne())
     assert equal_states(made.federation.state, without.federation.state)
     ours, theirs = (m.federation.server.memory["objective"]["control"] for m in (made, without))
     assert equal_states(ours, theirs)

@@ -18,7 +18,7 @@ from flsuite.engines import InProcess, Processes
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientFailure
 from flsuite.models import Classifier, ResNet20
-from tests.conftest import WithoutOne, classifier, digits, equal_states, trainer
+from tests.conftest import classifier, digits, equal_states, state_without_client_1, trainer
 
 
 class Breaks(Callback):
@@ -55,12 +55,11 @@ class Recorder(FederationCallback):
 @pytest.mark.parametrize(
     ("how", "engine", "reason"),
     [
-        ("raise", InProcess(), "RuntimeError: the scanner is on fire"),
+        ("raise", Processes(workers=1), "RuntimeError: the scanner is on fire"),
         ("nan", InProcess(), "not finite"),
         ("die", Processes(workers=2), "died twice"),
-        ("raise", Processes(workers=2), "RuntimeError: the scanner is on fire"),
     ],
-    ids=["raises", "nan", "worker_dies", "raises_in_worker"],
+    ids=["raises", "nan", "worker_dies"],
 )
 def test_the_round_goes_on_without_a_failed_client(
     how: str, engine: Any, reason: str, caplog: pytest.LogCaptureFixture
@@ -75,9 +74,7 @@ def test_the_round_goes_on_without_a_failed_client(
     assert any(
         "round 2: client 1 failed" in r.message and reason in r.message for r in caplog.records
     )
-    never_there = trainer(rounds=3, schedule=WithoutOne())
-    never_there.fit(classifier(), digits())
-    assert equal_states(failing.federation.state, never_there.federation.state)
+    assert equal_states(failing.federation.state, state_without_client_1())
     failed = [row for row in failing.run.folder.table.rows if row[7] == "failed" and row[8] > 0]
     assert [(row[0], row[8]) for row in failed] == [(2, 1.0)]
 
@@ -121,7 +118,7 @@ def test_one_sample_an_absent_class_and_a_last_batch_of_one_all_train() -> None:
     recorder = Recorder()
     module = TinyImages(clients=4, partition=Natural(), batch_size=4, val_fraction=0.0)
     made = trainer(rounds=2, callbacks=[recorder])
-    made.fit(Classifier(ResNet20(width=4)), module)
+    made.fit(Classifier(ResNet20(width=2)), module)
     sizes = sorted(made.federation.data.samples(c) for c in range(4))
     assert sizes == [1, 2, 5, 9] and not recorder.failures
     steps = {u.samples: u.steps for u in made.federation.log.updates}
@@ -141,7 +138,7 @@ def test_a_model_of_another_kind_is_refused() -> None:
 
 def test_a_clients_model_has_the_servers_running_statistics() -> None:
     made = trainer(rounds=1)
-    made.fit(Classifier(ResNet20(width=4)), digits(clients=2))
+    made.fit(Classifier(ResNet20(width=2)), digits(clients=2))
     federation = made.federation
     means = [name for name in federation.state if name.endswith("running_mean")]
     assert not any(torch.equal(federation.state[n], federation.initial[n]) for n in means)

@@ -15,6 +15,7 @@ from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import LeNet5
 from flsuite.state import State, Sums
+from tests.conftest import equal_states
 
 
 class Curious(CohortRule):
@@ -40,9 +41,16 @@ def fitted(aggregator: Aggregator | Rule, **kwargs: object) -> FederatedTrainer:
     return trainer
 
 
-def test_the_score_is_the_accuracy_on_the_samples_that_only_the_server_has() -> None:
-    trainer = fitted(Curious(), server_samples=50)
-    run, tools, data = trainer.run, trainer.federation.server.tools, trainer.federation.data
+@pytest.fixture(scope="module")
+def curious() -> FederatedTrainer:
+    torch.set_num_threads(1)
+    return fitted(Curious(), server_samples=50)
+
+
+def test_the_score_is_the_accuracy_on_the_samples_that_only_the_server_has(
+    curious: FederatedTrainer,
+) -> None:
+    run, tools, data = curious.run, curious.federation.server.tools, curious.federation.data
     assert len(data.server) == 50
 
     model = tools.module(run.federation.state)
@@ -54,12 +62,11 @@ def test_the_score_is_the_accuracy_on_the_samples_that_only_the_server_has() -> 
     assert len([name for name in run.federation.log.server if name.startswith("score/")]) == 3
 
 
-def test_scoring_between_the_rounds_changes_no_weight() -> None:
-    plain, curious = fitted(FedAvg(), server_samples=50), fitted(Curious(), server_samples=50)
+def test_scoring_between_the_rounds_changes_no_weight(curious: FederatedTrainer) -> None:
+    plain = fitted(FedAvg(), server_samples=50)
     there = fitted(Curious(), server_samples=50, engine=Processes(workers=2))
-    for name, value in plain.federation.state.items():
-        assert torch.equal(value, curious.federation.state[name])
-        assert torch.equal(value, there.federation.state[name])
+    assert equal_states(plain.federation.state, curious.federation.state)
+    assert equal_states(plain.federation.state, there.federation.state)
 
 
 def test_modules_share_nothing() -> None:
