@@ -7,6 +7,8 @@ machine does not decide. The bound is three times the measured overhead.
 import time
 from collections.abc import Callable
 
+import pytest
+
 from flsuite.client.jobs import JobRunner
 from flsuite.models import MLP, Classifier
 from flsuite.runs.preparation import worker_setup
@@ -16,6 +18,7 @@ from tests.conftest import digits, trainer
 MEASURED = 2.3  # times the loop
 
 
+@pytest.mark.long
 def test_a_small_client_costs_little_more_than_its_step() -> None:
     clients = range(40)
     data = digits(clients=len(clients))

@@ -33,7 +33,7 @@ def classifier(**kwargs: Any) -> Classifier:
 
 
 def half_precision(aggregator: Aggregator, lean: bool = True, **kwargs: Any) -> ClientRunner:
-    settings = {"max_epochs": 2, "plugins": half(), **kwargs}
+    settings = {"max_epochs": 5, "plugins": half(), **kwargs}
     return runner(classifier(), aggregator, lean, **settings)
 
 
@@ -49,29 +49,23 @@ def fit(made: ClientRunner, client: int, *callbacks: Callback) -> Any:
         (FedAvg, {}),
         (lambda: FedProx(0.1), {"gradient_clip_val": 0.5}),
         (lambda: SCAFFOLD(control="mean_gradient"), {}),
-        (SCAFFOLD, {}),
     ],
-    ids=["fedavg", "clipped_prox", "mean_gradient", "displacement"],
+    ids=["fedavg", "clipped_prox", "mean_gradient"],
 )
-def test_both_loops_take_the_same_steps(make: Any, kwargs: dict[str, Any]) -> None:
-    updates = []
+def test_both_loops_take_the_same_steps(
+    make: Any, kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates, runs, run = [], list[int](), LocalLoop.run
+    monkeypatch.setattr(LocalLoop, "run", lambda self: (runs.append(1), run(self))[1])
     for lean in (True, False):
         made = half_precision(make(), lean, **kwargs)
         updates.append([fit(made, client) for client in range(3)])
+    assert len(runs) == 3, "the local loop takes the first three fits"
     for a, b in zip(*updates, strict=True):
         assert equal_states(a.state, b.state) and a.metrics == b.metrics and a.steps == b.steps
         assert a.metrics["skipped_steps"] > 0 and a.steps > 0
         # What an algorithm measures from gradients leaves out those that overflow.
         assert all(bool(v.isfinite().all()) for v in a.extras.get("control_change", {}).values())
-
-
-def test_the_local_loop_takes_these_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[int] = []
-    run = LocalLoop.run
-    monkeypatch.setattr(LocalLoop, "run", lambda self: (runs.append(1), run(self))[1])
-    made = half_precision(FedAvg())
-    fit(made, 0), fit(made, 1)
-    assert len(runs) == 2
 
 
 class Unknown(Callback):
@@ -81,8 +75,7 @@ class Unknown(Callback):
         return
 
 
-@pytest.mark.parametrize("lean", [True, False])
-@pytest.mark.parametrize("callbacks", [(), (Unknown(),)])
+@pytest.mark.parametrize(("lean", "callbacks"), [(True, ()), (True, (Unknown(),)), (False, ())])
 def test_a_fit_does_not_depend_on_the_scale_that_another_has_found(
     lean: bool, callbacks: tuple[Callback, ...]
 ) -> None:

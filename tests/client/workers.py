@@ -18,7 +18,7 @@ from tests.conftest import digits
 
 def runner(model: ClientModel, aggregator: Aggregator, lean: bool, **kwargs: Any) -> ClientRunner:
     """Return a runner of three clients, in the local loop if it is lean."""
-    module = digits(clients=3, train_samples=None)
+    module = digits(clients=3)
     module.setup()
     torch.manual_seed(0)
     model.ensure_built(module.federated.spec)

@@ -1,7 +1,7 @@
 """A Flower grid in this process, and the federations that the tests run on it."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -139,6 +139,11 @@ def fused() -> FusedSpaceFed:
     return FusedSpaceFed(backbone=CNN(channels=(2, 4), hidden=(8,)), latent_dim=4)
 
 
+def personal() -> Classifier:
+    """Return a classifier whose last layer stays on its node."""
+    return classifier(private=["network.3"])
+
+
 def autoencoder() -> ACVAE:
     return ACVAE(latent_dim=4, width=4)
 
@@ -151,7 +156,7 @@ def plain() -> LightningModule:
 
 def unscaled() -> FederatedDataModule:
     """Return small data within [0, 1], as autoencoders need it."""
-    return digits(standardize=False, train_samples=300)
+    return digits(standardize=False, train_samples=200)
 
 
 def many() -> FederatedDataModule:
@@ -210,26 +215,27 @@ class Recorder(FederationCallback):
 
 
 def check_round_without_client_1(
-    grid: Nodes, reason: str, callbacks: Callable[[], list[Any]] = list
+    grid: Nodes, reason: str, rounds: int = 2, callbacks: Sequence[Any] = ()
 ) -> None:
-    """Run three rounds. Round 2 must proceed as if client 1 were not in its cohort.
+    """Run a few rounds. Round 2 must proceed as if client 1 were not in its cohort.
 
     Args:
         grid: The nodes. They train the classifier by FedAvg.
         reason: Part of the reason that is recorded for the client.
-        callbacks: Makes further callbacks of the run.
+        rounds: Number of rounds.
+        callbacks: Further callbacks of the run.
     """
     recorder = Recorder()
-    made = trainer(rounds=3, callbacks=[recorder, *callbacks()])
+    made = trainer(rounds=rounds, callbacks=[recorder, *callbacks])
     serve(grid, made, classifier(), unscaled())
     (failure,) = recorder.failures
     assert (failure.client, failure.round) == (1, 2) and reason in failure.reason
 
-    assert equal_states(state(made), _without_client_1())
+    assert equal_states(state(made), _without_client_1(rounds))
 
 
 @cache
-def _without_client_1() -> dict[str, Tensor]:
-    made = trainer(rounds=3, schedule=WithoutOne())
+def _without_client_1(rounds: int) -> dict[str, Tensor]:
+    made = trainer(rounds=rounds, schedule=WithoutOne())
     made.fit(classifier(), unscaled())
     return state(made)

@@ -20,7 +20,7 @@ from tests.flower.grid import Nodes
 def test_the_app_is_made_from_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))  # as Flower does
     aggregator = "--trainer.aggregator FedAdam --trainer.aggregator.lr 0.05"
-    arguments = f"{aggregator} --trainer.rounds 2 --seed_everything 5"
+    arguments = f"{aggregator} --trainer.rounds 2 --seed_everything 5 --trainer.max_epochs 1"
     grid = Nodes(2)
     for context in grid.contexts.values():
         context.run_config = {"flsuite-config": "digits.yaml", "flsuite-args": arguments}

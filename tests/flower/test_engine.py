@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'")
 
@@ -84,9 +83,7 @@ def nothing(answer: Message) -> None:
         (nothing, "its answer cannot be read: KeyError"),
         (None, "its node did not answer in time"),
         (claims(steps=10**400), "its steps are more than 2**53"),
-        (claims(samples=10**18), "it claims more than 2**53 training samples"),
         (claims(samples=10**9), "it claims 1000000000 training samples, and"),
-        (claims(class_counts=torch.ones(3, dtype=torch.int64)), "it has 3 class counts"),
     ],
 )
 def test_the_round_goes_on_without_a_bad_answer(spoil: Any, reason: str) -> None:
@@ -99,7 +96,7 @@ def test_the_round_goes_on_without_a_bad_answer(spoil: Any, reason: str) -> None
 
 
 def test_a_round_that_nobody_finished_ends_the_run() -> None:
-    made = trainer(rounds=3)
+    made = trainer(rounds=2)
     grid = Nodes(
         5, node_app(classifier), lambda number, client, answer: None if number == 2 else answer
     )

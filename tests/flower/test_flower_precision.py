@@ -1,7 +1,5 @@
 """``precision: auto`` on nodes of Flower."""
 
-from typing import Any
-
 import pytest
 
 pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'")
@@ -9,11 +7,10 @@ pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'"
 from flsuite.client import precision
 from flsuite.flower.server import serve
 from tests.conftest import classifier, equal_states, state, table, trainer
-from tests.flower.grid import Nodes, autoencoder, node_app, unscaled
+from tests.flower.grid import Nodes, node_app, unscaled
 
 
-@pytest.mark.parametrize("model", [classifier, autoencoder])
-def test_nodes_follow_the_server(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_follow_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Train and score in the server's precision, also where a node would take another one."""
 
     def on_cpu(has_bf16: bool) -> None:
@@ -22,9 +19,9 @@ def test_nodes_follow_the_server(model: Any, monkeypatch: pytest.MonkeyPatch) ->
     kwargs = {"precision": "auto", "rounds": 1}
     on_cpu(True)
     ours, theirs = trainer(**kwargs), trainer(**kwargs)
-    ours.fit(model(), unscaled())
+    ours.fit(classifier(), unscaled())
     on_cpu(False)
-    nodes = Nodes(5, node_app(model, **kwargs))
+    nodes = Nodes(5, node_app(classifier, **kwargs))
     on_cpu(True)
-    serve(nodes, theirs, model(), unscaled())
+    serve(nodes, theirs, classifier(), unscaled())
     assert equal_states(state(ours), state(theirs)) and table(ours) == table(theirs)

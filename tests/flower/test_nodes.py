@@ -33,7 +33,7 @@ class Leaves(FederationCallback):
 
 def test_a_node_may_leave_and_come_back() -> None:
     grid = Nodes(5, node_app(classifier))
-    check_round_without_client_1(grid, "its node is not connected", lambda: [Leaves(grid)])
+    check_round_without_client_1(grid, "its node is not connected", 3, [Leaves(grid)])
     assert 5 in grid.contexts and len(grid.answers) == 14
 
 
