@@ -19,15 +19,16 @@ from flsuite.server.evaluation import Evaluator
 from tests.conftest import digits, equal_states, trainer
 
 
-def personal(kind: type[Classifier] = Classifier) -> Classifier:
-    """Return a classifier of which only a part is shared."""
-    sgd = lambda p: torch.optim.SGD(p, lr=0.1)  # noqa: E731
-    return kind(MLP(hidden=(16,)), optimizer=sgd, private=("network.3",))
-
-
-def fit(engine: Any, kind: type[Classifier] = Classifier, **kwargs: Any) -> Any:
+def fit(
+    engine: Any,
+    kind: type[Classifier] = Classifier,
+    private: tuple[str, ...] = ("network.3",),
+    **kwargs: Any,
+) -> Any:
+    """Fit a classifier of which only a part is shared, unless nothing is private."""
     made = trainer(**{"rounds": 2, "engine": engine, **kwargs})
-    made.fit(personal(kind), digits(clients=5, val_fraction=0.2))
+    model = kind(MLP(hidden=(16,)), partial(torch.optim.SGD, lr=0.1), private=private)
+    made.fit(model, digits(clients=5, val_fraction=0.2))
     return made
 
 
@@ -69,18 +70,10 @@ class Draws(Classifier):
         return {**columns, "loss": columns["loss"] + torch.rand_like(columns["loss"])}
 
 
-def test_what_an_evaluation_draws_depends_on_the_client_alone() -> None:
-    here = rows(fit(InProcess(), Draws))
-    assert rows(fit(Processes(2), Draws)) == rows(fit(Processes(3), Draws)) == here
-
-
-def test_what_the_shared_model_draws_is_the_same_on_every_engine() -> None:
-    tables = []
-    for engine in (InProcess(), Processes(2)):
-        made = trainer(rounds=2, engine=engine)
-        made.fit(Draws(MLP(hidden=(16,)), optimizer=partial(torch.optim.SGD, lr=0.1)), digits())
-        tables.append(rows(made))
-    assert tables[0] == tables[1]
+@pytest.mark.parametrize("private", [("network.3",), ()], ids=["own models", "a shared model"])
+def test_what_an_evaluation_draws_depends_on_the_client_alone(private: Any) -> None:
+    here, there = (rows(fit(engine, Draws, private)) for engine in (InProcess(), Processes(3)))
+    assert here == there
 
 
 class Faulty(Classifier):

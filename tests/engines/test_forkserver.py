@@ -218,7 +218,7 @@ def test_both_ways_give_the_weights_of_one_process_in_a_script_without_a_guard(
     with open(script, "w") as file:
         file.write(SCRIPT)
     done = subprocess.run(
-        [sys.executable, script, str(int(forks))], capture_output=True, text=True, check=False
+        [sys.executable, script, str(int(forks))], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("once") == 1

@@ -17,7 +17,6 @@ from flsuite.commands.main import main
 from flsuite.engines import InProcess, Ray
 from flsuite.errors import FlsuiteError
 from flsuite.messages import (
-    ClientFailure,
     ClientResult,
     Outcome,
 )
@@ -139,13 +138,6 @@ class Hangs(Trouble):
         time.sleep(600)
 
 
-class Sleeps(Trouble):
-    """Never ends the fit."""
-
-    def happen(self) -> None:
-        time.sleep(600)
-
-
 class Maps(Callback):
     """Fails unless the training tensors lie in the store's memory, which the node shares."""
 
@@ -198,27 +190,6 @@ def test_outcomes_are_the_same_bit_for_bit_and_in_order(
         assert all(equal_states(update.state, reference[update.client]) for update in updates)
 
 
-def test_requests_from_several_versions_are_collected_in_any_order(
-    both_ready: Ray, reference: dict[int, Any]
-) -> None:
-    _, state = worker_setup()
-    zero = {name: torch.zeros_like(value) for name, value in state.items()}
-    order = tuple(range(6)) * 10
-    right, wrong = requests(state, order), requests(zero, order, round=2)
-    mixed = [(right if number % 3 else wrong)[number] for number in range(len(order))]
-    both_ready.submit(mixed)
-    assert isinstance(both_ready.collect(len(order) - 1), ClientResult), "the last one first"
-
-    results = [both_ready.collect(number) for number in both_ready.pending]
-    updates = [outcome.update for outcome in results if isinstance(outcome, ClientResult)]
-    assert [update.client for update in updates] == list(order[:-1])
-    assert [update.round for update in updates] == [1 if n % 3 else 2 for n in range(59)]
-    assert all(
-        equal_states(update.state, reference[update.client]) == (update.round == 1)
-        for update in updates
-    )
-
-
 def test_an_outcome_belongs_to_this_process(both_ready: Ray) -> None:
     _, state = worker_setup()
     (result,) = outcomes(both_ready, requests(state, (0,)))
@@ -254,27 +225,6 @@ def test_the_clients_of_a_worker_that_dies_go_to_another(
     assert same_states(states(results), reference)
     (line,) = [r.getMessage() for r in caplog.records if "and is replaced" in r.getMessage()]
     assert line.startswith("round 1: the worker of client") and "3" in line
-
-
-def test_a_client_that_takes_too_long_has_failed_and_no_other(
-    both_ready: Ray,
-    reference: dict[int, Any],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _, state = worker_setup()
-    monkeypatch.setattr(both_ready, "timeout", 6.0)
-    assert "hangs" in both_ready.declarations.survives
-    submitted = requests(state, callbacks=(Sleeps(tmp_path, (3,)),))
-    with caplog.at_level(logging.WARNING, logger="flsuite"):
-        results = within(60, lambda: outcomes(both_ready, submitted))
-    (failure,) = (outcome for outcome in results if isinstance(outcome, ClientFailure))
-    assert failure.client == 3
-    assert failure.reason == "it did not finish within 6 seconds (engine.timeout)"
-    others = {client: state for client, state in reference.items() if client != 3}
-    assert same_states(states(results), others)
-    assert "the worker of client 3 ran out of time" in caplog.text
 
 
 def test_a_node_that_is_killed_in_mid_round_and_comes_back(

@@ -16,7 +16,7 @@ from flwr.common.serde import (
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from flsuite.aggregators import Aggregator
 from flsuite.callbacks import FederationCallback
@@ -26,9 +26,9 @@ from flsuite.flower.client import Site
 from flsuite.flower.server import serve
 from flsuite.messages import ClientFailure
 from flsuite.models import ACVAE, CNN, Classifier, FusedSpaceFed
-from flsuite.models.backbones import Backbone
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import WithoutOne, classifier, digits, equal_states, state, trainer
+from tests.engines.test_processes import TinyConv
 from tests.plain import Reader
 
 
@@ -114,21 +114,6 @@ class Nodes(Grid):  # type: ignore[misc]
             if self.tamper is not None:
                 answer = self.tamper(int(message.metadata.group_id or 0), client, answer)
         return answer
-
-
-class TinyConv(Backbone):
-    """A convolution, BatchNorm, and dropout, which draws from the global generator."""
-
-    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        conv = nn.Conv2d(shape[0], 4, 3, padding=1)
-        return nn.Sequential(
-            conv,
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            nn.Dropout(0.5),
-            nn.Flatten(),
-            nn.Linear(256, outputs),
-        )
 
 
 def convolution() -> Classifier:

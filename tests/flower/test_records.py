@@ -16,28 +16,15 @@ from flsuite.errors import FlsuiteError
 from flsuite.flower.records import pack, read_update, to_arrays, to_state, unpack, write_update
 from flsuite.messages import ClientUpdate
 from tests.conftest import equal_states
+from tests.engines import test_wire
 from tests.flower.grid import bits, travelled
 
 TENSORS = {
-    "float32": torch.randn(3, 4),
-    "float64": torch.randn(5, dtype=torch.float64),
-    "float16": torch.randn(5).half(),
-    "bfloat16": torch.randn(2, 3).bfloat16(),
+    **test_wire.TENSORS,
     "float8": torch.randn(4).to(torch.float8_e4m3fn),
-    "bool": torch.tensor([True, False, True]),
-    "int64": torch.tensor([-(2**62), 2**62]),
-    "int32": torch.arange(4, dtype=torch.int32),
-    "uint8": torch.arange(256).to(torch.uint8),
     "complex": torch.randn(3, dtype=torch.complex64),
-    "counter": torch.tensor(7),
-    "no_dimension": torch.tensor(3.5),
     "no_dimension_bfloat16": torch.tensor(3.5, dtype=torch.bfloat16),
-    "empty": torch.zeros(0, 3),
     "empty_bfloat16": torch.zeros(0, 3, dtype=torch.bfloat16),
-    "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
-    "strided": torch.randn(10)[::3],
-    "expanded": torch.randn(1, 4).expand(3, 4),
-    "not_finite": torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0]),
     "parameter": nn.Parameter(torch.randn(2)),
 }
 
