@@ -482,7 +482,8 @@ UNUSUAL = Counting, Weighted, AuxLater, AuxInLargeBatches, Annealed, Skipping
 
 
 @pytest.mark.parametrize(
-    "kind", mostly_long({k.__name__: k for k in UNUSUAL}, "AuxLater", "Skipping", "Counting")
+    "kind",
+    mostly_long({k.__name__: k for k in UNUSUAL}, "AuxLater", "Skipping", "Counting", "Annealed"),
 )
 def test_an_unusual_step_ends_as_alone(kind: type[Aux], stacks: list[int]) -> None:
     model = kind(PLAIN.backbone, partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1))
