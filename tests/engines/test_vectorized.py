@@ -554,7 +554,12 @@ class Dropping(Backbone):
         return nn.Sequential(nn.Linear(shape[0], 8), nn.Dropout(0.5), nn.Linear(8, outputs))
 
 
-UNLIKE = ("old versions, momentum that is kept, a falling rate", "a client's model", "tasks")
+UNLIKE = (
+    "old versions, momentum that is kept, a falling rate",
+    "a client's model",
+    "clients that fail",
+    "tasks",
+)
 ASYNCHRONOUS: dict[str, dict[str, Any]] = {
     "FedBuff": {"aggregator": FedBuff()},
     "old versions, momentum that is kept, a falling rate": {
