@@ -31,7 +31,8 @@ _CELLS_PER_CHECK, _MOST_CHECKS = 8, 8  # each process that checks cells loads th
 
 def main() -> int:
     """Serve one sweep."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C
+    for number in (signal.SIGINT, signal.SIGHUP):  # the command handles them, and sends SIGTERM
+        signal.signal(number, signal.SIG_IGN)
     sweep, folder, parent = pickle.load(sys.stdin.buffer)
     die_with(parent)
     work_here()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,8 @@ def _run(queue: Queue, process: _CellProcess) -> None:
             while (status := process.wait(_LOOK)) is None:
                 progress.look()
         except KeyboardInterrupt:
-            print("stopping; the runs keep their last finished round", file=sys.stderr)
+            with suppress(OSError):  # the terminal may be closed
+                print("stopping; the runs keep their last finished round", file=sys.stderr)
             process.stop()
             raise
     if status:

@@ -8,7 +8,7 @@ whose epsilon is known exactly (Balle and Wang 2018, arXiv:1805.06530). The smal
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -130,22 +130,28 @@ def epsilon_of(releases: Iterable[Release], delta: float) -> float:
     if not all(release.noise_multiplier for release in made):
         return math.inf
 
-    require_extra("differential privacy", ("dp_accounting",), "privacy")
+    return max(0.0, min(_epsilon_by_order(made, delta, _orders(made[0].sampling)).values()))
+
+
+def _epsilon_by_order(
+    releases: Sequence[Release], delta: float, orders: Sequence[float]
+) -> dict[float, float]:
+    """Return the bound on epsilon of each order. Infinity stands for the bound without draws."""
     with kept_logging():
         from dp_accounting import get_epsilon_gaussian
         from dp_accounting.rdp import compute_epsilon
-    each = [_rdp_of_a_round(release.sampling, release.noise_multiplier) for release in made]
-    orders = each[0][0]
-    assert all(np.array_equal(orders, own) for own, _ in each), "neighbors of different kinds"
-    total = sum(release.times * rdp for release, (_, rdp) in zip(made, each, strict=True))
+
+    finite = tuple(order for order in orders if order != math.inf)
+    total = sum(r.times * _rdp_of_a_round(r.sampling, r.noise_multiplier, finite) for r in releases)
+    bounds: dict[float, float] = {}
     with kept_logging():
-        sampled = float(compute_epsilon(orders, total, delta)[0])
-    without_draws = sum(
-        release.times * (release.sampling.sensitivity / release.noise_multiplier) ** 2
-        for release in made
-    )
-    with np.errstate(divide="ignore"):
-        return min(sampled, float(get_epsilon_gaussian(without_draws**-0.5, delta)))
+        for order, rdp in zip(finite, np.atleast_1d(total), strict=True):
+            bounds[order] = float(compute_epsilon([order], [rdp], delta)[0])
+    if math.inf in orders:
+        squares = (r.times * (r.sampling.sensitivity / r.noise_multiplier) ** 2 for r in releases)
+        with np.errstate(divide="ignore"):
+            bounds[math.inf] = float(get_epsilon_gaussian(sum(squares) ** -0.5, delta))
+    return bounds
 
 
 def calibrated_noise(sampling: RandomDraw, target: float, rounds: int, delta: float) -> float:
@@ -163,12 +169,13 @@ def calibrated_noise(sampling: RandomDraw, target: float, rounds: int, delta: fl
         FlsuiteError: If no noise reaches the target, or ``dp-accounting`` is not installed.
     """
 
-    def spent(noise_multiplier: float) -> float:
-        return epsilon(sampling, noise_multiplier, rounds, delta)
+    def sufficient(noise_multiplier: float, orders: Sequence[float]) -> list[float]:
+        bounds = _epsilon_by_order([Release(sampling, noise_multiplier, rounds)], delta, orders)
+        return [order for order, bound in bounds.items() if bound <= target]
 
     # Below the lower end, the accountant's sums overflow, and epsilon is in the thousands.
-    lower, upper = _LEAST_NOISE, 1.0
-    while spent(upper) > target:
+    lower, upper, orders = _LEAST_NOISE, 1.0, _orders(sampling)
+    while not (met := sufficient(upper, orders)):
         lower, upper = upper, 2 * upper
         if upper > _MOST_NOISE:
             raise FlsuiteError(
@@ -177,8 +184,15 @@ def calibrated_noise(sampling: RandomDraw, target: float, rounds: int, delta: fl
             )
 
     while upper - lower > _TOLERANCE:
+        # Less noise raises the bound of an order: what fails above fails here as well. Under
+        # Poisson sampling, the accountant skips some orders, others for each noise.
+        if sampling.replaces:
+            orders = tuple(met)
         middle = (lower + upper) / 2
-        lower, upper = (lower, middle) if spent(middle) <= target else (middle, upper)
+        if enough := sufficient(middle, orders):
+            upper, met = middle, enough
+        else:
+            lower = middle
     return upper
 
 
@@ -198,22 +212,34 @@ def noise_beside_count(noise_multiplier: float, count_noise: float) -> float:
     return float((noise_multiplier**-2 - (2 * count_noise) ** -2) ** -0.5)
 
 
+def _orders(sampling: RandomDraw) -> tuple[float, ...]:
+    """Return the orders to try, and infinity."""
+    require_extra("differential privacy", ("dp_accounting",), "privacy")
+    if sampling.replaces:
+        return *_ORDERS_OF_FIXED_SIZE, math.inf
+    from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
+
+    return *DEFAULT_RDP_ORDERS, math.inf
+
+
 @lru_cache(maxsize=64)
-def _rdp_of_a_round(sampling: RandomDraw, noise_multiplier: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the orders, and the Renyi divergence of one round at each order."""
+def _rdp_of_a_round(
+    sampling: RandomDraw, noise_multiplier: float, orders: tuple[float, ...]
+) -> np.ndarray:
+    """Return the Renyi divergence of one round at each order."""
     from dp_accounting import NeighboringRelation
     from dp_accounting.rdp import RdpAccountant
 
-    if not sampling.replaces:
-        accountant = RdpAccountant(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
-    else:
-        accountant = RdpAccountant(_ORDERS_OF_FIXED_SIZE, NeighboringRelation.REPLACE_ONE)
+    neighbors = NeighboringRelation.ADD_OR_REMOVE_ONE
+    if sampling.replaces:
+        neighbors = NeighboringRelation.REPLACE_ONE
+    accountant = RdpAccountant(orders, neighbors)
     with kept_logging():
         accountant.compose(_event(sampling, noise_multiplier))
 
     # For large samples of fixed size, the bound exceeds the one without sampling.
     of_all = accountant.orders * sampling.sensitivity**2 / (2 * noise_multiplier**2)
-    return accountant.orders, np.minimum(accountant.rdp, of_all)
+    return np.minimum(accountant.rdp, of_all)
 
 
 def _event(sampling: RandomDraw, noise_multiplier: float) -> "DpEvent":

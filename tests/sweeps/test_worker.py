@@ -1,16 +1,20 @@
 """Workers and their cells as processes. What they run is a stand-in."""
 
+import io
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
 
+from flsuite.commands import cells
 from flsuite.sweeps.queue import Queue
 from flsuite.sweeps.status import failures
 from tests.sweeps.working import SWEEP
@@ -56,6 +60,22 @@ def test_sigterm_ends_all_and_marks_nothing(
     assert at_work.wait(60) == 0
     assert not psutil.wait_procs(family, timeout=60)[1]
     assert Queue(SWEEP, tmp_path, retries=False).counts()["waiting"] == 1
+
+
+def test_a_closed_terminal_ends_cells_by_the_command_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(_: object) -> NoReturn:
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, "it would kill the runs"
+        raise EOFError
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    monkeypatch.setattr(pickle, "load", read)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    try:
+        with pytest.raises(EOFError):
+            cells.main()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a cell in progress ends by itself")
