@@ -10,7 +10,6 @@ from flsuite.commands.parsers import parser_of
 from flsuite.commands.replay import adopt, engine_of, replay
 from flsuite.commands.run_folder import require_run
 from flsuite.errors import FlsuiteError
-from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.record import kept_rounds, last_round, read_settings, start_round
 
@@ -32,9 +31,7 @@ def fork(args: list[str]) -> None:
         trainer.prepare(model, data)  # a wrong key or client is refused before the replay
         folder = RunFolder(parent)
         with folder.locked():  # a running parent would remove the replay's files
-            last = parent / "checkpoints" / "last.ckpt"
-            if last.is_file():  # the kept round takes over the tables
-                folder.require_tables(load_checkpoint(last))
+            folder.require_tables()  # the kept round takes them over
             _keep(parent, own.at)
     dispatch("fit", [*config, *moment, *changes])
 

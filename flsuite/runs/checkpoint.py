@@ -16,7 +16,7 @@ from flsuite.state import plain
 
 _FORMAT = 3
 _PARTS = {
-    **dict.fromkeys(("settings", "federation", "callbacks", "summary"), dict),
+    **dict.fromkeys(("federation", "settings", "callbacks", "summary"), dict),
     **dict.fromkeys(("table", "timeline"), int),
 }
 _FEDERATION = {
@@ -73,14 +73,23 @@ def publish_checkpoint(path: Path, others: Mapping[str, Path], needed: Iterable[
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a run's checkpoint.
-
-    It is plain data, and no code in it is executed. Tensors that it shares with earlier checkpoints
-    of the run are read from these.
+    """Read a run's checkpoint, and the tensors that it shares with earlier checkpoints of the run.
 
     Raises:
-        FlsuiteError: If the file does not exist or is not a checkpoint of this format, or if an
-            earlier checkpoint that it needs cannot be read.
+        FlsuiteError: If it, or an earlier checkpoint that it needs, cannot be read.
+    """
+    content = load_own_parts(path)
+    content["federation"] = with_shared(content["federation"], path)
+    return content
+
+
+def load_own_parts(path: Path) -> dict[str, Any]:
+    """Read a checkpoint as plain data, without the tensors that it shares with earlier ones.
+
+    No code in it is executed.
+
+    Raises:
+        FlsuiteError: If the file does not exist or is not a checkpoint of this format.
     """
     if not path.is_file():
         raise FlsuiteError(f"there is no checkpoint {path}")
@@ -107,31 +116,22 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"{path} was written by another version of flsuite (format {number}, this one reads "
             f"{_FORMAT}); resume it with that version, or start a new run"
         )
-    require_parts(content, path)
-    content["federation"] = with_shared(content["federation"], path)
+    _require_parts(content, path)
     return content
 
 
-def require_parts(content: Any, path: Path) -> None:
-    """Refuse the content of a file that is not a checkpoint with all of its parts.
-
-    Raises:
-        FlsuiteError: If a part is missing, or of another kind.
-    """
-    federation = content.get("federation") if isinstance(content, Mapping) else None
+def _require_parts(content: Mapping[str, Any], path: Path) -> None:
+    federation = content.get("federation", {})
     for parts, kinds in ((content, _PARTS), (federation, _FEDERATION)):
         for name, kind in kinds.items():
-            if not isinstance(parts, Mapping) or not isinstance(parts.get(name, ()), kind):
+            if not isinstance(parts.get(name, ()), kind):
                 raise FlsuiteError(
                     f"{path} is not a checkpoint of a run: it has no {name}, or one of another kind"
                     "; restore it, or use another checkpoint of the run"
                 )
-    assert federation is not None
-    clock, rounds = federation["clock"], [*federation["clients"].values()]
-    is_clock = clock.keys() == vars(Clock()).keys() and all(map(_is_number, clock.values()))
+    clock, rounds = federation["clock"], federation["clients"].values()
+    is_clock = clock.keys() == vars(Clock()).keys() and all(
+        type(value) in (int, float) for value in clock.values()
+    )
     if not is_clock or not all(type(round) is int for round in (clock["round"], *rounds)):
         raise FlsuiteError(f"{path} is damaged: its clock is not one; restore it")
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)

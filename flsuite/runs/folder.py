@@ -6,7 +6,7 @@ import logging
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.tasks import TaskData
 from flsuite.errors import FlsuiteError
 from flsuite.files import csv_of, locked, make_folder, replace_file, replace_text
+from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.partition import task_table, write_partition
 from flsuite.runs.record import first_round
 from flsuite.runs.table import MetricsTable, TimelineTable, mark_of
@@ -198,12 +199,16 @@ class RunFolder:
             who = {"attack": kind, "attackers": attack.attackers, "clients": data.clients}
             replace_text(json.dumps(who) + "\n", self.path / "attackers.json", flush=True)
 
-    def require_tables(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse tables that are not the ones that a checkpoint was written with.
+    def require_tables(self) -> None:
+        """Refuse tables that are not the ones that the last checkpoint was written with, if any.
 
         Raises:
             FlsuiteError: If one is missing or was changed.
         """
+        last = self.find_checkpoint("last")
+        if last is None:
+            return
+        checkpoint = load_checkpoint(last)
         for name, table in self.tables.items():
             table.content(*mark_of(checkpoint, name))
 

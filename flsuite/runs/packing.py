@@ -68,10 +68,8 @@ def _require_readable(run: Path) -> None:
         raise FlsuiteError(f"pack: {run} has no checkpoints/last.ckpt; restore it")
     memories: set[str] = set()
     for checkpoint in checkpoints_of(run):
-        content = load_checkpoint(checkpoint)
-        memories.update(memories_of(content["federation"]))
-        if checkpoint.name == "last.ckpt":
-            RunFolder(run).require_tables(content)
+        memories.update(memories_of(load_checkpoint(checkpoint)["federation"]))
+    RunFolder(run).require_tables()
     for name in sorted(memories):
         load_tensors(run / name, "restore it")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flsuite.errors import FlsuiteError
-from flsuite.files import load_tensors, read_yaml
+from flsuite.files import read_yaml
 
 Row = Mapping[str, str]
 
@@ -160,11 +160,9 @@ def round_of(path: Path) -> int:
     """Return the round of a checkpoint."""
     if path.stem.startswith("round-"):
         return int(path.stem.removeprefix("round-"))
-    from flsuite.runs.checkpoint import require_parts  # imported late: it needs torch
+    from flsuite.runs.checkpoint import load_own_parts  # imported late: it needs torch
 
-    content: Mapping[str, Any] = load_tensors(path, "restore it or delete it")
-    require_parts(content, path)
-    return int(content["federation"]["clock"]["round"])
+    return int(load_own_parts(path)["federation"]["clock"]["round"])
 
 
 def rows_of(path: Path) -> Iterator[Row]:

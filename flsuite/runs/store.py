@@ -16,8 +16,8 @@ from flsuite.files import (
 )
 from flsuite.runs.checkpoint import (
     load_checkpoint,
+    load_own_parts,
     publish_checkpoint,
-    require_parts,
     write_checkpoint,
 )
 from flsuite.runs.folder import RunFolder
@@ -260,9 +260,7 @@ class RunStore:
             # Later ones belong to rounds that are repeated.
             if kept.stem == "last" or round_of(kept) > self.federation.clock.round:
                 continue
-            whole = load_tensors(kept, "restore it, or start a new run")
-            require_parts(whole, kept)
-            before = whole["federation"]
+            before = load_own_parts(kept)["federation"]
             self._held[kept.name] = before["clients"], versions_in_flight(before)
             if kept.stem != "best":
                 self._tensors.shared(before, kept.name)
