@@ -147,10 +147,9 @@ def _epsilon_by_order(
     with kept_logging():
         for order, rdp in zip(finite, np.atleast_1d(total), strict=True):
             bounds[order] = float(compute_epsilon([order], [rdp], delta)[0])
-    if math.inf in orders:
-        squares = (r.times * (r.sampling.sensitivity / r.noise_multiplier) ** 2 for r in releases)
-        with np.errstate(divide="ignore"):
-            bounds[math.inf] = float(get_epsilon_gaussian(sum(squares) ** -0.5, delta))
+    squares = (r.times * (r.sampling.sensitivity / r.noise_multiplier) ** 2 for r in releases)
+    with np.errstate(divide="ignore"):
+        bounds[math.inf] = float(get_epsilon_gaussian(sum(squares) ** -0.5, delta))
     return bounds
 
 
@@ -213,13 +212,13 @@ def noise_beside_count(noise_multiplier: float, count_noise: float) -> float:
 
 
 def _orders(sampling: RandomDraw) -> tuple[float, ...]:
-    """Return the orders to try, and infinity."""
+    """Return the orders to try."""
     require_extra("differential privacy", ("dp_accounting",), "privacy")
     if sampling.replaces:
-        return *_ORDERS_OF_FIXED_SIZE, math.inf
+        return _ORDERS_OF_FIXED_SIZE
     from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
 
-    return *DEFAULT_RDP_ORDERS, math.inf
+    return tuple(DEFAULT_RDP_ORDERS)
 
 
 @lru_cache(maxsize=64)
