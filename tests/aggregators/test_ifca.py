@@ -36,7 +36,7 @@ class Opposite(FederatedDataModule):
 
 
 def test_clients_with_opposite_labels_are_told_apart() -> None:
-    made = federation(IFCA(2), 12, max_epochs=3, evaluate_every=12)
+    made = federation(IFCA(2), 6, max_epochs=3, evaluate_every=6)
     made.fit(Classifier(MLP((8,)), lambda p: SGD(p, lr=0.3)), Opposite())
     chosen = [made.federation.clients[c]["objective"]["cluster"] for c in range(6)]
     assert chosen in ([0, 1] * 3, [1, 0] * 3)

@@ -72,15 +72,15 @@ def assert_same_run(a: FederatedTrainer, b: FederatedTrainer) -> None:
         assert_same_tree(*({**m.federation.server.memory.get(part, {})} for m in (a, b)))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_proximal_term_without_weight_changes_nothing(name: str) -> None:
-    step = OPTIMIZERS[name]
+def test_a_proximal_term_without_weight_changes_nothing() -> None:
+    step = OPTIMIZERS["fedadam"]
     plain = ended(Aggregator(server_optimizer=step))
     assert_same_run(plain, ended(Aggregator(objective=Proximal(0.0), server_optimizer=step)))
 
 
-@pytest.mark.parametrize("buffers", ["average", "local"])
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "scaffold"])
+@pytest.mark.parametrize(
+    ("name", "buffers"), [("fedavg", "average"), ("fedadam", "local"), ("scaffold", "average")]
+)
 def test_a_clip_without_a_limit_changes_nothing(name: str, buffers: Any) -> None:
     parts: dict[str, Any] = {"server_optimizer": OPTIMIZERS.get(name)}
     if name == "scaffold":
@@ -91,9 +91,8 @@ def test_a_clip_without_a_limit_changes_nothing(name: str, buffers: Any) -> None
     assert all(update.metrics["update_norm"] > 0 for update in clipped.federation.log.updates)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_gaussian_mechanism_without_noise_and_limit_changes_nothing(name: str) -> None:
-    parts = {"rule": Mean("uniform"), "server_optimizer": OPTIMIZERS[name]}
+def test_a_gaussian_mechanism_without_noise_and_limit_changes_nothing() -> None:
+    parts = {"rule": Mean("uniform")}
     plain = ended(Aggregator(**parts), batchnorm="local")
     silent = [GaussianMechanism(clip=math.inf, noise_multiplier=0.0)]
     assert_same_run(plain, ended(Aggregator(transforms=silent, **parts), batchnorm="local"))
@@ -129,23 +128,17 @@ def test_a_mechanism_that_does_nothing_before_a_server_step_is_fedadam() -> None
     assert_same_run(ended(adam, batchnorm="local"), ended(private, batchnorm="local"))
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"objective": Proximal(0.1)},
-        {"server_optimizer": partial(AdaptiveAdam, lr=0.1)},
-        {"transforms": [ClipUpdates(0.1)]},
-    ],
-    ids=["objective", "server_optimizer", "transform"],
-)
-def test_the_other_parts_do_not_enter_the_guarantee(parts: dict[str, Any]) -> None:
+def test_the_other_parts_do_not_enter_the_guarantee() -> None:
     def spent(**others: Any) -> list[float]:
         made = ended(DPFedAvg(0.5, noise_multiplier=1.0, **others), batchnorm="local")
         rows = made.run.folder.table.rows
         return [row.value for row in rows if (row.scope, row.metric) == ("global", "epsilon")]
 
-    assert len(spent()) == 2
-    assert spent(**parts) == spent()
+    alone = spent()
+    assert len(alone) == 2
+    assert spent(objective=Proximal(0.1)) == alone
+    assert spent(server_optimizer=partial(AdaptiveAdam, lr=0.1)) == alone
+    assert spent(transforms=[ClipUpdates(0.1)]) == alone
 
 
 # SCAFFOLD, in plain torch

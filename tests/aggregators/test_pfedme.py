@@ -10,9 +10,9 @@ from tests.aggregators.federations import Quadratic, Quadratics, federation
 def test_personal_models_are_proximal_points_and_the_global_one_minimizes_the_envelopes() -> None:
     """The envelope of ``a / 2 (w - m)^2`` is a quadratic of curvature ``a lam / (a + lam)``."""
     curvatures, minima, lam = (1.0, 10.0), (0.0, 1.0), 5.0
-    aggregator = PFedMe(lam, steps=30, personal_lr=0.06, weighting="uniform")
-    made = federation(aggregator, 50, max_epochs=1)
-    made.fit(Quadratic(lambda p: SGD(p, lr=0.1)), Quadratics(curvatures, minima))
+    aggregator = PFedMe(lam, steps=12, personal_lr=0.1, weighting="uniform")
+    made = federation(aggregator, 15, max_epochs=1)
+    made.fit(Quadratic(lambda p: SGD(p, lr=0.3)), Quadratics(curvatures, minima))
     w = float(made.federation.state["w"])
 
     envelopes = [a * lam / (a + lam) for a in curvatures]

@@ -30,7 +30,7 @@ def test_the_step_of_two_quadratic_clients(q: float) -> None:
 
 def test_a_larger_q_makes_losses_more_alike() -> None:
     def gap(q: float) -> float:
-        made = federation(QFedAvg(q), 60)
+        made = federation(QFedAvg(q), 20)
         made.fit(Quadratic(lambda p: SGD(p, lr=0.1)), Quadratics((1.0, 10.0), (0.0, 1.0)))
         w = float(made.federation.state["w"])
         return abs(0.5 * w**2 - 5 * (w - 1) ** 2)

@@ -45,7 +45,7 @@ from tests.aggregators.federations import (
     table_data,
     table_model,
 )
-from tests.commands.command import QUICKSTART, refused
+from tests.commands.command import QUICKSTART
 from tests.conftest import classifier, digits
 
 RULES: dict[str, Callable[[], Rule]] = {
@@ -235,15 +235,9 @@ def test_settings_say_which_rule_is_in_a_bucketing() -> None:
     assert init_args(Krum(3)) == {"byzantine": 3}
 
 
-def test_the_command_knows_the_rules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    fit = ["--config", QUICKSTART, "--run_dir", "run"]
+def test_the_command_knows_the_rules(tmp_path: Path) -> None:
+    fit = ["--config", QUICKSTART, "--run_dir", str(tmp_path)]
     choose = "--trainer.aggregator"
     bucketing = [choose, "Bucketing", f"{choose}.rule", "Krum", f"{choose}.size", "2"]
     made = build([*fit, *bucketing, f"{choose}.rule.byzantine", "0.2"])[0]
     assert made.aggregator == Bucketing(Krum(0.2), 2)
-
-    line = refused(capsys, "fit", *fit, choose, "Krum", f"{choose}.byzantine", "4")
-    assert "Krum needs more than 2 f + 2 = 10 updates" in line

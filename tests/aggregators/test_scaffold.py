@@ -61,12 +61,6 @@ def scaffold(
     return states
 
 
-@pytest.mark.parametrize("control", ["displacement", "mean_gradient"])
-def test_scaffold_on_two_quadratics_finds_the_optimum(control: Any) -> None:
-    reached = optimum(SCAFFOLD(control=control), Quadratics(CURVATURES, MINIMA), rounds=24)
-    assert reached == pytest.approx(0.909091, abs=1e-5)
-
-
 @pytest.mark.parametrize(
     ("curvatures", "lr", "control"),
     [

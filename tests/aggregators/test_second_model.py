@@ -1,6 +1,6 @@
 """Losses at other weights, and second models, in fits of every kind."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -52,6 +52,7 @@ EXTRA_STEPS = {
 }
 
 
+@cache
 def batches_tracked(make: Any) -> int:
     made = trainer(rounds=2, max_epochs=2, aggregator=make(), batchnorm="local")
     model = Classifier(CNN(channels=(2, 4), hidden=(8,), norm="batch"))

@@ -69,12 +69,12 @@ def test_a_method_is_its_twin(name: str) -> None:
         4,
         model=table_model(**twins.OPTIMIZER),
         schedule=Synchronous(0.5),
-        max_epochs=3,
+        max_epochs=2,
         gradient_clip_val=twins.CLIP,
         callbacks=[cohorts],
     )
     assert trainer.federation is not None
-    twin = kind(epochs=3)
+    twin = kind(epochs=2)
     twin.rounds(cohorts.all)
 
     repeated = [client for cohort in cohorts.all for client in cohort]

@@ -32,12 +32,12 @@ def values(*numbers: float) -> Tensor:
 
 
 @pytest.mark.parametrize("bits", range(1, 17))
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 1000, 8 * 2**15 + 3])
-def test_packing_is_undone_and_leaves_no_gap(bits: int, count: int) -> None:
-    numbers = np.random.default_rng(bits).integers(0, 2**bits, count)
-    packed = pack(numbers, bits)
-    assert len(packed) == packed_size(count, bits) == -(-count * bits // 8)
-    assert np.array_equal(unpack(packed, count, bits), numbers)
+def test_packing_is_undone_and_leaves_no_gap(bits: int) -> None:
+    for count in (0, 1, 7, 8, 1000, 8 * 2**15 + 3):
+        numbers = np.random.default_rng(bits).integers(0, 2**bits, count)
+        packed = pack(numbers, bits)
+        assert len(packed) == packed_size(count, bits) == -(-count * bits // 8)
+        assert np.array_equal(unpack(packed, count, bits), numbers)
 
 
 @pytest.mark.parametrize("bits", range(2, 17))
