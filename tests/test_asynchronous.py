@@ -84,11 +84,10 @@ def fitted(
     return made
 
 
-@pytest.mark.parametrize("cohort", [8, 3])
-@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+@pytest.mark.parametrize(("cohort", "weighting"), [(8, "samples"), (3, "uniform")])
 def test_with_equal_speeds_fedbuff_is_fedavg(cohort: int, weighting: Any) -> None:
     speeds = PerClient(*[1.0] * 8)
-    settings: dict[str, Any] = {"keep_optimizers": True, "rounds": 8}
+    settings: dict[str, Any] = {"keep_optimizers": True, "rounds": 3}
     waits = fitted(FedAvg(weighting), Synchronous(cohort, speeds=speeds), **settings)
     buffered = FedBuff("delta", eta=1.0, staleness="constant", weighting=weighting)
     flows = fitted(buffered, Asynchronous(cohort, cohort, speeds=speeds), **settings)
@@ -97,10 +96,9 @@ def test_with_equal_speeds_fedbuff_is_fedavg(cohort: int, weighting: Any) -> Non
     assert flows.federation.clock == waits.federation.clock
 
 
-@pytest.mark.parametrize("weighting", ["samples", "uniform"])
-def test_fedavg_with_late_clients_is_fedbuff(weighting: Any) -> None:
-    ours = fitted(FedAvg(weighting), stragglers())
-    assert_same_models(ours, fitted(FedBuff(weighting=weighting), stragglers()))
+def test_fedavg_with_late_clients_is_fedbuff() -> None:
+    ours = fitted(FedAvg("uniform"), stragglers())
+    assert_same_models(ours, fitted(FedBuff(weighting="uniform"), stragglers()))
 
 
 def test_fedasync_with_weight_one_takes_the_clients_model() -> None:
@@ -115,8 +113,8 @@ def test_fedasync_with_weight_one_takes_the_clients_model() -> None:
             assert equal_states({name: run.federation.state[name] for name in floats}, floats)
 
     aggregator = FedAsync(mixing=1.0, staleness="constant")
-    fitted(aggregator, stragglers(buffer_size=1), rounds=10, callbacks=[Kept()])
-    assert len(Kept.states) == 10
+    fitted(aggregator, stragglers(buffer_size=1), rounds=5, callbacks=[Kept()])
+    assert len(Kept.states) == 5
 
 
 ALGORITHMS: dict[str, Callable[[], Aggregator]] = {
@@ -148,24 +146,18 @@ def stale(made: FederatedTrainer) -> list[tuple[Any, ...]]:
     return [(*row[:2], *row[3:]) for row in rows if row[-2] != "seconds"]
 
 
-@pytest.mark.parametrize(
-    "speeds", [PerClient(1, 2, 5), pytest.param(PerClient(1, 1, 1), marks=pytest.mark.long)]
-)
-def test_stale_updates_reach_the_optimum_of_quadratics(speeds: PerClient) -> None:
+def test_stale_updates_reach_the_optimum_of_quadratics() -> None:
     """Equal curvatures: the optimum is the mean of the minima, however late clients come back.
 
     The slow client takes part less often, and FedBuff weighs updates, not clients. So it is the
-    mean by the share of updates. With equal speeds that is the plain mean.
+    mean by the share of updates: 10, 5 and 2 of 17.
     """
-    minima = (0.0, 1.0, 2.0)
-    shares = {(1, 2, 5): (10 / 17, 5 / 17, 2 / 17), (1, 1, 1): (1 / 3, 1 / 3, 1 / 3)}
-    weights = shares[tuple(int(s) for s in speeds.per_client)]  # type: ignore[index]
-    optimum = sum(w * m for w, m in zip(weights, minima, strict=True))
+    minima, optimum = (0.0, 1.0, 2.0), 5 / 17 * 1 + 2 / 17 * 2
 
     # A small step of the server averages over the order of the arrivals.
-    aggregator = FedBuff("delta", eta=0.02, staleness="constant")
-    schedule = Asynchronous(3, buffer_size=1, speeds=speeds)
-    made = federation(aggregator, 600, schedule=schedule)
+    aggregator = FedBuff("delta", eta=0.04, staleness="constant")
+    schedule = Asynchronous(3, buffer_size=1, speeds=PerClient(1, 2, 5))
+    made = federation(aggregator, 300, schedule=schedule, evaluate_every=300)
     model = Quadratic(partial(torch.optim.SGD, lr=0.5))
     made.fit(model, Quadratics((1.0, 1.0, 1.0), minima))
     assert float(made.federation.state["w"]) == pytest.approx(optimum, abs=0.02)
@@ -217,18 +209,18 @@ def test_reset_statistics_take_the_mean_of_the_clients() -> None:
             torch.testing.assert_close(run.federation.state["network.1.running_mean"], mean)
 
     aggregator = FedBuff("delta", staleness="constant")
-    fitted(aggregator, stragglers(), rounds=8, batchnorm="reset", callbacks=[Mean()])
+    fitted(aggregator, stragglers(), rounds=3, batchnorm="reset", callbacks=[Mean()])
 
 
 def test_bad_clients_do_not_stop_the_others() -> None:
     """One client raises, and the update of another is not finite."""
     curvatures, minima = (1.0, -1.0, float("inf"), 1.0), (0.0, 0.0, 0.0, 1.0)
     schedule = Asynchronous(4, buffer_size=2, speeds=PerClient(1, 1, 1.5, 2))
-    made = federation(FedBuff(), 20, schedule=schedule, max_epochs=2)
+    made = federation(FedBuff(), 8, schedule=schedule, max_epochs=2)
     made.fit(Quadratic(), Quadratics(curvatures, minima))
     assert 0 < float(made.federation.state["w"]) < 1
     failed = {row[3]: row[-1] for row in stale(made) if row[-2] == "failed"}
-    assert made.federation.clock.client_updates == 40 and failed
+    assert made.federation.clock.client_updates == 16 and failed
 
 
 def test_when_nobody_can_train_the_run_ends() -> None:
@@ -242,8 +234,7 @@ class Ends(FederationCallback):
     """Ends a run that would go on for ever."""
 
     def on_round_end(self, run: Any, round: int) -> None:
-        if round == 300:
-            run.stop()
+        assert round < 300
 
 
 @pytest.mark.parametrize(
@@ -282,7 +273,7 @@ def asynchronous_run(
         lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         private=["network.3"],
     )
-    made.fit(model, Digits(clients=8, partition=Dirichlet(0.5), batch_size=32), ckpt_path=ckpt_path)
+    made.fit(model, digits(clients=8), ckpt_path=ckpt_path)
     return made
 
 
@@ -314,7 +305,6 @@ class Ageing(FederationCallback):
     ("run", "engine", "kills"),
     [
         pytest.param(asynchronous_run, InProcess(), 1, id="in_process"),
-        pytest.param(longer_run, InProcess(), 10, id="in_process, often", marks=pytest.mark.long),
         pytest.param(longer_run, Processes(workers=2), 3, id="processes", marks=pytest.mark.long),
     ],
 )
@@ -331,7 +321,7 @@ def test_killed_with_clients_in_flight_equals_never_stopped(
 
 def test_only_versions_in_flight_are_kept(tmp_path: Path) -> None:
     made = trainer(
-        rounds=30,
+        rounds=12,
         aggregator=FedAsync(),
         schedule=Asynchronous(4, speeds=Stragglers()),
         run_dir=str(tmp_path / "run"),
@@ -352,14 +342,14 @@ def test_a_run_can_be_extended_and_a_missing_version_is_named(tmp_path: Path) ->
         made.fit(classifier(), digits(clients=8), ckpt_path=ckpt_path)
         return made
 
-    whole = fit(9, "whole")
-    fit(4, "extended")
-    assert_same_models(whole, fit(9, "extended", "last"))
+    whole = fit(5, "whole")
+    fit(2, "extended")
+    assert_same_models(whole, fit(5, "extended", "last"))
 
     for path in (tmp_path / "extended/in_flight").iterdir():
         path.unlink()
     with pytest.raises(FlsuiteError, match=r"version \d+ of the global model,"):
-        fit(12, "extended", "last")
+        fit(7, "extended", "last")
 
 
 @pytest.mark.parametrize(
@@ -379,14 +369,14 @@ def test_a_pooled_fit_is_no_client_that_could_be_late() -> None:
 @pytest.mark.parametrize(
     ("budget", "spent"),
     [
-        ({"max_client_updates": 20}, lambda clock: 20 <= clock.client_updates < 23),
-        ({"max_virtual_seconds": 3.0}, lambda clock: 3.0 <= clock.seconds < 5.0),
+        ({"max_client_updates": 10}, lambda clock: 10 <= clock.client_updates < 13),
+        ({"max_virtual_seconds": 0.6}, lambda clock: 0.6 <= clock.seconds < 3.0),
         ({"max_virtual_seconds": 1e6, "max_client_updates": 6}, lambda c: c.client_updates == 6),
         ({}, lambda clock: clock.round == 10),
     ],
 )
 def test_a_budget_ends_the_run(budget: dict[str, Any], spent: Callable[[Any], bool]) -> None:
-    made = trainer(aggregator=FedBuff(), schedule=stragglers(), **budget)
+    made = trainer(aggregator=FedBuff(), schedule=stragglers(), evaluate_every=99, **budget)
     made.fit(classifier(), digits(clients=8))
     assert spent(made.federation.clock)
 
@@ -480,10 +470,10 @@ def test_a_trace_that_has_changed_is_another_setting(tmp_path: Path) -> None:
 
 def test_over_selection_takes_the_first_and_names_the_rest(tmp_path: Path) -> None:
     schedule = Synchronous(4, over_selection=1.5, speeds=PerClient(1, 2, 3, 4, 5, 6, 7, 8))
-    made = trainer(rounds=6, aggregator=FedAvg(), schedule=schedule, run_dir=str(tmp_path / "run"))
+    made = trainer(rounds=3, aggregator=FedAvg(), schedule=schedule, run_dir=str(tmp_path / "run"))
     made.fit(classifier(), digits(clients=8))
     timeline = pd.read_csv(tmp_path / "run/timeline.csv")
-    assert timeline.version.nunique() == 6
+    assert timeline.version.nunique() == 3
     for _, fits in timeline.groupby("version"):
         merged, late = fits[fits.outcome == "merged"], fits[fits.outcome == "late"]
         assert len(merged) == 4 and len(late) == 2
@@ -493,8 +483,8 @@ def test_over_selection_takes_the_first_and_names_the_rest(tmp_path: Path) -> No
 
 
 def test_measured_speeds_work_without_being_repeatable() -> None:
-    made = fitted(FedBuff(), Asynchronous(3, 2, speeds=Measured()), rounds=5)
-    assert made.federation.clock.client_updates == 10
+    made = fitted(FedBuff(), Asynchronous(3, 2, speeds=Measured()), rounds=2)
+    assert made.federation.clock.client_updates == 4
     assert made.federation.clock.seconds > 0
 
 
@@ -503,6 +493,7 @@ def test_a_lost_federation_keeps_its_last_round(tmp_path: Path) -> None:
     trace.write_text("client,start,end\n" + "".join(f"{c},0,2\n" for c in range(8)))
     made = trainer(
         rounds=500,
+        evaluate_every=10,
         aggregator=FedBuff(),
         schedule=stragglers(availability=OnOff(str(trace))),
         run_dir=str(tmp_path / "run"),

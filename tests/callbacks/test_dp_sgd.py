@@ -39,6 +39,7 @@ from tests.conftest import classifier, equal_states, trainer
 from tests.engines.test_processes import Images
 from tests.engines.test_vectorized import InDouble
 
+pytestmark = pytest.mark.long
 pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
 pytest.importorskip("dp_accounting", reason="needs dp-accounting: pip install 'flsuite[privacy]'")
 
@@ -119,7 +120,7 @@ def test_a_step_by_hand(make: Any, samples: Any, spy: Spy) -> None:
 
 def test_the_deviation_of_the_noise(spy: Spy) -> None:
     """Clip gradients to nearly nothing, so that only the noise is left."""
-    model = Classifier(MLP(hidden=(300,)), optimizer=partial(SGD, lr=1e-3))
+    model = Classifier(MLP(hidden=(100,)), optimizer=partial(SGD, lr=1e-3))
     clip, noise, size = 1e-3, 1e3, 10
     fit(DPSGD(noise, clip), data=few(1, 20, batch_size=size), model=model, callbacks=[spy])
     draws = [torch.cat([g.flatten() for g in grads.values()]) for _, grads in Spy.seen]
@@ -232,13 +233,14 @@ def test_epsilon_of_each_client_and_the_largest() -> None:
 def test_what_was_sent_counts_also_if_nobody_uses_it() -> None:
     def spent(**faults: float) -> list[float]:
         schedule = Faults(Synchronous(), **faults)
-        made = fit(DPSGD(), rounds=4, schedule=schedule, data=few(6))
+        made = fit(DPSGD(), rounds=3, schedule=schedule, data=few(6))
         failed = sum(r.value for r in made.run.folder.table.rows if r.metric == "failed")
         assert bool(failed) == bool(faults)
         return [max(numbers(made, str(client)), default=0.0) for client in range(6)]
 
-    assert spent(nan=0.1, shapes=0.1, late=0.1) == spent()
-    assert sum(spent(raises=0.3)) < sum(spent()), "who fails before it sends has told nobody"
+    whole = spent()
+    assert spent(nan=0.1, shapes=0.1, late=0.1) == whole
+    assert sum(spent(raises=0.3)) < sum(whole), "who fails before it sends has told nobody"
 
 
 def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path: Path) -> None:
@@ -259,8 +261,7 @@ def test_a_second_fit_of_one_object_starts_afresh() -> None:
 
 def test_engines_and_loops_agree() -> None:
     plain = fit(DPSGD(), rounds=2)
-    engines = ({"engine": Processes(workers=workers)} for workers in (1, 2))
-    for kwargs in (*engines, {"callbacks": [Callback(), Slow()]}):
+    for kwargs in ({"engine": Processes(workers=2)}, {"callbacks": [Callback(), Slow()]}):
         other = fit(DPSGD(), rounds=2, **kwargs)
         assert equal_states(plain.federation.state, other.federation.state)
         assert numbers(plain) == numbers(other)
@@ -301,32 +302,29 @@ def agrees_on_a_stack(monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> None:
     monkeypatch.setattr(Stack, "_train", counted)
     alone, stacked = (
         fit(
-            DPSGD(max_grad_norm=0.5), data=few(5, 60, 4), rounds=3, max_epochs=2, engine=engine,
+            DPSGD(max_grad_norm=0.5), data=few(5, 60, 4), rounds=2, max_epochs=2, engine=engine,
             **{name: make() for name, make in kwargs.items()},
         )
         for engine in (InProcess(), Vectorized(clients=3))
     )  # fmt: skip
-    assert stacks == 3 * [3, 2]
+    assert stacks == 2 * [3, 2]
     for name, value in alone.federation.state.items():
         torch.testing.assert_close(stacked.federation.state[name], value, rtol=1e-5, atol=1e-6)
     assert numbers(stacked) == numbers(alone)
 
 
-@pytest.mark.parametrize("aggregator", [FedAvg, partial(FedProx, mu=0.1), SCAFFOLD, MOON])
+@pytest.mark.parametrize("aggregator", [FedAvg, SCAFFOLD])
 def test_a_stack_takes_the_gradients_that_opacus_takes(
     aggregator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agrees_on_a_stack(monkeypatch, aggregator=aggregator)
 
 
-@pytest.mark.parametrize("limit", [None, 0.05])
-def test_parameters_that_take_no_step_count_in_the_norm(
-    limit: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_that_take_no_step_count_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     def model() -> Classifier:
         return SteppedInPart(InPart(), optimizer=partial(SGD, lr=0.1))
 
-    agrees_on_a_stack(monkeypatch, model=model, gradient_clip_val=lambda: limit)
+    agrees_on_a_stack(monkeypatch, model=model, gradient_clip_val=lambda: 0.05)
 
 
 class Slow(Callback):
@@ -335,7 +333,7 @@ class Slow(Callback):
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None: ...
 
 
-@pytest.mark.parametrize("aggregator", [partial(FedProx, mu=0.1), SCAFFOLD])
+@pytest.mark.parametrize("aggregator", [partial(FedProx, mu=0.1), MOON])
 def test_the_terms_of_an_algorithm_come_after_the_noise(aggregator: Any) -> None:
     made = fit(DPSGD(), rounds=2, aggregator=aggregator())
     assert made.round == 2 and not made.federation.log.failures

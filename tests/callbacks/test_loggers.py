@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger
 
 from flsuite.callbacks.logger_links import _mlflow_name, _read_rows
 from tests.conftest import classifier, digits, trainer
@@ -21,7 +21,7 @@ def run_in_parts(folder: Path, make: Callable[[], Logger], *parts: int) -> None:
     """Fit to each of these rounds in turn, with a new logger as a new process has."""
     for rounds in parts:
         made = trainer(rounds=rounds, logger=make(), run_dir=folder / "run")
-        made.fit(classifier(), digits(), ckpt_path="last")
+        made.fit(classifier(), digits(3, train_samples=120), ckpt_path="last")
 
 
 def csv_rows(folder: Path) -> list[dict[str, str]]:
@@ -40,11 +40,11 @@ def values(rows: list[dict[str, str]]) -> list[dict[str, float]]:
 
 
 def test_csv_goes_on_in_one_file_with_the_same_numbers(tmp_path: Path) -> None:
-    run_in_parts(tmp_path / "once", lambda: CSVLogger(tmp_path / "once" / "log"), 4)
-    run_in_parts(tmp_path / "parts", lambda: CSVLogger(tmp_path / "parts" / "log"), 1, 3, 4)
+    run_in_parts(tmp_path / "once", lambda: CSVLogger(tmp_path / "once" / "log"), 3)
+    run_in_parts(tmp_path / "parts", lambda: CSVLogger(tmp_path / "parts" / "log"), 1, 3)
     once, parts = csv_rows(tmp_path / "once"), csv_rows(tmp_path / "parts")
-    assert [row["step"] for row in parts] == ["1", "2", "3", "4"]
-    # Scores by class come with the last round, which rounds 1 and 3 were once.
+    assert [row["step"] for row in parts] == ["1", "2", "3"]
+    # Scores by class come with the last round, which round 1 was once.
     shared = [{k: row[k] for k in values(once)[0] if k in row} for row in values(parts)]
     assert shared == [{k: row[k] for k in shared[0]} for row in values(once)]
 
@@ -57,31 +57,16 @@ def test_csv_rows_are_there_after_each_round_and_rows_of_lost_rounds_go(tmp_path
         def save(self) -> None:
             super().save()
             seen.append(len(csv_rows(tmp_path)))
-            if len(seen) == 3:
+            if len(seen) == 2:
                 raise KilledError
 
     with pytest.raises(KilledError):
-        run_in_parts(tmp_path, lambda: Dying(tmp_path / "log"), 5)
-    assert seen[:3] == [1, 2, 3], "each round is on the disk at once"
-    assert len(csv_rows(tmp_path)) == 3
+        run_in_parts(tmp_path, lambda: Dying(tmp_path / "log"), 3)
+    assert seen[:2] == [1, 2], "each round is on the disk at once"
+    assert len(csv_rows(tmp_path)) == 2
 
-    run_in_parts(tmp_path, lambda: CSVLogger(tmp_path / "log"), 5)
-    assert [row["step"] for row in csv_rows(tmp_path)] == ["1", "2", "3", "4", "5"]
-
-
-def test_a_version_of_the_user_stays(tmp_path: Path) -> None:
-    run_in_parts(tmp_path, lambda: CSVLogger(tmp_path / "log", version="mine"), 1, 2)
-    with (tmp_path / "log" / "lightning_logs" / "mine" / "metrics.csv").open() as file:
-        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2"]
-
-
-def test_tensorboard_goes_on_in_one_version(tmp_path: Path) -> None:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run_in_parts(tmp_path, lambda: TensorBoardLogger(tmp_path / "log"), 2, 4)
-    (version,) = (tmp_path / "log" / "lightning_logs").iterdir()
-    events = reader.EventAccumulator(str(version)).Reload()
-    assert [event.step for event in events.Scalars("test/accuracy")] == [1, 2, 3, 4]
-    assert {"virtual_s", "wall_s", "bytes", "client_updates"} <= set(events.Tags()["scalars"])
+    run_in_parts(tmp_path, lambda: CSVLogger(tmp_path / "log"), 3)
+    assert [row["step"] for row in csv_rows(tmp_path)] == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize(

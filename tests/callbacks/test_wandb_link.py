@@ -28,9 +28,9 @@ from flsuite.runs.run import Run
 from flsuite.schedules import Asynchronous, Stragglers
 from tests.callbacks.wandb_files import Recorded, recorded
 from tests.callbacks.wandb_server import WandbServer
-from tests.conftest import classifier, digits, trainer
+from tests.conftest import classifier, digits, equal_states, trainer
 
-ROUNDS = 2
+ROUNDS = 3
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 FINAL = {"clients/heatmap/_type", "confusion/_type"}
 
@@ -42,56 +42,67 @@ def offline(folder: Path, **kwargs: Any) -> WandbLogger:
 # Offline
 
 
+class Undrawable(FederationCallback):
+    affects = "nothing"
+
+    def on_round_end(self, run: Run, round: int) -> None:
+        run.log_picture("mine", "no figure")  # type: ignore[arg-type]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Recorded]:
-    """Run three experiments in one process: the same one twice, and another seed."""
-    folder = tmp_path_factory.mktemp("wandb")
+def fits(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Recorded]]:
+    """Run an experiment twice in one process, the second time with a picture that fails."""
+    found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
         import wandb
 
-        for number, seed in enumerate((3, 3, 4)):
-            logger = offline(folder / str(number))
-            made = trainer(rounds=ROUNDS, logger=logger, seed=seed)
+        for callbacks in ([StopAt("accuracy", 0.1)], [Undrawable()]):
+            folder = tmp_path_factory.mktemp("wandb")
+            made = trainer(
+                rounds=ROUNDS, evaluate_every=2, logger=offline(folder), callbacks=callbacks
+            )
             made.fit(classifier(), digits())
             assert wandb.run is None, "the next experiment would go on in this run"
-    return recorded(folder)
+            found.append((made, *recorded(folder)))
+    return found
 
 
-def test_one_row_a_round_without_a_chart_per_client(runs: list[Recorded]) -> None:
-    for run in runs:
-        assert all("round" in row and "step" not in row for row in run.rows)
-        assert [row["round"] for row in run.rounds] == [1, 2]
-        for row in run.rounds:
-            assert {"train/loss", "val/accuracy", "test/accuracy", "wall_s"} <= row.keys()
-            assert not [name for name in row if name.startswith("client/")]
-        assert run.step_metrics["*"] == "round"
-        assert run.steps == list(range(len(run.rows)))
+@pytest.fixture(scope="module")
+def whole(fits: list[tuple[Any, Recorded]]) -> tuple[Any, Recorded]:
+    """Return the run that has done all of its rounds."""
+    return fits[1]
 
 
-def test_the_same_experiment_twice_is_two_runs(runs: list[Recorded]) -> None:
-    assert len({run.id for run in runs}) == 3
-    values = [[(row["train/loss"], row["test/accuracy"]) for row in run.rounds] for run in runs]
-    assert values[0] == values[1] != values[2]
+def test_one_row_a_round_without_a_chart_per_client(whole: tuple[Any, Recorded]) -> None:
+    _, run = whole
+    assert all("round" in row and "step" not in row for row in run.rows)
+    assert [row["round"] for row in run.rounds] == [1, 2, 3], "a picture that fails costs no row"
+    for row in run.rounds:
+        assert {"train/loss", "wall_s"} <= row.keys()
+        assert ({"val/accuracy", "test/accuracy"} <= row.keys()) == (row["round"] > 1)
+        assert not [name for name in row if name.startswith("client/")]
+    assert run.step_metrics["*"] == "round"
+    assert run.steps == list(range(len(run.rows)))
 
 
-def test_config_has_settings_rounds_and_engine(runs: list[Recorded]) -> None:
-    for run in runs:
-        assert run.config["model"]["class_path"] == "flsuite.models.Classifier"
-        assert run.config["model"]["init_args"]["backbone"]["init_args"]["hidden"] == [16]
-        assert run.config["data"]["init_args"]["partition"]["init_args"]["alpha"] == 0.5
-        assert run.config["aggregator"]["class_path"] == "flsuite.aggregators.FedAvg"
-        assert run.config["rounds"] == ROUNDS
-        assert run.config["engine"]["class_path"] == "flsuite.engines.InProcess"
+def test_the_same_experiment_twice_is_two_runs(fits: list[tuple[Any, Recorded]]) -> None:
+    (_, one), (_, other) = fits
+    assert one.id != other.id and one.rounds[0]["train/loss"] == other.rounds[0]["train/loss"]
 
 
-def test_seeds_share_a_group_and_have_names(runs: list[Recorded]) -> None:
-    assert [run.name for run in runs] == ["FedAvg-3", "FedAvg-3", "FedAvg-4"]
-    (group,) = {run.group for run in runs}
-    assert group.startswith("FedAvg-") and len(group) == len("FedAvg-") + 8
-    assert {run.job_type for run in runs} == {"fit"}
-    assert all(set(run.tags) == {"Digits", "Dirichlet(0.5)"} for run in runs)
+def test_the_config_has_settings_and_the_group_a_hash(whole: tuple[Any, Recorded]) -> None:
+    _, run = whole
+    assert run.config["model"]["class_path"] == "flsuite.models.Classifier"
+    assert run.config["model"]["init_args"]["backbone"]["init_args"]["hidden"] == [16]
+    assert run.config["data"]["init_args"]["partition"]["init_args"]["alpha"] == 0.5
+    assert run.config["aggregator"]["class_path"] == "flsuite.aggregators.FedAvg"
+    assert run.config["rounds"] == ROUNDS
+    assert run.config["engine"]["class_path"] == "flsuite.engines.InProcess"
+    assert run.group.startswith("FedAvg-") and len(run.group) == len("FedAvg-") + 8
+    assert (run.name, run.job_type) == ("FedAvg-3", "fit")
+    assert set(run.tags) == {"Digits", "Dirichlet(0.5)"}
 
 
 def test_the_hash_of_a_group_is_that_of_settings_yaml(tmp_path: Path) -> None:
@@ -106,24 +117,13 @@ def test_the_hash_of_a_group_is_that_of_settings_yaml(tmp_path: Path) -> None:
     assert experiment_hash(settings("epochs", max_epochs=2)[0]) != experiment_hash(known)
 
 
-def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_RUN_GROUP", "ours")
-    logger = offline(tmp_path, name="mine", tags=["own"], job_type="trial")
-    trainer(rounds=1, logger=logger).fit(classifier(), digits())
-    (run,) = recorded(tmp_path)
-    assert (run.name, run.tags, run.job_type) == ("mine", ["own"], "trial")
-    assert "group" not in logger._wandb_init, "W&B takes it from the environment"
-
-
 def content(run: Recorded, row: dict[str, Any], key: str) -> Any:
     """Return the content of a table that a row refers to."""
     return json.loads((run.path.parent / "files" / row[f"{key}/path"]).read_text())
 
 
-def test_clients_are_a_table_per_evaluation(tmp_path: Path) -> None:
-    made = trainer(rounds=3, evaluate_every=2, logger=offline(tmp_path))
-    made.fit(classifier(), digits())
-    (run,) = recorded(tmp_path)
+def test_clients_are_a_table_per_evaluation(whole: tuple[Any, Recorded]) -> None:
+    made, run = whole
     assert [("clients/path" in row) for row in run.rounds] == [False, True, True]
 
     table = content(run, run.rounds[-1], "clients")
@@ -137,13 +137,11 @@ def test_clients_are_a_table_per_evaluation(tmp_path: Path) -> None:
         assert row["val/loss"] == pytest.approx(values[client, "val", "loss"])
 
 
-def test_pictures_and_the_confusion_matrix(tmp_path: Path) -> None:
-    made = trainer(rounds=2, logger=offline(tmp_path))
-    made.fit(classifier(), digits())
-    (run,) = recorded(tmp_path)
+def test_pictures_and_the_confusion_matrix(whole: tuple[Any, Recorded]) -> None:
+    made, run = whole
     first, *_, last = run.rows
     assert first["partition/_type"] == "image-file" and first["round"] == 0
-    assert last.keys() >= FINAL and last["round"] == 2
+    assert last.keys() >= FINAL and last["round"] == 3
     assert last["clients/heatmap/_type"] == "image-file"
 
     counts = confusion_counts(made.run)
@@ -154,7 +152,7 @@ def test_pictures_and_the_confusion_matrix(tmp_path: Path) -> None:
     assert right / samples == pytest.approx(run.rounds[-1]["test/accuracy"])
 
     scores = client_rounds(made.run, "accuracy")
-    assert list(scores.columns) == [1, 2] and list(scores.index) == [0, 1, 2, 3, 4]
+    assert list(scores.columns) == [2, 3] and list(scores.index) == [0, 1, 2, 3, 4]
     assert scores.notna().all(axis=None)
 
 
@@ -169,48 +167,40 @@ def test_a_model_with_predictions_of_its_own_has_a_confusion_matrix_too() -> Non
     assert counts is not None and counts.to_numpy().sum() == len(made.federation.data.test)
 
 
-def test_the_resident_model_stays_the_global_one(tmp_path: Path) -> None:
-    def final_weights(**kwargs: Any) -> dict[str, torch.Tensor]:
-        model = classifier()
-        trainer(rounds=1, **kwargs).fit(model, digits())
-        return model.state_dict()
-
-    plain, logged = final_weights(), final_weights(logger=offline(tmp_path))
-    assert all(torch.equal(plain[name], logged[name]) for name in plain)
+def test_the_resident_model_stays_the_global_one(whole: tuple[Any, Recorded]) -> None:
+    made, _ = whole
+    plain = trainer(rounds=ROUNDS, evaluate_every=2)
+    plain.fit(classifier(), digits())
+    assert equal_states(made.model.state_dict(), plain.model.state_dict())
 
 
-def test_the_summary_is_explicit(tmp_path: Path) -> None:
-    stop = StopAt("accuracy", 0.5)
-    made = trainer(rounds=30, callbacks=[stop], logger=offline(tmp_path))
-    made.fit(classifier(), digits())
-    (run,) = recorded(tmp_path)
-    reached = [row["round"] for row in run.rounds if row["val/accuracy"] >= 0.5]
-    assert run.summary["rounds_to_target"] == reached[0] == made.round
+def test_the_summary_is_explicit(fits: list[tuple[Any, Recorded]]) -> None:
+    (made, run), (_, whole) = fits
+    reached = [row["round"] for row in run.rounds if row.get("val/accuracy", 0) >= 0.1]
+    assert run.summary["rounds_to_target"] == reached[0] == made.round == 2
+    assert "rounds_to_target" not in whole.summary and whole.summary["last/round"] == ROUNDS
     for title, scores in (("last", made.run.summary.last), ("picked", made.run.summary.best)):
         assert run.summary[f"{title}/round"] == scores["round"]
         assert run.summary[f"{title}/test/accuracy"] == pytest.approx(scores["accuracy"])
     assert not [name for name in run.summary if name.startswith("last/test/accuracy/")]
 
 
-def test_the_final_model_is_uploaded_if_lightnings_logger_asks(
+def test_the_final_model_is_uploaded_if_asked_and_what_the_user_has_set_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb
 
     sent: list[Any] = []
+    monkeypatch.setenv("WANDB_RUN_GROUP", "ours")
     monkeypatch.setattr(wandb.Run, "log_artifact", lambda self, artifact: sent.append(artifact))
-    for is_asked in (False, True):
-        logger = offline(tmp_path / f"log-{is_asked}")
-        logger._log_model = is_asked  # Lightning refuses it offline
-        made = trainer(rounds=1, logger=logger, run_dir=tmp_path / f"run-{is_asked}")
-        made.fit(classifier(), digits())
+    logger = offline(tmp_path / "log", name="mine", tags=["own"], job_type="trial")
+    logger._log_model = True  # Lightning refuses it offline
+    trainer(rounds=1, logger=logger, run_dir=tmp_path / "run").fit(classifier(), digits())
     (model,) = [artifact for artifact in sent if artifact.type == "model"]  # others are tables
     assert list(model.manifest.entries) == ["model.ckpt"]
-
-
-def test_no_target_no_rounds_to_it(runs: list[Recorded]) -> None:
-    assert all("rounds_to_target" not in run.summary for run in runs)
-    assert all(run.summary["last/round"] == ROUNDS for run in runs)
+    (run,) = recorded(tmp_path)
+    assert (run.name, run.tags, run.job_type) == ("mine", ["own"], "trial")
+    assert "group" not in logger._wandb_init, "W&B takes it from the environment"
 
 
 def test_the_work_of_each_round_and_the_timeline(tmp_path: Path) -> None:
@@ -233,8 +223,13 @@ def test_the_work_of_each_round_and_the_timeline(tmp_path: Path) -> None:
 
 
 def test_an_offline_resume_goes_on_with_the_steps(tmp_path: Path) -> None:
-    for rounds in (2, 4):
-        made = trainer(rounds=rounds, logger=offline(tmp_path / "log"), run_dir=tmp_path / "run")
+    """The resume in between has no logger, and does not forget the run."""
+    for rounds, logger in ((2, offline), (3, None), (4, offline)):
+        made = trainer(
+            rounds=rounds,
+            logger=logger(tmp_path / "log") if logger else False,
+            run_dir=tmp_path / "run",
+        )
         made.fit(classifier(), digits(), ckpt_path="last")
     runs = recorded(tmp_path)
     assert len(runs) == 2 and len({run.id for run in runs}) == 1
@@ -261,34 +256,12 @@ def test_a_table_that_wandb_refuses_is_named_once(
         send(self, metrics, *args)
 
     monkeypatch.setattr(WandbLogger, "log_metrics", without_tables)
-    trainer(rounds=3, logger=offline(tmp_path)).fit(classifier(), digits())
-    (run,) = recorded(tmp_path)
-    assert [row["round"] for row in run.rounds] == [1, 2, 3]
-    assert caplog.text.count("W&B: no clients from round 1") == caplog.text.count("W&B: no ") == 1
-
-
-def test_a_round_whose_picture_fails_has_its_numbers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Undrawable(FederationCallback):
-        affects = "nothing"
-
-        def on_round_end(self, run: Run, round: int) -> None:
-            run.log_picture("mine", "no figure")  # type: ignore[arg-type]
-
-    made = trainer(rounds=2, logger=offline(tmp_path), callbacks=[Undrawable()])
-    made.fit(classifier(), digits())
+    logger = offline(tmp_path)
+    trainer(rounds=2, logger=logger, callbacks=[Undrawable()]).fit(classifier(), digits())
     (run,) = recorded(tmp_path)
     assert [row["round"] for row in run.rounds] == [1, 2]
+    assert caplog.text.count("W&B: no clients from round 1") == caplog.text.count("W&B: no ") == 1
     assert "WandbLogger: no mine (" in caplog.text
-
-
-def test_a_resume_without_the_logger_does_not_forget_its_run(tmp_path: Path) -> None:
-    for rounds, is_logged in ((1, True), (2, False), (3, True)):
-        logger = offline(tmp_path / "log") if is_logged else False
-        made = trainer(rounds=rounds, logger=logger, run_dir=tmp_path / "run")
-        made.fit(classifier(), digits(), ckpt_path="last")
-    assert len({run.id for run in recorded(tmp_path)}) == 1
 
 
 def test_no_confusion_matrix_for_several_labels_per_sample() -> None:

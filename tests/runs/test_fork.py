@@ -1,8 +1,9 @@
 """Runs that begin at a moment of another one, and clients that leave: what keeps its draws."""
 
 import csv
-from collections.abc import Sequence
-from functools import partial
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from flsuite.state import State, Tree
 from tests.aggregators.federations import assert_same_models
 from tests.conftest import digits, equal_states, table, trainer
 
-ROUNDS = 6
+ROUNDS = 4
 
 
 def model(lr: float = 0.1) -> Classifier:
@@ -51,15 +52,15 @@ def model(lr: float = 0.1) -> Classifier:
 def fit(folder: Path, name: str, rounds: int = ROUNDS, lr: float = 0.1, **settings: Any) -> Any:
     resumed = {k: settings.pop(k) for k in ("ckpt_path",) if k in settings}
     clients, data = settings.pop("clients", 6), settings.pop("data", {})
-    tasks = settings.pop("tasks", None)
+    tasks, network = settings.pop("tasks", None), settings.pop("model", None) or model(lr)
     made = trainer(rounds=rounds, run_dir=folder / name, enable_checkpointing=True, **settings)
     samples = digits(clients=clients, partition=Dirichlet(0.5), **data)
-    made.fit(model(lr), tasks(samples) if tasks else samples, **resumed)
+    made.fit(network, tasks(samples) if tasks else samples, **resumed)
     return made
 
 
 def in_tasks(samples: Digits) -> TaskSequence:
-    return TaskSequence(samples, tasks=3, classes_per_task=3, rounds_per_task=2)
+    return TaskSequence(samples, tasks=2, classes_per_task=3, rounds_per_task=2)
 
 
 def virtual(**kwargs: Any) -> Synchronous:
@@ -67,6 +68,7 @@ def virtual(**kwargs: Any) -> Synchronous:
 
 
 CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
     "FedAvg": {"aggregator": FedAvg, "schedule": lambda: virtual(participation=3)},
     "SCAFFOLD": {"aggregator": SCAFFOLD, "schedule": lambda: virtual(participation=3)},
     "Ditto": {"aggregator": Ditto, "schedule": lambda: virtual(participation=3)},
@@ -103,29 +105,45 @@ def numbers(folder: Path) -> dict[Any, str]:
     return {key: value for key, value in named.items() if not key[3].endswith("seconds")}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_fork_without_changes_ends_like_its_parent(name: str, tmp_path: Path) -> None:
-    parent = fit(tmp_path, "parent", keep_rounds=2, **parts(name))
-    assert {2, 4, 6} <= {*kept_rounds(tmp_path / "parent")}
-    for round in (0, 2, 4):
-        fork = Fork(str(tmp_path / "parent"), round)
-        made = fit(tmp_path, f"fork-{round}", fork=fork, **parts(name))
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Return a function that fits a case once for all tests, with kept rounds."""
+    return cache(
+        lambda name: fit(tmp_path_factory.mktemp(name), "run", keep_rounds=2, **parts(name))
+    )
+
+
+def fork_of(parent: Any, round: int) -> Fork:
+    return Fork(str(parent.run.folder.path), round)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "plain"])
+def test_a_fork_without_changes_ends_like_its_parent(
+    name: str, parents: Any, tmp_path: Path
+) -> None:
+    parent = parents(name)
+    folder = parent.run.folder.path
+    assert {2, 4} <= {*kept_rounds(folder)}
+    for round in (0, 2) if name == "FedAvg" else (2,):
+        made = fit(tmp_path, f"fork-{round}", fork=fork_of(parent, round), **parts(name))
         assert_same_models(made, parent)
-        assert numbers(tmp_path / f"fork-{round}") == numbers(tmp_path / "parent")
-    if not parent.schedule.declarations.is_virtual:
-        return  # measured times differ
-    timelines = [(tmp_path / run / "timeline.csv").read_text() for run in ("parent", "fork-4")]
-    assert timelines[0] == timelines[1]
+        assert numbers(tmp_path / f"fork-{round}") == numbers(folder)
+    if parent.schedule.declarations.is_virtual:  # other times are measured
+        timelines = [run / "timeline.csv" for run in (folder, tmp_path / "fork-2")]
+        assert timelines[0].read_text() == timelines[1].read_text()
 
 
-def test_a_fork_is_resumed_like_any_run_even_without_its_parent(tmp_path: Path) -> None:
+def test_a_fork_is_resumed_like_any_run_even_without_its_parent(
+    parents: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(parents("Ditto").run.folder.path, tmp_path / "parent")
+
     def run(folder: str, rounds: int = ROUNDS, **more: Any) -> Any:
         fork = Fork(str(tmp_path / "parent"), 2)
         return fit(tmp_path, folder, rounds, lr=0.05, fork=fork, **more, **parts("Ditto"))
 
-    fit(tmp_path, "parent", keep_rounds=2, **parts("Ditto"))
     whole = run("whole")
-    run("parts", rounds=4)
+    run("parts", rounds=3)
     (tmp_path / "parent").rename(tmp_path / "moved")
     assert_same_models(run("parts", ckpt_path="last"), whole)
     settings = whole.run.settings
@@ -141,15 +159,17 @@ class _Killed(FederationCallback):
             raise KeyboardInterrupt
 
 
-def test_a_fork_that_was_killed_in_its_first_round_begins_again(tmp_path: Path) -> None:
-    parent = fit(tmp_path, "parent", keep_rounds=2, **parts("Ditto"))
-    fork = Fork(str(tmp_path / "parent"), 4)
+def test_a_fork_that_was_killed_in_its_first_round_begins_again(
+    parents: Any, tmp_path: Path
+) -> None:
+    parent = parents("Ditto")
+    fork = fork_of(parent, 2)
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, "fork", fork=fork, callbacks=[_Killed(5)], **parts("Ditto"))
+        fit(tmp_path, "fork", fork=fork, callbacks=[_Killed(3)], **parts("Ditto"))
     assert not (tmp_path / "fork" / "checkpoints" / "last.ckpt").exists()
     made = fit(tmp_path, "fork", fork=fork, ckpt_path="last", **parts("Ditto"))
     assert_same_models(made, parent)
-    assert numbers(tmp_path / "fork") == numbers(tmp_path / "parent")
+    assert numbers(tmp_path / "fork") == numbers(parent.run.folder.path)
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -164,24 +184,24 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_acts_from_the_moment_on(name: str, tmp_path: Path) -> None:
-    fit(tmp_path, "parent", keep_rounds=3)
-    made = fit(tmp_path, "fork", fork=Fork(str(tmp_path / "parent"), 3), **CHANGES[name])
+def test_a_change_acts_from_the_moment_on(name: str, parents: Any, tmp_path: Path) -> None:
+    parent = parents("plain")
+    made = fit(tmp_path, "fork", fork=fork_of(parent, 2), **CHANGES[name])
     assert made.round == ROUNDS
-    own, theirs = numbers(tmp_path / "fork"), numbers(tmp_path / "parent")
-    assert {k: v for k, v in own.items() if k[0] <= 3} == {
-        k: v for k, v in theirs.items() if k[0] <= 3
-    }
+    own, theirs = numbers(tmp_path / "fork"), numbers(parent.run.folder.path)
+    before = ({k: v for k, v in run.items() if k[0] <= 2} for run in (own, theirs))
+    assert next(before) == next(before)
     after = (ROUNDS, "global", "test", "loss")
     assert own[after] != theirs[after]
 
 
 @pytest.mark.parametrize("aggregator", [APFL, FedAvg])
-def test_clients_forget_an_algorithm_that_is_replaced(aggregator: Any, tmp_path: Path) -> None:
+def test_clients_forget_an_algorithm_that_is_replaced(
+    aggregator: Any, parents: Any, tmp_path: Path
+) -> None:
     """APFL would read what Ditto has left, and FedAvg would keep it for ever."""
-    fit(tmp_path, "parent", 2, keep_rounds=2, aggregator=Ditto())
-    fork = Fork(str(tmp_path / "parent"), 2)
-    made = fit(tmp_path, "fork", 4, aggregator=aggregator(), fork=fork)
+    settings = {"aggregator": aggregator(), "schedule": virtual()}
+    made = fit(tmp_path, "fork", 4, fork=fork_of(parents("Ditto"), 2), **settings)
     memories = [made.federation.clients[client].get("objective", {}) for client in range(6)]
     assert all("personal" not in memory for memory in memories)
 
@@ -193,7 +213,7 @@ def who_trained(made: Any, since: int) -> set[str]:
     return {key[1] for key in table(made) if key[0] > since and key[2] == "train"}
 
 
-@pytest.mark.parametrize("name", ["FedAvg", "SCAFFOLD", "FedBuff"])
+@pytest.mark.parametrize("name", ["SCAFFOLD", "FedBuff"])
 def test_who_was_not_drawn_again_is_not_missed(name: str, tmp_path: Path) -> None:
     def run(folder: str, **settings: Any) -> Any:
         is_asynchronous = name == "FedBuff"
@@ -201,15 +221,15 @@ def test_who_was_not_drawn_again_is_not_missed(name: str, tmp_path: Path) -> Non
         settings = {"schedule": few[not is_asynchronous], "clients": 12, **settings}
         return fit(tmp_path, folder, aggregator=CASES[name]["aggregator"](), **settings)
 
-    parent = run("parent", keep_rounds=4)
-    absent = next(c for c in range(12) if str(c) not in who_trained(parent, since=4))
-    made = run("fork", without=[absent], fork=Fork(str(tmp_path / "parent"), 4))
+    parent = run("parent", keep_rounds=2)
+    absent = next(c for c in range(12) if str(c) not in who_trained(parent, since=2))
+    made = run("fork", without=[absent], fork=fork_of(parent, 2))
     assert equal_states(made.federation.state, parent.federation.state)
 
 
 def test_who_has_no_weight_is_not_missed(tmp_path: Path) -> None:
-    with_it = fit(tmp_path, "with", schedule=virtual(), aggregator=Weightless())
-    without = fit(tmp_path, "without", schedule=virtual(), aggregator=Weightless(), without=[4])
+    settings = {"rounds": 2, "schedule": virtual(), "aggregator": Weightless()}
+    with_it, without = (fit(tmp_path, f"{c}", without=c, **settings) for c in ([], [4]))
     assert equal_states(with_it.federation.state, without.federation.state)
 
 
@@ -225,10 +245,10 @@ class Weightless(FedAvg):
         super().__init__(rule=WeightlessMean())
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_others_train_when_and_as_they_would(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["FedAvg", "FedAdam", "FedBuff", "DPFedAvg"])
+def test_the_others_train_when_and_as_they_would(name: str, parents: Any, tmp_path: Path) -> None:
     """In the first round, before the models differ, their numbers are the same."""
-    whole = table(fit(tmp_path, "all", rounds=1, **parts(name)))
+    whole = table(parents(name))
     made = fit(tmp_path, "without", rounds=1, without=[1], **parts(name))
     of_clients = {k: v for k, v in table(made).items() if k[1] != "global" and k[2] == "train"}
     assert "1" not in {key[1] for key in table(made)}
@@ -261,11 +281,9 @@ def test_the_clients_that_are_compared_are_present_ones(tmp_path: Path) -> None:
         fit(tmp_path, "tasks", rounds=2, without=[0, 1], **settings)
 
 
-def test_who_left_has_no_part_in_the_accuracy_by_task(tmp_path: Path) -> None:
+def test_who_left_has_no_part_in_the_accuracy_by_task(parents: Any, tmp_path: Path) -> None:
     """Its row stays in the matrix, which is compared with the parent's."""
-    settings = parts("tasks")
-    fit(tmp_path, "parent", keep_rounds=2, **settings)
-    made = fit(tmp_path, "fork", fork=Fork(str(tmp_path / "parent"), 2), without=[1], **settings)
+    made = fit(tmp_path, "fork", fork=fork_of(parents("tasks"), 2), without=[1], **parts("tasks"))
     rows = table(made)
     by_client = [rows[ROUNDS, str(c), "test", "task_accuracy/0"] for c in (0, 2, 3, 4, 5)]
     assert (ROUNDS, "1", "test", "task_accuracy/0") not in rows
@@ -278,20 +296,19 @@ def test_who_left_has_no_part_in_the_accuracy_by_task(tmp_path: Path) -> None:
     [
         ({"without": [6]}, "there is no client 6; there are 0 to 5"),
         ({"without": [0, 1, 2, 3, 4, 5]}, "no client is left"),
-        ({"fork": ("parent", 5)}, "has no checkpoint of round 5 (it has "),
-        ({"fork": ("nowhere", 2)}, "it is not the folder of a run"),
-        ({"fork": ("parent", 2), "seed": 5}, "hold the samples of the parent"),
-        ({"fork": ("parent", 2), "data": {"train_samples": 100}}, "hold the samples of the parent"),
+        ({"fork": 5}, "has no checkpoint of round 5 (it has "),
+        ({"fork": Fork("nowhere", 2)}, "it is not the folder of a run"),
+        ({"fork": 2, "seed": 5}, "hold the samples of the parent"),
+        ({"fork": 2, "data": {"train_samples": 100}}, "hold the samples of the parent"),
+        ({"fork": 2, "model": Classifier(MLP(hidden=(9,)))}, "the model is not the parent's"),
         ({"keep_rounds": 0}, "keep_rounds must be at least 1"),
     ],
 )
 def test_what_cannot_hold_is_one_line(
-    settings: dict[str, Any], reason: str, tmp_path: Path
+    settings: dict[str, Any], reason: str, parents: Any, tmp_path: Path
 ) -> None:
-    fit(tmp_path, "parent", rounds=4, keep_rounds=2)
-    if "fork" in settings:
-        run, round = settings["fork"]
-        settings = {**settings, "fork": Fork(str(tmp_path / run), round)}
+    if isinstance(round := settings.get("fork"), int):
+        settings = {**settings, "fork": fork_of(parents("plain"), round)}
     with pytest.raises(FlsuiteError) as error:
         fit(tmp_path, "fork", **settings)
     assert reason in str(error.value) and "\n" not in str(error.value)
@@ -374,31 +391,17 @@ def test_a_fork_keeps_the_engine_that_auto_chose(
     assert_same_models(fit(tmp_path, "fork", 4, engine=Auto(), fork=fork), parent)
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
-    fit(tmp_path, "parent", rounds=2, keep_rounds=2)
-    made = trainer(
-        rounds=4,
-        run_dir=tmp_path / "fork",
-        enable_checkpointing=True,
-        fork=Fork(str(tmp_path / "parent"), 2),
-    )
-    with pytest.raises(FlsuiteError, match="the model is not the parent's"):
-        made.fit(Classifier(MLP(hidden=(9,))), digits(clients=6, partition=Dirichlet(0.5)))
-
-
-def test_kept_rounds_outlive_a_resume(tmp_path: Path) -> None:
+def test_kept_rounds_outlive_a_resume(parents: Any, tmp_path: Path) -> None:
     """So do the clients' memories that they need."""
-    whole = fit(tmp_path, "whole", keep_rounds=2, **parts("Ditto"))
     fit(tmp_path, "parts", rounds=3, keep_rounds=2, **parts("Ditto"))
     fit(tmp_path, "parts", keep_rounds=2, ckpt_path="last", **parts("Ditto"))
     made = fit(tmp_path, "fork", fork=Fork(str(tmp_path / "parts"), 2), **parts("Ditto"))
-    assert_same_models(made, whole)
+    assert_same_models(made, parents("Ditto"))
 
 
-def test_a_fork_with_another_monitor_goes_on_counting(tmp_path: Path) -> None:
+def test_a_fork_with_another_monitor_goes_on_counting(parents: Any, tmp_path: Path) -> None:
     """It picks among the rounds of its parent, as the report does."""
-    fit(tmp_path, "parent", keep_rounds=1)
-    fork = Fork(run=str(tmp_path / "parent"), round=4)
+    fork = fork_of(parents("plain"), 2)
     same, other = (
         fit(tmp_path, name, fork=fork, monitor=monitor)
         for name, monitor in (("same", None), ("other", "loss"))

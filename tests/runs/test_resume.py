@@ -18,12 +18,13 @@ from flsuite.data import Digits, Dirichlet
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
 from flsuite.files import save_tensors
-from flsuite.models import MLP, Classifier, ResNet20
+from flsuite.models import MLP, Classifier
 from flsuite.runs.checkpoint import load_checkpoint, write_checkpoint
 from flsuite.schedules import Synchronous
 from flsuite.server.stores import ClientStore
 from flsuite.trainer import FederatedTrainer
-from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
+from tests.aggregators.federations import table_data, table_model
+from tests.conftest import classifier, digits, equal_states, trainer
 from tests.runs.killing import kill_and_resume, rounds_on_disk, table_of
 
 
@@ -60,11 +61,11 @@ def longer_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> Fede
 @pytest.mark.parametrize(
     ("run", "engine", "kills"),
     [
-        pytest.param(complete_run, InProcess(), 1, id="in_process"),
-        pytest.param(longer_run, InProcess(), 10, id="in_process, often", marks=pytest.mark.long),
-        pytest.param(longer_run, Processes(workers=2), 3, id="processes", marks=pytest.mark.long),
+        pytest.param(longer_run, InProcess(), 5, id="in_process, often"),
+        pytest.param(longer_run, Processes(workers=2), 2, id="processes"),
     ],
 )
+@pytest.mark.long
 def test_killed_and_resumed_equals_never_stopped(
     tmp_path: Path, run: Callable[..., FederatedTrainer], engine: Any, kills: int
 ) -> None:
@@ -82,15 +83,13 @@ def test_killed_and_resumed_equals_never_stopped(
     assert table_of(folder, "virtual_s").equals(whole_table)
 
 
-@pytest.mark.parametrize(
-    "buffers", mostly_long({name: name for name in ("average", "local", "reset")}, "local")
-)
+@pytest.mark.parametrize("buffers", ["average", "local", "reset"])
 def test_statistics_resume_under_every_policy(buffers: str, tmp_path: Path) -> None:
     def fit(rounds: int, folder: str, ckpt_path: str | None = None) -> FederatedTrainer:
         made = trainer(
             rounds=rounds, batchnorm=buffers, run_dir=tmp_path / folder, schedule=Synchronous(2)
         )
-        made.fit(Classifier(ResNet20(width=4)), digits(clients=4), ckpt_path=ckpt_path)
+        made.fit(table_model(), table_data(clients=4), ckpt_path=ckpt_path)
         return made
 
     whole = fit(3, "whole")
