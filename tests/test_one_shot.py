@@ -32,7 +32,7 @@ from tests.conftest import mostly_long
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 EVERY: dict[str, Callable[[], Aggregator | Rule]] = {
-    "kfac": FedFisher,
+    "kfac": partial(FedFisher, samples=60),
     "diag": partial(FedFisher, "diag"),
     "merge": FisherMerge,
     "regmean": RegMean,
@@ -44,8 +44,9 @@ EVERY: dict[str, Callable[[], Aggregator | Rule]] = {
 
 
 def fitted(aggregator: Aggregator | Rule, **kwargs: Any) -> FederatedTrainer:
-    private = kwargs.pop("private", ())
-    backbone: Backbone = kwargs.pop("backbone", None) or CNN(channels=(8, 16), hidden=(8,))
+    private, ckpt_path = kwargs.pop("private", ()), kwargs.pop("ckpt_path", None)
+    server_samples = kwargs.pop("server_samples", 60)
+    backbone: Backbone = kwargs.pop("backbone", None) or CNN(channels=(4, 8), hidden=(8,))
     trainer = FederatedTrainer(
         kwargs.pop("rounds", 1),
         aggregator,
@@ -55,9 +56,13 @@ def fitted(aggregator: Aggregator | Rule, **kwargs: Any) -> FederatedTrainer:
     )
     sgd = partial(torch.optim.SGD, lr=0.05)
     data = Digits(
-        clients=3, partition=Dirichlet(0.5), batch_size=32, server_samples=60, train_samples=300
+        clients=3,
+        partition=Dirichlet(0.5),
+        batch_size=32,
+        server_samples=server_samples,
+        train_samples=160,
     )
-    trainer.fit(Classifier(backbone, optimizer=sgd, private=private), data)
+    trainer.fit(Classifier(backbone, optimizer=sgd, private=private), data, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -91,16 +96,17 @@ def test_kept_models_give_the_same_weights_and_no_client_half_changes_the_traini
     assert_equal(made, fitted(EVERY[name](), from_updates=str(kept.run.folder.path)))
 
 
-@pytest.mark.parametrize("make", mostly_long(EVERY, "diag", "otfusion", "dense"))
+@pytest.mark.parametrize(
+    "make", mostly_long({k: EVERY[k] for k in ("diag", "otfusion", "dense")}, "diag")
+)
 def test_workers_give_the_same_weights(make: Callable[[], Aggregator | Rule]) -> None:
     assert_equal(fitted(make()), fitted(make(), engine=Processes(workers=2)))
 
 
-@pytest.mark.parametrize("name", ["kfac", "diag", "merge", "regmean"])
+@pytest.mark.parametrize("name", ["diag", "regmean"])
 def test_masked_sums_give_nearly_the_same_weights(name: str) -> None:
-    network = {"backbone": CNN(channels=(4, 8), hidden=(8,))}
-    plain = fitted(EVERY[name](), **network)
-    masked = fitted(EVERY[name](), secure_sum=PairwiseMasks(), **network)
+    plain = fitted(EVERY[name]())
+    masked = fitted(EVERY[name](), secure_sum=PairwiseMasks())
     assert not any(len(update.class_counts) for update in masked.federation.log.updates)
     for entry, value in plain.federation.state.items():
         torch.testing.assert_close(masked.federation.state[entry], value, rtol=0, atol=0.02)
@@ -116,7 +122,7 @@ def test_the_bytes_of_extras_are_counted() -> None:
 
 
 def test_kfac_covers_a_residual_network_without_norms() -> None:
-    trainer = fitted(FedFisher(samples=50, select=False), backbone=ResNet20(norm="none", width=4))
+    trainer = fitted(FedFisher(samples=8, select=False), backbone=ResNet20(norm="none", width=2))
     assert trainer.federation.log.server["residual"] < 1.0
 
 
@@ -138,9 +144,6 @@ KFAC = ["--trainer.aggregator", "FedFisher"]
     ("arguments", "message"),
     [
         ([*KFAC, *BATCH_NORM], r"K-FAC covers .*\(BatchNorm2d\) is neither"),
-        (["--trainer.aggregator", "PFNM", "--trainer.aggregator.grow", "true"], "rounds"),
-        ([*KFAC, "--trainer.compression", "Quantize"], "set trainer.compression to LowRank"),
-        (["--trainer.aggregator", "RegMean"], "data.server_samples"),
         ([*KFAC, "--trainer.aggregator.solver", "newton"], "newton"),
         (["--trainer.from_updates", "nowhere"], "is not the folder of a run"),
         (["--model.pretrained", "nowhere.ckpt"], "nowhere.ckpt"),
@@ -168,6 +171,9 @@ def test_wrong_settings_are_one_line_before_training(
     [
         (OTFusion(), {"backbone": ResNet20(width=4)}, "OTFusion needs a chain of Conv2d"),
         (RegMean(), {"compression": Quantize()}, "RegMean sends gram, which rounding"),
+        (PFNM(grow=True), {"rounds": 2}, "rounds"),
+        (FedFisher(), {"compression": Quantize()}, "set trainer.compression to LowRank"),
+        (RegMean(), {"server_samples": 0}, "data.server_samples"),
         (Mean(), {"compression": LowRank()}, "set trainer.compression to Quantize"),
         (FisherMerge(), {"private": ["network"]}, "FisherMerge: the clients share no parameters"),
     ],
@@ -181,14 +187,7 @@ def test_what_does_not_go_together_is_refused(
 
 def test_few_shot_resumes_exactly(tmp_path: Path) -> None:
     folder = {"run_dir": str(tmp_path / "run"), "enable_checkpointing": True}
-    whole = fitted(FedFisher(), rounds=3, backbone=MLP(hidden=(8,)))
-    fitted(FedFisher(), rounds=1, backbone=MLP(hidden=(8,)), **folder)
-    trainer = FederatedTrainer(
-        3, FedFisher(), accelerator="cpu", enable_progress_bar=False, seed=1, max_epochs=2, **folder
-    )
-    sgd = partial(torch.optim.SGD, lr=0.05)
-    data = Digits(
-        clients=3, partition=Dirichlet(0.5), batch_size=32, server_samples=60, train_samples=300
-    )
-    trainer.fit(Classifier(MLP(hidden=(8,)), optimizer=sgd), data, ckpt_path="last")
-    assert_equal(whole, trainer)
+    settings: dict[str, Any] = {"aggregator": FedFisher(), "backbone": MLP(hidden=(8,))}
+    whole = fitted(rounds=2, **settings)
+    fitted(rounds=1, **settings, **folder)
+    assert_equal(whole, fitted(rounds=2, **settings, **folder, ckpt_path="last"))

@@ -91,18 +91,6 @@ def test_work_adds_up_from_round_to_round() -> None:
     assert [sent for *_, sent in work] == [sum(per_round[:n]) for n in range(1, 7)]
 
 
-def test_csv_logger_has_rounds_as_steps(tmp_path: Path) -> None:
-    made = trainer(rounds=3, evaluate_every=2, logger=CSVLogger(tmp_path, name="", version="log"))
-    made.fit(classifier(), digits())
-    with (tmp_path / "log" / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows] == ["1", "2", "3"]
-    assert all(row["train/loss"] for row in rows)
-    assert [bool(row["test/accuracy"]) for row in rows] == [False, True, True], (
-        "not every round is scored"
-    )
-
-
 def test_the_table_has_every_scope_and_split(tmp_path: Path) -> None:
     made = trainer(rounds=ROUNDS, run_dir=tmp_path)
     made.fit(classifier(), digits())

@@ -1,6 +1,7 @@
 """How many examples a fuzz test takes.
 
-In a test session they are few and always the same. ``FLSUITE_FUZZ=N`` takes N random ones instead.
+In a test session they are few and always the same. ``FLSUITE_FUZZ=all`` takes five times as many,
+and ``FLSUITE_FUZZ=N`` takes N random ones instead.
 """
 
 import os
@@ -13,9 +14,10 @@ __all__ = ["fuzzed"]
 
 def fuzzed(examples: int) -> Any:
     """Return the settings of a fuzz test."""
-    campaign = os.environ.get("FLSUITE_FUZZ")
+    chosen = os.environ.get("FLSUITE_FUZZ", "few")
+    campaign = int(chosen) if chosen not in ("few", "all") else None
     return settings(
-        max_examples=int(campaign or examples),
+        max_examples=campaign or (examples if chosen == "all" else max(2, examples // 5)),
         derandomize=campaign is None,
         database=None,
         deadline=None,

@@ -48,146 +48,61 @@ BASE: dict[str, Any] = {
         "engine": {"class_path": "InProcess"},
     },
 }
+
+
+def named(text: str, place: str = "") -> list[str]:
+    """Return the words of a text, each after its place in a config."""
+    return [place + word for word in text.split()]
+
+
 KEYS = [
-    "seed_everything",
-    "model",
-    "model.class_path",
-    "model.init_args",
-    "model.init_args.backbone",
-    "model.init_args.backbone.class_path",
-    "model.init_args.backbone.init_args.hidden",
-    "model.init_args.optimizer",
-    "model.init_args.optimizer.class_path",
-    "model.init_args.optimizer.init_args",
-    "model.init_args.optimizer.init_args.lr",
-    "model.init_args.optimizer.init_args.momentum",
-    "model.init_args.private",
-    "model.init_args.frozen",
-    "model.init_args.num_classes",
-    "data",
-    "data.class_path",
-    "data.init_args",
-    "data.init_args.clients",
-    "data.init_args.partition",
-    "data.init_args.partition.class_path",
-    "data.init_args.partition.init_args.alpha",
-    "data.init_args.batch_size",
-    "data.init_args.val_fraction",
-    "data.init_args.train_samples",
-    "data.init_args.server_samples",
-    "data.init_args.train_part",
-    "data.init_args.resize",
-    "data.init_args.rgb",
-    "data.init_args.augment",
-    "data.init_args.standardize",
-    "data.init_args.seed",
-    "data.init_args.root",
-    "trainer",
-    "trainer.rounds",
-    "trainer.max_epochs",
-    "trainer.aggregator",
-    "trainer.aggregator.class_path",
-    "trainer.aggregator.init_args",
-    "trainer.aggregator.init_args.mu",
-    "trainer.schedule",
-    "trainer.schedule.class_path",
-    "trainer.schedule.init_args",
-    "trainer.schedule.init_args.participation",
-    "trainer.schedule.init_args.speeds",
-    "trainer.schedule.init_args.availability",
-    "trainer.schedule.init_args.over_selection",
-    "trainer.schedule.init_args.deadline",
-    "trainer.engine",
-    "trainer.engine.class_path",
-    "trainer.engine.init_args.threads",
-    "trainer.compression",
-    "trainer.secure_sum",
-    "trainer.evaluate_every",
-    "trainer.monitor",
-    "trainer.max_virtual_seconds",
-    "trainer.max_client_updates",
-    "trainer.score_clients",
-    "trainer.batchnorm",
-    "trainer.buffers",
-    "trainer.keep_optimizers",
-    "trainer.lr_decay",
-    "trainer.channels_last",
-    "trainer.seed",
-    "trainer.keep_updates",
-    "trainer.from_updates",
-    "trainer.logger",
-    "trainer.callbacks",
-    "trainer.enable_checkpointing",
-    "trainer.enable_progress_bar",
-    "trainer.precision",
-    "trainer.accelerator",
-    "trainer.devices",
-    "trainer.gradient_clip_val",
-    "trainer.gradient_clip_algorithm",
-    "trainer.accumulate_grad_batches",
-    "trainer.limit_train_batches",
-    "trainer.max_steps",
-    "trainer.min_epochs",
-    "trainer.max_time",
-    "trainer.deterministic",
-    "trainer.benchmark",
-    "trainer.profiler",
-    "trainer.detect_anomaly",
-    "trainer.plugins",
-    "trainer.num_nodes",
-    "trainer.use_distributed_sampler",
-    "trainer.overfit_batches",
-    "plugins",
-    "run_dir",
-    "ckpt_path",
+    *named(
+        """
+        seed_everything model model.class_path model.init_args data data.class_path
+        data.init_args trainer plugins run_dir ckpt_path
+        """,
+    ),
+    *named(
+        """
+        backbone backbone.class_path backbone.init_args.hidden optimizer optimizer.class_path
+        optimizer.init_args optimizer.init_args.lr optimizer.init_args.momentum private frozen
+        num_classes
+        """,
+        "model.init_args.",
+    ),
+    *named(
+        """
+        clients partition partition.class_path partition.init_args.alpha batch_size val_fraction
+        train_samples server_samples train_part resize rgb augment standardize seed root
+        """,
+        "data.init_args.",
+    ),
+    *named(
+        """
+        rounds max_epochs aggregator aggregator.class_path aggregator.init_args
+        aggregator.init_args.mu schedule schedule.class_path schedule.init_args
+        schedule.init_args.participation schedule.init_args.speeds
+        schedule.init_args.availability schedule.init_args.over_selection
+        schedule.init_args.deadline engine engine.class_path engine.init_args.threads compression
+        secure_sum evaluate_every monitor max_virtual_seconds max_client_updates score_clients
+        batchnorm buffers keep_optimizers lr_decay channels_last seed keep_updates from_updates
+        logger callbacks enable_checkpointing enable_progress_bar precision accelerator devices
+        gradient_clip_val gradient_clip_algorithm accumulate_grad_batches limit_train_batches
+        max_steps min_epochs max_time deterministic benchmark profiler detect_anomaly plugins
+        num_nodes use_distributed_sampler overfit_batches
+        """,
+        "trainer.",
+    ),
 ]
-CLASSES = [
-    "FedAvg",
-    "FedProx",
-    "SCAFFOLD",
-    "FedAdam",
-    "FedBuff",
-    "FedAsync",
-    "CMGA",
-    "FedFisher",
-    "RegMean",
-    "Centralized",
-    "Synchronous",
-    "Asynchronous",
-    "Faults",
-    "Stragglers",
-    "LogNormal",
-    "PerSample",
-    "Bernoulli",
-    "OnOff",
-    "InProcess",
-    "IID",
-    "Dirichlet",
-    "Pathological",
-    "SoleOwner",
-    "Natural",
-    "MLP",
-    "CNN",
-    "LeNet5",
-    "ResNet20",
-    "Classifier",
-    "ACVAE",
-    "FusedSpaceFed",
-    "NFClassifier",
-    "Digits",
-    "Synthetic",
-    "Quantize",
-    "TopK",
-    "LowRank",
-    "PairwiseMasks",
-    "RoundEarlyStopping",
-    "StopAt",
-    "torch.optim.Adam",
-    "torch.nn.Linear",
-    "os.path.join",
-    "flsuite",
-    "builtins.dict",
-]
+CLASSES = named(
+    """
+    FedAvg FedProx SCAFFOLD FedAdam FedBuff FedAsync CMGA FedFisher RegMean Centralized
+    Synchronous Asynchronous Faults Stragglers LogNormal PerSample Bernoulli OnOff InProcess IID
+    Dirichlet Pathological SoleOwner Natural MLP CNN LeNet5 ResNet20 Classifier ACVAE
+    FusedSpaceFed NFClassifier Digits Synthetic Quantize TopK LowRank PairwiseMasks
+    RoundEarlyStopping StopAt torch.optim.Adam torch.nn.Linear os.path.join flsuite builtins.dict
+    """
+)
 
 _SLOW = ("DENSE",)  # its server trains for minutes
 

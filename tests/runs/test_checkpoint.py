@@ -46,10 +46,10 @@ class Keeps(FederationCallback):
 def test_numpy_numbers_in_a_callbacks_state_are_read_again(
     state: Any, plain: Any, tmp_path: Path
 ) -> None:
-    trainer(rounds=1, run_dir=tmp_path, callbacks=[Keeps(state)]).fit(classifier(), digits())
+    trainer(rounds=1, run_dir=tmp_path, callbacks=[Keeps(state)]).fit(classifier(), digits(2))
     callback = Keeps(None)
     resumed = trainer(rounds=2, run_dir=tmp_path, callbacks=[callback])
-    resumed.fit(classifier(), digits(), ckpt_path="last")
+    resumed.fit(classifier(), digits(2), ckpt_path="last")
     assert resumed.round == 2
     assert callback.loaded == plain and type(callback.loaded) is type(plain)
 
@@ -60,11 +60,11 @@ def test_what_cannot_be_read_again_is_refused_before_the_last_checkpoint_is_repl
 ) -> None:
     made = trainer(rounds=3, run_dir=tmp_path, callbacks=[Keeps(state, since=2)])
     with pytest.raises(FlsuiteError, match=r"callbacks\.Keeps.*\.best.* is a"):
-        made.fit(classifier(), digits())
+        made.fit(classifier(), digits(2))
     content = load_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
     assert content["federation"]["clock"]["round"] == 1
     again = trainer(rounds=2, run_dir=tmp_path)
-    again.fit(classifier(), digits(), ckpt_path="last")
+    again.fit(classifier(), digits(2), ckpt_path="last")
     assert again.round == 2
 
 
@@ -90,7 +90,7 @@ def test_a_file_is_flushed_before_it_is_renamed_and_its_folder_after(
 
     events.clear()
     made = trainer(rounds=1, run_dir=tmp_path / "run")
-    made.fit(classifier(), digits())
+    made.fit(classifier(), digits(2))
     renamed = events.index(("rename", "last.ckpt"))
     assert ("flush", "metrics.csv") in events[:renamed], "the checkpoint says how long it is"
     assert ("flush", ".last.ckpt.tmp") in events[:renamed]

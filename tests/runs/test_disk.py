@@ -20,6 +20,8 @@ from flsuite.runs.table import AppendedTable
 from tests.commands.command import QUICKSTART, cli
 from tests.conftest import classifier, digits, equal_states, trainer
 
+CLIENTS = 2
+
 
 class AtRound(FederationCallback):
     """Does something to the disk when a round starts."""
@@ -35,11 +37,11 @@ class AtRound(FederationCallback):
             self.deed()
 
 
-def fit(folder: Path, ckpt_path: str | None = None, deed: Any = None, rounds: int = 4) -> Any:
+def fit(folder: Path, ckpt_path: str | None = None, deed: Any = None, rounds: int = 3) -> Any:
     callbacks = [AtRound(3, deed)] if deed else []
     made = trainer(rounds=rounds, run_dir=folder, callbacks=callbacks)
     model = classifier(private=["network.3"])  # so that clients keep something on disk
-    made.fit(model, digits(), ckpt_path=ckpt_path)
+    made.fit(model, digits(CLIENTS, train_samples=90), ckpt_path=ckpt_path)
     return made
 
 
@@ -48,7 +50,7 @@ def check_going_on(folder: Path, unbroken: Any) -> None:
     stopped = fit(folder, "last", rounds=2)  # finished: it is read, and nothing is trained
     assert stopped.round == 2
     resumed = fit(folder, "last")
-    for client in range(5):
+    for client in range(CLIENTS):
         ours = resumed.federation.client_state(client)
         assert equal_states(ours, unbroken.federation.client_state(client))
     assert not list(folder.rglob(".*.tmp"))

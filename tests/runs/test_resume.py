@@ -142,23 +142,23 @@ def test_an_interrupt_leaves_the_model_and_one_line(tmp_path: Path) -> None:
 
 def test_killed_before_the_first_checkpoint_starts_over(tmp_path: Path) -> None:
     first = trainer(rounds=1, run_dir=tmp_path / "run")
-    first.fit(classifier(), digits())
+    first.fit(classifier(), digits(2))
     for name in ("last.ckpt", "best.ckpt"):
         (tmp_path / "run" / "checkpoints" / name).unlink()
     again = trainer(rounds=1, run_dir=tmp_path / "run")
-    again.fit(classifier(), digits(), ckpt_path="last")
+    again.fit(classifier(), digits(2), ckpt_path="last")
     assert equal_states(first.federation.state, again.federation.state)
     assert rounds_on_disk(tmp_path / "run") == 1
 
 
 def test_a_run_whose_checkpoint_is_lost_does_not_start_over(tmp_path: Path) -> None:
-    trainer(rounds=2, run_dir=tmp_path / "run").fit(classifier(), digits())
+    trainer(rounds=2, run_dir=tmp_path / "run").fit(classifier(), digits(2))
     (tmp_path / "run" / "checkpoints" / "last.ckpt").unlink()
     table = (tmp_path / "run" / "metrics.csv").read_bytes()
     with pytest.raises(FlsuiteError, match=r"2 rounds but no checkpoints/last\.ckpt"):
-        trainer(rounds=3, run_dir=tmp_path / "run").fit(classifier(), digits(), ckpt_path="last")
+        trainer(rounds=3, run_dir=tmp_path / "run").fit(classifier(), digits(2), ckpt_path="last")
     assert (tmp_path / "run" / "metrics.csv").read_bytes() == table
-    trainer(rounds=3, run_dir=tmp_path / "run").fit(classifier(), digits(), ckpt_path="best")
+    trainer(rounds=3, run_dir=tmp_path / "run").fit(classifier(), digits(2), ckpt_path="best")
     assert rounds_on_disk(tmp_path / "run") == 3
 
 
@@ -177,14 +177,14 @@ def test_a_run_that_goes_on_from_its_picked_round_may_be_killed(tmp_path: Path) 
 
     def fit(ckpt_path: str | None, **kwargs: Any) -> FederatedTrainer:
         made = trainer(rounds=4, run_dir=tmp_path / "run", aggregator=FedAvgM(0.9), **kwargs)
-        made.fit(classifier(), digits(), ckpt_path=ckpt_path)
+        made.fit(classifier(), digits(2), ckpt_path=ckpt_path)
         return made
 
     whole = fit(None)
     checkpoints = tmp_path / "run" / "checkpoints"
     content = load_checkpoint(checkpoints / "last.ckpt")
     trainer(rounds=2, run_dir=tmp_path / "short", aggregator=FedAvgM(0.9)).fit(
-        classifier(), digits()
+        classifier(), digits(2)
     )
     # The picked round is round 2, with the limits of the whole run.
     early = load_checkpoint(tmp_path / "short" / "checkpoints" / "last.ckpt")
@@ -204,7 +204,7 @@ def test_a_kill_between_link_and_rename_leaves_nothing_in_the_way(
 ) -> None:
     """The new checkpoint is linked as the best one before it is renamed to the last one."""
     made = trainer(rounds=2, run_dir=str(tmp_path / "run"))
-    made.fit(classifier(), digits())
+    made.fit(classifier(), digits(2))
     folder = tmp_path / "run/checkpoints"
     best = (folder / "best.ckpt").read_bytes()
     os.link(folder / "best.ckpt", folder / ".last.ckpt.tmp")
@@ -214,43 +214,35 @@ def test_a_kill_between_link_and_rename_leaves_nothing_in_the_way(
     write_checkpoint({"any": 1}, folder)
     assert (folder / "best.ckpt").read_bytes() == best
     resumed = trainer(rounds=4, run_dir=str(tmp_path / "run"))
-    resumed.fit(classifier(), digits(), ckpt_path="last")
+    resumed.fit(classifier(), digits(2), ckpt_path="last")
     assert resumed.round == 4 and not list(folder.glob(".*.tmp"))
 
 
 def test_resuming_with_other_settings_names_them(tmp_path: Path) -> None:
-    trainer(rounds=1, run_dir=tmp_path).fit(classifier(), digits())
+    trainer(rounds=1, run_dir=tmp_path).fit(classifier(), digits(2))
     with pytest.raises(FlsuiteError, match=r"alpha is 0\.1 here and 0\.5 there"):
         trainer(rounds=2, run_dir=tmp_path).fit(
             classifier(), digits(partition=Dirichlet(0.1)), ckpt_path="last"
         )
     with pytest.raises(FlsuiteError, match=r"aggregator is '.*FedAdam' here"):
         trainer(rounds=2, run_dir=tmp_path, aggregator=FedAdam()).fit(
-            classifier(), digits(), ckpt_path="last"
+            classifier(), digits(2), ckpt_path="last"
         )
     with pytest.raises(FlsuiteError, match="seed"):
-        trainer(rounds=2, run_dir=tmp_path, seed=4).fit(classifier(), digits(), ckpt_path="last")
-
-
-def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
-    trainer(rounds=1, run_dir=tmp_path).fit(classifier(), digits())
-    before = (tmp_path / "metrics.csv").read_bytes()
-    with pytest.raises(FlsuiteError, match="already holds a run"):
-        trainer(rounds=1, run_dir=tmp_path).fit(classifier(), digits())
-    assert (tmp_path / "metrics.csv").read_bytes() == before
+        trainer(rounds=2, run_dir=tmp_path, seed=4).fit(classifier(), digits(2), ckpt_path="last")
 
 
 def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
-    trainer(rounds=1, run_dir=tmp_path / "a").fit(classifier(), digits())
+    trainer(rounds=1, run_dir=tmp_path / "a").fit(classifier(), digits(2))
     last = tmp_path / "a" / "checkpoints" / "last.ckpt"
     with pytest.raises(FlsuiteError, match="belongs to another run"):
-        trainer(rounds=2, run_dir=tmp_path / "b").fit(classifier(), digits(), ckpt_path=str(last))
+        trainer(rounds=2, run_dir=tmp_path / "b").fit(classifier(), digits(2), ckpt_path=str(last))
     last.write_bytes(last.read_bytes()[:1000])
     with pytest.raises(FlsuiteError, match="cannot be read"):
-        trainer(rounds=2, run_dir=tmp_path / "a").fit(classifier(), digits(), ckpt_path="last")
+        trainer(rounds=2, run_dir=tmp_path / "a").fit(classifier(), digits(2), ckpt_path="last")
     model = tmp_path / "a" / "checkpoints" / "model.ckpt"
     with pytest.raises(FlsuiteError, match="not a checkpoint of a run"):
-        trainer(rounds=2, run_dir=tmp_path / "a").fit(classifier(), digits(), ckpt_path=str(model))
+        trainer(rounds=2, run_dir=tmp_path / "a").fit(classifier(), digits(2), ckpt_path=str(model))
 
 
 def test_early_stopping_stops_on_validation_and_survives_a_resume(tmp_path: Path) -> None:
@@ -260,7 +252,7 @@ def test_early_stopping_stops_on_validation_and_survives_a_resume(tmp_path: Path
             run_dir=tmp_path,
             callbacks=[RoundEarlyStopping(patience=2, min_delta=1.0)],
         )
-        made.fit(classifier(), digits(), ckpt_path=ckpt_path)
+        made.fit(classifier(), digits(2), ckpt_path=ckpt_path)
         return made
 
     assert fit(2).round == 2

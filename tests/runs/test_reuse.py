@@ -17,7 +17,8 @@ from flsuite.schedules import Asynchronous, LogNormal, Synchronous
 
 
 def fitted(folder: Path | None = None, aggregator: Any = None, **kwargs: Any) -> FederatedTrainer:
-    data = Digits(clients=4, partition=Dirichlet(0.5), batch_size=kwargs.pop("batch_size", 64))
+    size = kwargs.pop("batch_size", 64)
+    data = Digits(4, partition=Dirichlet(0.5), batch_size=size, train_samples=240)
     model = Classifier(
         MLP(hidden=(16,)),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
 from flsuite.aggregators import (
@@ -37,7 +37,7 @@ from tests.conftest import classifier, digits, trainer
 
 def fit(folder: Path, rounds: int = 1, data: Any = None, model: Any = None, **kwargs: Any) -> Any:
     made = trainer(rounds=rounds, run_dir=folder, **kwargs)
-    made.fit(model or classifier(), data or digits(), ckpt_path="last")
+    made.fit(model or classifier(), data or digits(2), ckpt_path="last")
     return made
 
 
@@ -189,7 +189,6 @@ def test_a_preset_that_does_not_store_its_arguments_is_described_by_its_parts() 
 @pytest.mark.parametrize(
     ("before", "after", "named"),
     [
-        ([Scales(0.5)], [], "callbacks"),
         ([Scales(0.5)], [Scales(0.9)], "callbacks"),
         ([], [Scales(0.5)], "callbacks"),
         (
@@ -197,13 +196,8 @@ def test_a_preset_that_does_not_store_its_arguments_is_described_by_its_parts() 
             [StochasticWeightAveraging(swa_lrs=0.2)],
             "callbacks",
         ),
-        (
-            [GradientAccumulationScheduler({0: 1})],
-            [GradientAccumulationScheduler({0: 2})],
-            "callbacks",
-        ),
     ],
-    ids=["left_out", "other_factor", "added", "other_swa_rate", "other_accumulation"],
+    ids=["other_factor", "added", "other_swa_rate"],
 )
 def test_other_callbacks_that_change_weights_are_refused(
     before: list[Callback], after: list[Callback], named: str, tmp_path: Path
@@ -231,12 +225,11 @@ def test_other_ways_to_pick_a_round_are_refused(
         fit(tmp_path, rounds=2, **{name: after})
 
 
-@pytest.mark.parametrize("kind", [np.int64, int])
-def test_numpy_numbers_are_numbers(kind: Any, tmp_path: Path) -> None:
+def test_numpy_numbers_are_numbers(tmp_path: Path) -> None:
     fit(tmp_path, data=digits(clients=np.int64(5)))
     with pytest.raises(FlsuiteError, match=r"data\.clients is 7 here and 5 there"):
-        fit(tmp_path, rounds=2, data=digits(clients=kind(7)))
-    assert fit(tmp_path, rounds=2, data=digits(clients=kind(5))).round == 2
+        fit(tmp_path, rounds=2, data=digits(clients=np.int64(7)))
+    assert fit(tmp_path, rounds=2, data=digits(clients=5)).round == 2
 
 
 @pytest.mark.parametrize(
@@ -289,7 +282,7 @@ def test_weights_that_a_model_brings_along_are_a_setting(tmp_path: Path) -> None
     digests = []
     for seed in seeds:
         made = trainer(rounds=1, seed=seed, run_dir=tmp_path / str(seed))
-        made.prepare(model, digits())
+        made.prepare(model, digits(2))
         digests.append(made.run.settings["initial_weights"])
     assert digests[0] == digests[1] is not None
     fresh = yaml.safe_load((tmp_path / "fresh" / "settings.yaml").read_text())

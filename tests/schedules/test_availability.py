@@ -209,7 +209,7 @@ def test_at_the_next_start_a_client_is_available_however_sums_are_rounded(
     """Check that a schedule that waits for the next start does not have to wait again."""
     availability = on_off(trace, "client,start,end\n0,0.1,0.15\n1,0.2,0.3\n", 2, period)
     seconds, expected = 0.0, [0, 1]
-    for number in range(5000):
+    for number in range(800):
         following = availability.next_start(seconds)
         assert following is not None and following > seconds
         assert following == pytest.approx((number // 2) * period + 0.1 * (number % 2 + 1))
@@ -219,13 +219,13 @@ def test_at_the_next_start_a_client_is_available_however_sums_are_rounded(
         seconds = following
 
 
-@pytest.mark.parametrize("period", [0.1, 0.7, 1 / 3, 1.1, 86400.3])
+@pytest.mark.parametrize("period", [0.1, 1 / 3, 86400.3])
 def test_a_trace_that_starts_with_an_interval_starts_again_on_time(
     period: float, trace: Path
 ) -> None:
     availability = on_off(trace, f"client,start,end\n0,0,{period / 2}\n", 1, period)
     seconds = 0.0
-    for number in range(1, 3000):
+    for number in range(1, 600):
         following = availability.next_start(seconds)
         assert following == number * period and following > seconds
         assert available(availability, following) == [0]

@@ -14,7 +14,7 @@ from flsuite.attacks import FreeRider
 from flsuite.callbacks import FederationCallback
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FederationError, FlsuiteError
-from flsuite.exchange import PairwiseMasks, Quantize, TopK
+from flsuite.exchange import PairwiseMasks, TopK
 from flsuite.runs.rehearsal import rehearse
 from flsuite.schedules import Asynchronous, Clock, Faults, Fit, Schedule, Stragglers, Synchronous
 from flsuite.schedules.base import Declarations
@@ -40,7 +40,7 @@ class Absent(Faults):
 
 def fit(schedule: Schedule, ckpt_path: str | None = None, **kwargs: Any) -> Any:
     made = trainer(
-        **{"rounds": 6, "evaluate_every": 100, "score_clients": 2, "schedule": schedule, **kwargs}
+        **{"rounds": 4, "evaluate_every": 100, "score_clients": 2, "schedule": schedule, **kwargs}
     )
     made.fit(classifier(), digits(clients=CLIENTS), ckpt_path=ckpt_path)
     return made
@@ -89,10 +89,8 @@ def test_a_run_under_all_faults_equals_one_without_these_clients(
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "asynchronous": {"aggregator": FedBuff(), "schedule": Asynchronous(4, 2, speeds=Stragglers())},
     "over_selection": {"schedule": Synchronous(6, speeds=Stragglers(), over_selection=1.5)},
-    "quantized": {"compression": Quantize(bits=8)},
     "top_k": {"compression": TopK(0.1)},
     "secure_sum": {"secure_sum": PairwiseMasks()},
     "scaffold": {"aggregator": SCAFFOLD()},
@@ -104,7 +102,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kwargs", mostly_long(SETTINGS, "asynchronous", "top_k", "attacked"))
+@pytest.mark.parametrize("kwargs", mostly_long(SETTINGS, "asynchronous", "attacked"))
 def test_in_process_the_run_equals_one_without_these_clients(kwargs: dict[str, Any]) -> None:
     def states(made: Any) -> dict[str, torch.Tensor]:
         own = [made.federation.client_state(client) for client in range(CLIENTS)]
@@ -115,21 +113,20 @@ def test_in_process_the_run_equals_one_without_these_clients(kwargs: dict[str, A
     inner = kwargs.pop("schedule", Synchronous())
     faulty = fit(Faults(inner, **IN_PROCESS), **kwargs)
     absent = fit(Absent(inner, **IN_PROCESS), **kwargs)
-    whole = fit(inner, **kwargs)
     assert equal_states(states(faulty), states(absent))
-    assert not equal_states(states(faulty), states(whole))
+    assert any(row.metric == "failed" for row in faulty.run.folder.table.rows)
     clocks = faulty.federation.clock, absent.federation.clock
     assert clocks[0].seconds == clocks[1].seconds or not inner.declarations.is_virtual
 
 
-@pytest.mark.parametrize("engine", [InProcess(), Processes(workers=2)])
-def test_clients_that_are_gone_before_the_unmasking_cost_nothing(engine: Any) -> None:
-    masks, faults = PairwiseMasks(), Faults(Synchronous(), gone=0.2)
-    made = fit(faults, rounds=3, secure_sum=masks, engine=engine)
-    whole = fit(Synchronous(), rounds=3, secure_sum=PairwiseMasks())
-    assert equal_states(made.federation.state, whole.federation.state)
-    gone = {f.client for f in made.federation.schedule.ended if f.fault == "gone"}
-    assert gone and made.federation.clock.bytes < whole.federation.clock.bytes
+def test_clients_that_are_gone_before_the_unmasking_cost_nothing() -> None:
+    whole = fit(Synchronous(), rounds=2, secure_sum=PairwiseMasks())
+    for engine in (InProcess(), Processes(workers=2)):
+        masks, faults = PairwiseMasks(), Faults(Synchronous(), gone=0.2)
+        made = fit(faults, rounds=2, secure_sum=masks, engine=engine)
+        assert equal_states(made.federation.state, whole.federation.state)
+        gone = {f.client for f in made.federation.schedule.ended if f.fault == "gone"}
+        assert gone and made.federation.clock.bytes < whole.federation.clock.bytes
 
 
 def test_too_many_clients_that_are_gone_end_the_run() -> None:
@@ -145,7 +142,7 @@ def test_who_unmasks_nothing_can_be_gone_from_a_secure_sum_alone() -> None:
 def test_engines_are_equal_and_probability_zero_is_the_schedule_alone() -> None:
     # Parts of several clients, whose models a worker sums.
     here, there, none = (
-        fit(Faults(Synchronous(), **faults), engine=engine, rounds=4).federation.state
+        fit(Faults(Synchronous(), **faults), engine=engine, rounds=2).federation.state
         for engine, faults in [
             (InProcess(), IN_PROCESS),
             (Processes(workers=2), IN_PROCESS),
@@ -153,15 +150,16 @@ def test_engines_are_equal_and_probability_zero_is_the_schedule_alone() -> None:
         ]
     )
     assert equal_states(here, there)
-    assert equal_states(none, fit(Synchronous(), rounds=4).federation.state)
+    assert equal_states(none, fit(Synchronous(), rounds=2).federation.state)
 
 
 def test_a_late_client_is_not_in_the_sum_of_its_part() -> None:
     def state(kind: type[Faults], engine: Any) -> Any:
+        schedule = kind(Synchronous(), late=0.3)
         made = trainer(
-            rounds=2, evaluate_every=9, engine=engine, schedule=kind(Synchronous(), late=0.3)
+            rounds=2, evaluate_every=9, score_clients=2, engine=engine, schedule=schedule
         )
-        made.fit(classifier(), digits(clients=45))  # two clients in each part
+        made.fit(classifier(), digits(clients=45, train_samples=900))  # two clients in each part
         return made.federation.state
 
     absent = state(Absent, InProcess())
@@ -186,8 +184,8 @@ def test_a_resumed_run_goes_on_with_the_same_faults(
             run_dir=tmp_path / folder,
         )
 
-    whole, held = run("whole", 4), 0
-    for rounds in range(1, 5):
+    whole, held = run("whole", 3), 0
+    for rounds in range(1, 4):
         resumed = run("parts", rounds, "last" if rounds > 1 else None)
         held += len(resumed.schedule.state_dict()["held"])
     assert held, "messages are held back while the run is stopped"
@@ -202,7 +200,7 @@ def test_a_resumed_run_goes_on_with_the_same_faults(
 @pytest.mark.parametrize("inner", [Synchronous(), Asynchronous(4, 2, speeds=Stragglers())])
 def test_a_late_client_has_received_the_model_once(inner: Schedule) -> None:
     aggregator = FedBuff() if inner.declarations.is_asynchronous else FedAvg()
-    made = fit(Faults(inner, late=0.3), rounds=6, aggregator=aggregator)
+    made = fit(Faults(inner, late=0.3), aggregator=aggregator)
     rows = [row for row in made.run.folder.table.rows if row.scope == "global"]
     down, came, failed = (
         [row.value for row in rows if row.metric == name]
@@ -223,9 +221,15 @@ def test_faults_are_drawn_by_seed_fit_and_client() -> None:
 
 
 def test_a_rehearsal_knows_of_the_faults() -> None:
-    made = trainer(rounds=8, schedule=Faults(Synchronous(speeds=Stragglers()), **IN_PROCESS))
-    outcomes = [row.outcome for row in rehearse(made.prepare(classifier(), digits(clients=6)))]
-    real = trainer(rounds=8, schedule=Faults(Synchronous(speeds=Stragglers()), **IN_PROCESS))
+    planned, real = (
+        trainer(
+            rounds=8,
+            evaluate_every=9,
+            schedule=Faults(Synchronous(speeds=Stragglers()), **IN_PROCESS),
+        )
+        for _ in range(2)
+    )
+    outcomes = [row.outcome for row in rehearse(planned.prepare(classifier(), digits(clients=6)))]
     real.fit(classifier(), digits(clients=6))
     merged = [row for row in real.run.folder.table.rows if row.metric == "clients"]
     assert {"merged", "failed", "late"} == {*outcomes} and len(outcomes) == 48

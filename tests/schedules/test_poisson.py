@@ -42,7 +42,7 @@ def test_clients_are_drawn_independently() -> None:
 
 @pytest.mark.parametrize(
     ("participation", "clients", "expected"),
-    [(0.25, 10, 2.5), (3, 10, 3), (1.0, 4, 4), (0.01, 20, 0.2)],
+    [(0.25, 10, 2.5), (3, 10, 3)],
 )
 def test_participation_is_a_mean(participation: float, clients: int, expected: float) -> None:
     schedule = configured(participation, clients)

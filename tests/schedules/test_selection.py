@@ -144,10 +144,10 @@ def test_engines_and_a_resume_choose_the_same_clients(
     def settings() -> dict[str, Any]:
         return {"schedule": Synchronous(2, sampling=make(), speeds=LogNormal())}
 
-    whole = run(FedAvg(), 6, **settings())
+    whole = run(FedAvg(), 4, **settings())
     folder = str(tmp_path / "run")
-    run(FedAvg(), 3, run_dir=folder, engine=Processes(workers=2), **settings())
-    resumed = federation(FedAvg(), 6, run_dir=folder, **settings())
+    run(FedAvg(), 2, run_dir=folder, engine=Processes(workers=2), **settings())
+    resumed = federation(FedAvg(), 4, run_dir=folder, **settings())
     resumed.fit(table_model(), table_data(), ckpt_path="last")
     assert_same_models(whole, resumed)
     assert whole.schedule.state_dict() == resumed.schedule.state_dict()
