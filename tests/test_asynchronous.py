@@ -1,6 +1,6 @@
 """Federations that do not wait: FedAvg at a limit, equal on every engine and after every kill."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,26 +15,20 @@ from flsuite.aggregators import (
     SCAFFOLD,
     Aggregator,
     Centralized,
-    CohortRule,
-    FedAdam,
     FedAsync,
     FedAvg,
     FedAvgM,
     FedBuff,
     FedFisher,
-    FedProx,
     FisherAveraging,
     FisherMerge,
     OTFusion,
     RegMean,
     Rule,
-    Server,
 )
 from flsuite.callbacks import FederationCallback, StopAt
-from flsuite.data import Digits, Dirichlet
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FederationError
-from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.run import Run
@@ -50,7 +44,6 @@ from flsuite.schedules import (
     Synchronous,
     Trace,
 )
-from flsuite.state import State, mean_of
 from tests.aggregators.federations import (
     Quadratic,
     Quadratics,
@@ -59,7 +52,7 @@ from tests.aggregators.federations import (
     table_data,
     table_model,
 )
-from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
+from tests.conftest import classifier, digits, equal_states, trainer
 from tests.runs.killing import kill_and_resume, table_of
 from tests.schedules.simulation import PerClient
 
@@ -119,18 +112,13 @@ def test_fedasync_with_weight_one_takes_the_clients_model() -> None:
 
 ALGORITHMS: dict[str, Callable[[], Aggregator]] = {
     "delta": FedBuff,
-    "mix": lambda: FedBuff("mix"),
-    "fedasync": FedAsync,
-    "fedavgm": lambda: FedAvgM(momentum=0.5),
-    "fedadam": FedAdam,
-    "fedprox": lambda: FedProx(mu=0.1),
     "scaffold": lambda: SCAFFOLD(control="mean_gradient"),
 }
 
 
-@pytest.mark.parametrize("name", mostly_long({n: n for n in ALGORITHMS}, "delta", "scaffold"))
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_engine_gives_the_same_run(name: str) -> None:
-    make, buffers = ALGORITHMS[name], "average" if name in ("delta", "fedasync") else "local"
+    make, buffers = ALGORITHMS[name], "average" if name == "delta" else "local"
     settings: dict[str, Any] = {"batchnorm": buffers, "keep_optimizers": True}
     here = fitted(make(), stragglers(), **settings)
     there = fitted(make(), stragglers(), engine=Processes(workers=3), **settings)
@@ -161,37 +149,6 @@ def test_stale_updates_reach_the_optimum_of_quadratics() -> None:
     model = Quadratic(partial(torch.optim.SGD, lr=0.5))
     made.fit(model, Quadratics((1.0, 1.0, 1.0), minima))
     assert float(made.federation.state["w"]) == pytest.approx(optimum, abs=0.02)
-
-
-class Replacing(CohortRule):
-    """A server with a known mistake: the mean of the buffer replaces the global model."""
-
-    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
-        return mean_of((update.state, 1.0) for update in updates)
-
-
-def late_accuracy(aggregator: Aggregator | Rule) -> float:
-    """Return the mean accuracy of the last six evaluations, on very heterogeneous digits."""
-    schedule = Asynchronous(10, buffer_size=2, speeds=Stragglers())
-    made = trainer(
-        aggregator=aggregator,
-        schedule=schedule,
-        max_client_updates=300,
-        evaluate_every=5,
-        seed=1,
-    )
-    made.fit(classifier(), Digits(clients=20, partition=Dirichlet(0.1), batch_size=16))
-    rows = [row for row in made.run.folder.table.rows if row.scope == "global"]
-    scores = [row.value for row in rows if (row.split, row.metric) == ("test", "accuracy")]
-    return sum(scores[-6:]) / 6
-
-
-@pytest.mark.long
-def test_a_model_that_is_replaced_learns_less_and_a_tiny_eta_crawls() -> None:
-    replaced = late_accuracy(Replacing())
-    assert late_accuracy(FedBuff("delta")) > replaced + 0.08
-    assert late_accuracy(FedBuff("mix", eta=0.5)) > replaced + 0.02
-    assert late_accuracy(FedBuff("mix", eta=0.00125)) < 0.25
 
 
 def test_reset_statistics_take_the_mean_of_the_clients() -> None:
@@ -361,11 +318,6 @@ def test_rules_that_merge_whole_models_need_the_current_version(rule: Rule) -> N
         fitted(rule, stragglers())
 
 
-def test_a_pooled_fit_is_no_client_that_could_be_late() -> None:
-    with pytest.raises(FlsuiteError, match="Asynchronous needs clients, but Centralized"):
-        fitted(Centralized(), stragglers())
-
-
 @pytest.mark.parametrize(
     ("budget", "spent"),
     [
@@ -447,8 +399,9 @@ def test_a_pooled_fit_counts_as_its_cohort_and_has_no_virtual_time() -> None:
     made = trainer(aggregator=Centralized(), max_client_updates=20)
     made.fit(classifier(), digits(clients=5))
     assert made.round == 4 and made.federation.clock.client_updates == 20
-    with pytest.raises(FlsuiteError, match="Synchronous needs clients, but Centralized"):
-        fitted(Centralized(), Synchronous(speeds=Stragglers()))
+    for schedule in (Synchronous(speeds=Stragglers()), stragglers()):
+        with pytest.raises(FlsuiteError, match="chronous needs clients, but Centralized"):
+            fitted(Centralized(), schedule)
 
 
 def test_a_trace_that_has_changed_is_another_setting(tmp_path: Path) -> None:

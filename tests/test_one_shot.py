@@ -144,8 +144,6 @@ KFAC = ["--trainer.aggregator", "FedFisher"]
     ("arguments", "message"),
     [
         ([*KFAC, *BATCH_NORM], r"K-FAC covers .*\(BatchNorm2d\) is neither"),
-        ([*KFAC, "--trainer.aggregator.solver", "newton"], "newton"),
-        (["--trainer.from_updates", "nowhere"], "is not the folder of a run"),
         (["--model.pretrained", "nowhere.ckpt"], "nowhere.ckpt"),
     ],
 )

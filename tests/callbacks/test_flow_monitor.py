@@ -149,17 +149,6 @@ def test_held_out_are_the_classes_met_so_far() -> None:
     )
 
 
-@pytest.mark.long
-def test_samples_of_a_trained_flow_are_told_apart() -> None:
-    made = trainer(rounds=4, max_epochs=6, callbacks=[FlowMonitor(every=4)], aggregator=FedAvg())
-    data = Synthetic(features=5, classes=3, samples=600, clients=2, batch_size=16)
-    model = NFClassifier(
-        feature_dim=6, couplings=4, flow_width=32, backbone=MLP(hidden=(32,)), lr=3e-3, flow_lr=3e-3
-    )
-    made.fit(model, data)
-    assert logged(made)[4, "sample_agreement"] > 0.8
-
-
 def test_a_round_without_clients_is_not_measured() -> None:
     schedule = Synchronous(participation=0.3, sampling="poisson")
     made = fit([FlowMonitor(every=1)], FedAvg(), rounds=6, schedule=schedule)

@@ -30,25 +30,6 @@ def csv_rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def values(rows: list[dict[str, str]]) -> list[dict[str, float]]:
-    """Return the numbers that do not depend on the time."""
-    timed = ("wall_s", "virtual_s")
-    return [
-        {k: float(v) for k, v in row.items() if v and k not in timed and "seconds" not in k}
-        for row in rows
-    ]
-
-
-def test_csv_goes_on_in_one_file_with_the_same_numbers(tmp_path: Path) -> None:
-    run_in_parts(tmp_path / "once", lambda: CSVLogger(tmp_path / "once" / "log"), 3)
-    run_in_parts(tmp_path / "parts", lambda: CSVLogger(tmp_path / "parts" / "log"), 1, 3)
-    once, parts = csv_rows(tmp_path / "once"), csv_rows(tmp_path / "parts")
-    assert [row["step"] for row in parts] == ["1", "2", "3"]
-    # Scores by class come with the last round, which round 1 was once.
-    shared = [{k: row[k] for k in values(once)[0] if k in row} for row in values(parts)]
-    assert shared == [{k: row[k] for k in shared[0]} for row in values(once)]
-
-
 def test_csv_rows_are_there_after_each_round_and_rows_of_lost_rounds_go(tmp_path: Path) -> None:
     """A run that dies after a round was logged, and before it was saved, logs it again."""
     seen: list[int] = []

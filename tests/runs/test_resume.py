@@ -1,10 +1,6 @@
 """A run can be killed at any moment, and ends as if it had not been."""
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,45 +95,6 @@ def test_statistics_resume_under_every_policy(buffers: str, tmp_path: Path) -> N
         assert equal_states(
             resumed.federation.client_state(client), whole.federation.client_state(client)
         )
-
-
-@pytest.mark.long
-def test_an_interrupt_leaves_the_model_and_one_line(tmp_path: Path) -> None:
-    config = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-    command = [
-        sys.executable,
-        "-m",
-        "flsuite",
-        "fit",
-        "--config",
-        str(config),
-        "--run_dir",
-        "run",
-        "--trainer.rounds",
-        "5000",
-    ]
-    # A test session in the background of a script ignores Ctrl-C, and its children would inherit
-    # that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    deadline = time.monotonic() + 120
-    while (
-        rounds_on_disk(tmp_path / "run") < 3
-        and process.poll() is None
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    try:
-        _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130, said
-    assert "interrupted" in said.splitlines()[-1] and "Traceback" not in said
-    assert (tmp_path / "run" / "checkpoints" / "model.ckpt").exists()
 
 
 def test_killed_before_the_first_checkpoint_starts_over(tmp_path: Path) -> None:
