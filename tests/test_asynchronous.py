@@ -197,11 +197,10 @@ class Ends(FederationCallback):
 @pytest.mark.parametrize(
     "schedule",
     [
-        Asynchronous(2, speeds=PerClient(0, 0, 0)),
         Asynchronous(2, speeds=PerClient(0, 0, 9)),  # the others take turns until it comes back
         Synchronous(2, speeds=PerClient(0, 0, 0)),
     ],
-    ids=["all", "some", "rounds"],
+    ids=["some", "rounds"],
 )
 def test_fits_that_take_no_time_end_a_run_that_only_time_would_end(schedule: Schedule) -> None:
     limits = {"max_virtual_seconds": 20, "callbacks": Ends()}
@@ -294,7 +293,7 @@ def test_only_versions_in_flight_are_kept(tmp_path: Path) -> None:
 
 def test_a_run_can_be_extended_and_a_missing_version_is_named(tmp_path: Path) -> None:
     def fit(rounds: int, folder: str, ckpt_path: str | None = None) -> FederatedTrainer:
-        settings = {"rounds": rounds, "schedule": stragglers()}
+        settings = {"rounds": rounds, "schedule": stragglers(), "callbacks": [Ageing()]}
         made = trainer(aggregator=FedBuff(), run_dir=str(tmp_path / folder), **settings)
         made.fit(classifier(), digits(clients=8), ckpt_path=ckpt_path)
         return made
@@ -345,13 +344,13 @@ def test_stop_at_a_score_on_validation_data(tmp_path: Path) -> None:
         made.fit(classifier(), digits(clients=8), ckpt_path=ckpt_path)
         return made
 
-    early = fit(0.5)
+    early = fit(0.4)
     table = pd.read_csv(tmp_path / "run/metrics.csv")
     of_model = table[(table.scope == "global") & (table.split == "val")]
     scores = of_model[of_model.metric == "accuracy"]
-    assert (scores.value.iloc[:-1] < 0.5).all() and scores.value.iloc[-1] >= 0.5
-    assert fit(0.5, "last").round == early.round
-    assert fit(0.8, "last").round > early.round
+    assert (scores.value.iloc[:-1] < 0.4).all() and scores.value.iloc[-1] >= 0.4
+    assert early.round > 1 and fit(0.4, "last").round == early.round
+    assert fit(0.6, "last").round > early.round
     with pytest.raises(FlsuiteError, match="StopAt: metric must be one of"):
         StopAt("gamma")
 

@@ -52,7 +52,7 @@ def fitted(aggregator: Aggregator | Rule, **kwargs: Any) -> FederatedTrainer:
         aggregator,
         accelerator="cpu",
         enable_progress_bar=False,
-        **{"seed": 1, "max_epochs": 2, "enable_checkpointing": False, **kwargs},
+        **{"seed": 1, "max_epochs": 1, "enable_checkpointing": False, **kwargs},
     )
     sgd = partial(torch.optim.SGD, lr=0.05)
     data = Digits(
@@ -60,7 +60,7 @@ def fitted(aggregator: Aggregator | Rule, **kwargs: Any) -> FederatedTrainer:
         partition=Dirichlet(0.5),
         batch_size=32,
         server_samples=server_samples,
-        train_samples=160,
+        train_samples=100,
     )
     trainer.fit(Classifier(backbone, optimizer=sgd, private=private), data, ckpt_path=ckpt_path)
     return trainer

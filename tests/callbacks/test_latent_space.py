@@ -22,13 +22,14 @@ from tests.conftest import classifier, digits, equal_states, trainer
 
 
 def fit(
-    callbacks: list[Any], rounds: int = 2, samples: int = 120, **kwargs: Any
+    callbacks: list[Any], rounds: int = 2, samples: int | None = 120, **kwargs: Any
 ) -> FederatedTrainer:
     made = trainer(rounds=rounds, callbacks=callbacks, **{"aggregator": CMGA(), **kwargs})
     model = ACVAE(
         latent_dim=4, width=4, cls_weight=5.0, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3)
     )
-    made.fit(model, digits(3, partition=Dirichlet(1.0), standardize=False, train_samples=samples))
+    settings: dict[str, Any] = {"standardize": False, "train_samples": samples, "batch_size": 32}
+    made.fit(model, Digits(clients=3, partition=Dirichlet(1.0), **settings))
     return made
 
 
@@ -97,7 +98,7 @@ def test_looking_changes_nothing() -> None:
 
 
 def test_the_probe_reads_what_the_space_holds() -> None:
-    made = fit([ForestProbe(clients=2, trees=30)], rounds=4, samples=900, aggregator=FedAvg())
+    made = fit([ForestProbe(clients=2, trees=30)], rounds=4, samples=None, aggregator=FedAvg())
     numbers = logged(made)
     assert {round for round, name in numbers if name == "probe_accuracy"} == {4}
     assert numbers[4, "probe_accuracy"] > 0.5 and 0 < numbers[4, "probe_f1_macro"] <= 1

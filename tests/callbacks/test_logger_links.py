@@ -4,6 +4,7 @@ import csv
 import sqlite3
 import struct
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -154,12 +155,14 @@ class WandbOffline(Log):
 
     def lose(self, after: int) -> None:
         (path,) = self._paths
-        whole, kept = path.read_bytes(), 7  # the header
-        for size in range(len(whole), 7, -400):
+        whole = path.read_bytes()
+
+        def rows(size: int) -> int:
             path.write_bytes(whole[:size])
-            kept = len(list(logged_rows(path)))
-            if kept <= after + 1:  # the partition is a row too
-                break
+            return len(list(logged_rows(path)))
+
+        # The partition is a row too, and half of the next row is there.
+        rows(bisect_right(range(len(whole)), after + 1, key=rows) - 9)
 
     def wait(self) -> None:
         finished(self._paths[-1])

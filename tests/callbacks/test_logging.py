@@ -91,28 +91,6 @@ def test_work_adds_up_from_round_to_round() -> None:
     assert [sent for *_, sent in work] == [sum(per_round[:n]) for n in range(1, 7)]
 
 
-def test_the_table_has_every_scope_and_split(tmp_path: Path) -> None:
-    made = trainer(rounds=ROUNDS, run_dir=tmp_path)
-    made.fit(classifier(), digits())
-    rows = made.run.folder.table.rows
-    assert {row[5] for row in rows} == {"global", "0", "1", "2", "3", "4"}
-    assert {row[6] for row in rows} == {"train", "val", "test"}
-    for scope in ("global", "0", "4"):
-        for split, metric in (
-            ("train", "loss"),
-            ("train", "bytes_up"),
-            ("val", "accuracy"),
-            ("test", "accuracy"),
-        ):
-            assert [row[0] for row in rows if row[5:8] == (scope, split, metric)] == [1, 2]
-    with (tmp_path / "metrics.csv").open(newline="") as file:
-        written = list(csv.reader(file))[1:]
-    assert [(int(w[0]), *w[5:8]) for w in written] == [(row[0], *row[5:8]) for row in rows]
-    assert all(
-        float(w[8]) == pytest.approx(row[8], rel=1e-8) for w, row in zip(written, rows, strict=True)
-    )
-
-
 def test_the_mean_of_the_clients_losses_weighs_samples() -> None:
     made = trainer(rounds=1)
     made.fit(classifier(), digits())

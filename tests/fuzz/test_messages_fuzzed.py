@@ -112,7 +112,7 @@ def test_an_update_without_a_round_is_refused(
     assert "round None: client 1 failed" in caplog.text
 
 
-@fuzzed(150)
+@fuzzed(300)
 @given(st.data())
 def test_an_altered_update_is_recorded_or_refused(federation: Any, data: Any) -> None:
     fields = good_update(federation)
@@ -178,7 +178,7 @@ def test_an_altered_message_of_a_secure_sum_is_taken_or_refused(
     parties.finish(set(CLIENTS))
     sizes = [value.numel() for value in contribution(0).values()]
 
-    @fuzzed(100)
+    @fuzzed(400)
     @given(st.integers(0, len(received) - 1), st.data())
     def run(place: int, data: Any) -> None:
         server = PairwiseServer(CLIENTS, 3, sizes)
@@ -213,7 +213,7 @@ def test_an_altered_answer_of_a_flower_node_is_an_update_or_a_failure(federation
         ).map(lambda text: ConfigRecord({"tree": text})),
     )
 
-    @fuzzed(80)
+    @fuzzed(150)
     @given(st.sampled_from(names), st.none() | records)
     def run(name: str, record: Any) -> None:
         content = RecordDict({key: value for key, value in whole.items() if key != name})

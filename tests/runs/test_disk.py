@@ -227,7 +227,8 @@ def test_a_picture_that_cannot_be_drawn_costs_the_picture_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = str(tmp_path / "run")
-    request = ["fit", "--config", QUICKSTART, "--trainer.max_epochs", "1", "--run_dir", run]
+    small = ["--trainer.max_epochs", "1", "--data.clients", "2"]
+    request = ["fit", "--config", QUICKSTART, *small, "--run_dir", run]
     assert cli(*request, "--trainer.rounds", "1") == 0
     (tmp_path / "run" / "partition.png").unlink()
     (tmp_path / "run" / "partition.png").mkdir()

@@ -52,13 +52,12 @@ def test_a_folder_that_was_there_keeps_what_was_in_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ckpt_path", [None, "last"])
 @pytest.mark.parametrize("name", ["checkpoints/best.ckpt", "clients/round-000001.pt"])
 def test_files_in_the_folders_of_a_run_are_kept(
-    name: str, ckpt_path: str | None, tmp_path: Path
+    name: str, ckpt_path: str | None, done: Path, tmp_path: Path
 ) -> None:
     """A fork would copy its parent's files over them, and a run would remove them later."""
-    fit(tmp_path / "parent", rounds=2)
     (tmp_path / "run" / name).parent.mkdir(parents=True)
     (tmp_path / "run" / name).write_text("mine")
-    fork = Fork(run=str(tmp_path / "parent"), round=2)
+    fork = Fork(run=str(done), round=2)
     with pytest.raises(FlsuiteError, match=rf"has a file {name} that a run would replace"):
         fit(tmp_path / "run", 2, ckpt_path, fork=fork)
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]

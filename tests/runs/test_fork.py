@@ -18,7 +18,6 @@ from flsuite.aggregators import (
     FedAdam,
     FedAvg,
     FedBuff,
-    FedProx,
     LocalOnly,
 )
 from flsuite.aggregators.part import Server
@@ -28,7 +27,7 @@ from flsuite.analysis.report import report_table
 from flsuite.attacks import SignFlip
 from flsuite.callbacks import FederationCallback, GradientDissimilarity, TaskMatrix, dissimilarity
 from flsuite.callbacks.dissimilarity import gradient_batches
-from flsuite.data import Digits, Dirichlet, TaskSequence
+from flsuite.data import Digits, TaskSequence
 from flsuite.engines import Auto, auto
 from flsuite.errors import FlsuiteError
 from flsuite.files import save_tensors
@@ -54,7 +53,7 @@ def fit(folder: Path, name: str, rounds: int = ROUNDS, lr: float = 0.1, **settin
     clients, data = settings.pop("clients", 6), settings.pop("data", {})
     tasks, network = settings.pop("tasks", None), settings.pop("model", None) or model(lr)
     made = trainer(rounds=rounds, run_dir=folder / name, enable_checkpointing=True, **settings)
-    samples = digits(clients=clients, partition=Dirichlet(0.5), **data)
+    samples = digits(clients, **{"train_samples": 240, **data})
     made.fit(network, tasks(samples) if tasks else samples, **resumed)
     return made
 
@@ -175,7 +174,6 @@ def test_a_fork_that_was_killed_in_its_first_round_begins_again(
 CHANGES: dict[str, dict[str, Any]] = {
     "a rate": {"lr": 0.01},
     "a rule": {"aggregator": FedAdam()},
-    "an objective": {"aggregator": FedProx(mu=1.0)},
     "an attack": {"attack": SignFlip(clients=[0, 1])},
     "a schedule": {"schedule": Asynchronous(concurrency=3), "aggregator": FedBuff()},
     "a client": {"without": [2]},

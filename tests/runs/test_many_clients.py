@@ -88,13 +88,13 @@ def fit(clients: int) -> tuple[Watch, Shared, Shared]:
 
 
 def test_a_round_touches_its_cohort_alone() -> None:
-    watch, train, test = fit(1_000_000)
+    watch, train, test = fit(300_000)
     assert train.seen == watch.cohort and len(watch.cohort) == 10
     assert test.seen == {0, 1, 2}
     assert train.whole == 1 and test.whole == 0, "once, when the run is set up"
 
     few, *_ = fit(1000)
-    # A byte per client would be a megabyte.
+    # A byte per client would be three times as much.
     assert max(watch.peaks[1:]) < max(few.peaks[1:]) + 100_000
 
 

@@ -106,13 +106,14 @@ def test_an_algorithm_that_takes_part_in_training_keeps_nothing(tmp_path: Path) 
         fitted(tmp_path, aggregator=SCAFFOLD(), keep_updates=True)
 
 
-def test_a_run_that_has_kept_nothing_or_is_damaged_is_named(tmp_path: Path) -> None:
-    fitted(tmp_path)
+def test_a_run_that_has_kept_nothing_or_is_damaged_is_named(kept: Any, tmp_path: Path) -> None:
+    fitted(tmp_path / "a")
     with pytest.raises(FlsuiteError, match=r"fit it with --trainer.keep_updates true"):
-        fitted(from_updates=str(tmp_path))
-    (tmp_path / "settings.yaml").write_text("{seed: 1")
+        fitted(from_updates=str(tmp_path / "a"))
+    shutil.copytree(folder_of(kept), tmp_path / "b")
+    (tmp_path / "b" / "settings.yaml").write_text("{seed: 1")
     with pytest.raises(FlsuiteError, match=r"settings\.yaml"):
-        fitted(from_updates=str(tmp_path))
+        fitted(from_updates=str(tmp_path / "b"))
 
 
 def test_a_run_needs_the_other_one_only_while_its_first_round_trains(

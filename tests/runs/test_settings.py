@@ -195,7 +195,7 @@ def test_other_callbacks_that_change_weights_are_refused_and_observers_may_come_
     fit(tmp_path, callbacks=[Scales(0.5), averaging(0.1), GradientDissimilarity()])
     others = ([], [Scales(0.9), averaging(0.1)], [Scales(0.5), averaging(0.2)])
     for callbacks in (*others, [Scales(0.5), averaging(0.1), Scales(0.5)]):
-        with pytest.raises(FlsuiteError, match="do not fit .*: callbacks is "):
+        with pytest.raises(FlsuiteError, match=r"do not fit .*: callbacks is "):
             fit(tmp_path, rounds=2, callbacks=callbacks)
     assert fit(tmp_path, rounds=2, callbacks=[Scales(0.5), averaging(0.1)]).round == 2
 
