@@ -395,7 +395,7 @@ MUTATIONS = [
         "callbacks/dp_sgd.py",
         "    return tuple(value.contiguous() for value in inputs)",
         "    return inputs",
-        "callbacks/test_dp_sgd.py",
+        "callbacks/test_dp_sgd_alone.py",
     ),
     Mutation(
         "a term is filled up sample by sample if it is zero at the start",

@@ -1,7 +1,6 @@
 """DP-SGD on clients: its gradient by hand, its epsilon, and the model that it leaves as it was."""
 
 import math
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,14 @@ from flsuite.aggregators import (
 )
 from flsuite.callbacks import DPSGD
 from flsuite.client.stack import Stack
-from flsuite.data import IID, Digits, Dirichlet, TaskSequence
+from flsuite.data import IID, TaskSequence
 from flsuite.data.loader import TrainLoader
 from flsuite.engines import InProcess, Processes, Vectorized
 from flsuite.metrics.privacy import RandomDraw, epsilon
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone, ResNet20
 from flsuite.schedules import Faults, PowerOfChoice, Synchronous
+from tests.callbacks.test_dp_sgd_alone import few
 from tests.conftest import classifier, equal_states, trainer
 from tests.engines.test_processes import Images
 from tests.engines.test_vectorized import InDouble
@@ -42,16 +42,6 @@ from tests.engines.test_vectorized import InDouble
 pytestmark = pytest.mark.long
 pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
 pytest.importorskip("dp_accounting", reason="needs dp-accounting: pip install 'flsuite[privacy]'")
-
-
-def few(clients: int = 3, samples: int = 120, batch_size: int = 64) -> Digits:
-    return Digits(
-        clients=clients,
-        partition=Dirichlet(0.5),
-        train_samples=samples,
-        val_fraction=0.0,
-        batch_size=batch_size,
-    )
 
 
 def fit(callback: DPSGD, rounds: int = 1, callbacks: Any = (), **kwargs: Any) -> Any:
@@ -149,22 +139,6 @@ def test_a_batch_without_samples_is_a_step_of_noise_alone(spy: Spy) -> None:
     for drawn, gradients in Spy.seen:
         largest = max(float(g.abs().max()) for g in gradients.values())
         assert largest < 1e-7 if drawn == 0 else largest > 1e-4
-
-
-def test_samples_are_drawn_independently() -> None:
-    data = few(1, 100, batch_size=20)
-    data.use_seed(0)
-    data.setup("fit")
-    loader = TrainLoader(data.federated, 0, seed=0, round=1, batches=400)
-    loader.is_poisson = True
-    sizes = [len(y) for _, y in loader]
-    assert sizes == loader.drawn and len(sizes) == 400
-    assert sum(sizes) / 400 == pytest.approx(20, abs=1)
-    variance = sum((size - 20) ** 2 for size in sizes) / 400
-    assert variance == pytest.approx(100 * 0.2 * 0.8, rel=0.25)
-    again = TrainLoader(data.federated, 0, seed=0, round=1, batches=400)
-    again.is_poisson = True
-    assert [len(y) for _, y in again] == sizes
 
 
 # The model that it leaves
@@ -405,26 +379,3 @@ def test_what_it_cannot_do_is_refused(kwargs: dict[str, Any], message: str, tmp_
         fit(kwargs.pop("callback", DPSGD()), run_dir=str(tmp_path / "run"), **kwargs)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"noise_multiplier": 0.0},
-        {"noise_multiplier": math.inf},
-        {"max_grad_norm": 0.0},
-        {"delta": 0.0},
-        {"delta": 1.0},
-    ],
-)
-def test_a_bad_argument_is_refused(arguments: dict[str, float]) -> None:
-    with pytest.raises(FlsuiteError, match="must be"):
-        DPSGD(**arguments)
-
-
-def test_without_opacus_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "opacus"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "opacus", None)
-    with pytest.raises(FlsuiteError, match=r"pip install 'flsuite\[privacy\]'"):
-        fit(DPSGD())
