@@ -12,6 +12,7 @@ from flsuite.callbacks import DPSGD
 from flsuite.callbacks.dp_sgd import _contiguous
 from flsuite.data import Digits, Dirichlet
 from flsuite.data.loader import TrainLoader
+from tests.conftest import classifier, trainer
 
 
 def few(clients: int = 3, samples: int = 120, batch_size: int = 64) -> Digits:
