@@ -1,6 +1,9 @@
 """Any LightningModule federates: fitted, scored by its own steps, resumed, on every engine."""
 
 import math
+import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from flsuite import FederatedTrainer
-from flsuite.aggregators import PFNM, Aggregator, OTFusion
+from flsuite.aggregators import PFNM, OTFusion
 from flsuite.analysis import read_metrics
 from flsuite.data import Dirichlet, FromDataset, Natural
 from flsuite.data.loader import TrainLoader
@@ -42,6 +45,13 @@ def sentences(**kwargs: Any) -> FromDataset:
     return FromDataset(Sentences(90, 0), Sentences(30, 1), collate=pad, **kwargs)
 
 
+def once(model: LightningModule, data: FromDataset | None = None) -> FederatedTrainer:
+    """Return a federation after its only round."""
+    made = trainer(rounds=1)
+    made.fit(model, data or points())
+    return made
+
+
 CASES = {
     "classes": (net, points),
     "regression": (Regression, table),
@@ -59,17 +69,28 @@ def fitted(
     return made
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_and_worker_processes_end_with_the_same_weights(
-    case: str, tmp_path: Path
+Whole = Callable[[str], FederatedTrainer]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Return what makes a finished run of a case, once: tests only look at it."""
+    rounds = {"classes": 2, "regression": 5, "text": 3}
+    return cache(lambda case: fitted(case, rounds[case], run_dir=tmp_path_factory.mktemp(case)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["text", *(pytest.param(case, marks=pytest.mark.long) for case in ("classes", "regression"))],
+)
+def test_a_run_resumed_in_worker_processes_ends_with_the_same_weights(
+    case: str, whole: Whole, tmp_path: Path
 ) -> None:
-    whole = fitted(case)
-    fitted(case, rounds=1, run_dir=str(tmp_path))
-    resumed = fitted(case, ckpt_path="last", run_dir=str(tmp_path))
-    spread = fitted(case, engine=Processes(workers=2))
-    assert equal_states(whole.federation.state, resumed.federation.state)
-    assert equal_states(whole.federation.state, spread.federation.state)
-    assert whole.test() == resumed.test() == spread.test()
+    fitted(case, rounds=1, run_dir=tmp_path)
+    rounds, workers = whole(case).round, Processes(workers=2)
+    resumed = fitted(case, rounds, ckpt_path="last", run_dir=tmp_path, engine=workers)
+    assert equal_states(whole(case).federation.state, resumed.federation.state)
+    assert whole(case).test() == resumed.test()
 
 
 def test_one_client_is_lightnings_own_fit() -> None:
@@ -93,10 +114,12 @@ def test_one_client_is_lightnings_own_fit() -> None:
     ("case", "names"),
     [("classes", {"loss", "accuracy"}), ("text", {"loss", "acc"}), ("regression", {"r2", "mae"})],
 )
-def test_scores_are_those_of_lightnings_own_evaluation(case: str, names: set[str]) -> None:
-    made = fitted(case)
-    (whole, *clients) = made.test()
-    assert names <= whole.keys()
+def test_scores_are_those_of_lightnings_own_evaluation(
+    case: str, names: set[str], whole: Whole
+) -> None:
+    made = whole(case)
+    (scores, *clients) = made.test()
+    assert names <= scores.keys()
 
     data, model = made.federation.data, made.run.evaluator.model
     dataset = CASES[case][1]().test
@@ -109,38 +132,35 @@ def test_scores_are_those_of_lightnings_own_evaluation(case: str, names: set[str
         part = torch.utils.data.Subset(dataset, numbers)
         loader = DataLoader(part, batch_size=data.batch_size, collate_fn=collate)
         (row,) = run(model, loader, verbose=False)
-        return {
-            k.removeprefix("test_").removeprefix("val_").removeprefix("test/"): v
-            for k, v in row.items()
-        }
+        return {re.sub("^(test|val)[_/]", "", name): value for name, value in row.items()}
 
     for name, value in logged(range(len(dataset))).items():
-        assert whole[name] == pytest.approx(value, abs=1e-6)
+        assert scores[name] == pytest.approx(value, abs=1e-6)
     for client, row in enumerate(clients):
         for name, value in logged(data.test.rows[client].tolist()).items():
             assert row[name] == pytest.approx(value, abs=1e-6)
         assert row["samples"] == len(data.test.rows[client])
     name = min(names)
     values = torch.tensor([row[name] for row in clients], dtype=torch.float64)
-    assert whole[f"{name}_client_mean"] == pytest.approx(float(values.mean()))
+    assert scores[f"{name}_client_mean"] == pytest.approx(float(values.mean()))
 
 
-def test_text_and_regression_learn() -> None:
-    assert fitted("text", rounds=3, evaluate_every=9).test()[0]["acc"] > 0.7
-    assert fitted("regression", rounds=5, evaluate_every=9).test()[0]["r2"] > 0.8
+def test_text_and_regression_learn(whole: Whole) -> None:
+    assert whole("text").test()[0]["acc"] > 0.7
+    assert whole("regression").test()[0]["r2"] > 0.8
 
 
 def test_the_monitor_may_be_a_logged_number(tmp_path: Path) -> None:
-    made = fitted("regression", rounds=3, monitor="val_mae", run_dir=str(tmp_path))
-    table = read_metrics(tmp_path)
-    rows = table[
-        (table["split"] == "val") & (table["metric"] == "mae") & (table["scope"] == "global")
-    ]
+    made = fitted("regression", rounds=3, monitor="val_mae", run_dir=tmp_path)
+    rows = read_metrics(tmp_path).query("split == 'val' and metric == 'mae' and scope == 'global'")
     best = rows.loc[rows["value"].idxmin()]
     assert made.run.summary.best["round"] == best["round"]
     assert made.run.settings["monitor"] == "mae"
     with pytest.raises(FlsuiteError, match="monitor must be one of r2, mae"):
         fitted("regression", monitor="accuracy")
+    # A score that only the test step logs would pick no round.
+    with pytest.raises(FlsuiteError, match=r"monitor must be one of .*f1"):
+        trainer(rounds=1, monitor="acc").fit(OtherScores(), points())
 
 
 def test_of_two_names_of_a_score_the_splits_own_counts() -> None:
@@ -150,8 +170,7 @@ def test_of_two_names_of_a_score_the_splits_own_counts() -> None:
 
         test_step = validation_step
 
-    made = trainer(rounds=1)
-    made.fit(Twice(), points())
+    made = once(Twice())
     assert made.test()[0]["loss"] == 9.0 and made.validate()[0]["loss"] == 1.0
 
 
@@ -160,19 +179,15 @@ def test_the_suites_scores_are_added_for_logits() -> None:
         def logits(self, x: torch.Tensor) -> torch.Tensor:
             return self(x)
 
-    made = trainer(rounds=1)
-    made.fit(WithLogits(), points())
-    (whole, *_) = made.test()
-    assert {"f1_macro", "balanced_accuracy", "auroc", "accuracy/0"} <= whole.keys()
+    made = once(WithLogits())
+    assert {"f1_macro", "balanced_accuracy", "auroc", "accuracy/0"} <= made.test()[0].keys()
     assert made.predict().shape == (60, CLASSES)
 
     class LogitsAlone(WithLogits):
         test_step = LightningModule.test_step
         validation_step = LightningModule.validation_step
 
-    made = trainer(rounds=1)
-    made.fit(LogitsAlone(), points())
-    assert {"accuracy", "loss"} <= made.test()[0].keys()
+    assert {"accuracy", "loss"} <= once(LogitsAlone()).test()[0].keys()
 
 
 class Manual(Net):
@@ -188,10 +203,9 @@ class Manual(Net):
         first, second = self.optimizers()
         loss = F.cross_entropy(self(x), y)
         self.manual_backward(loss)
-        first.step()
-        second.step()
-        first.zero_grad()
-        second.zero_grad()
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
         self.seen.append(float(loss.detach()))
 
     def configure_optimizers(self):
@@ -301,13 +315,6 @@ def test_what_a_model_lacks_is_one_line_before_a_round(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_monitor_that_only_the_test_step_logs_is_refused() -> None:
-    """It would pick no round."""
-    made = trainer(rounds=1, monitor="acc")
-    with pytest.raises(FlsuiteError, match=r"monitor must be one of .*f1"):
-        made.fit(OtherScores(), points())
-
-
 class Flat(Lacking):
     """Has one sequence of layers, and reads samples that have more parts than a pair."""
 
@@ -323,24 +330,18 @@ def triples() -> FromDataset:
     return FromDataset(*sets, clients=3, batch_size=8)
 
 
-@pytest.mark.parametrize("aggregator", [OTFusion, PFNM])
-def test_samples_that_are_no_pairs_train_a_flattening_model_unless_a_rule_needs_its_chain(
-    aggregator: type[Aggregator],
-) -> None:
-    made = trainer(rounds=1)
-    made.fit(Flat(), triples())
-    assert made.round == 1
-    with pytest.raises(FlsuiteError, match=r"layer\.0 does not take what comes before it"):
-        trainer(rounds=1, aggregator=aggregator()).fit(Flat(), triples())
+def test_samples_that_are_no_pairs_train_a_flattening_model_unless_a_rule_needs_its_chain() -> None:
+    assert once(Flat(), triples()).round == 1
+    for aggregator in (OTFusion(), PFNM()):
+        with pytest.raises(FlsuiteError, match=r"layer\.0 does not take what comes before it"):
+            trainer(rounds=1, aggregator=aggregator).fit(Flat(), triples())
 
 
 def test_a_client_model_may_be_scored_by_its_own_steps() -> None:
     class Logs(OldStyle):
         test_step = InSetup.test_step
 
-    made = trainer(rounds=1)
-    made.fit(Logs(), points())
-    assert made.test()[0].keys() >= {"loss", "loss_client_mean"}
+    assert once(Logs()).test()[0].keys() >= {"loss", "loss_client_mean"}
 
 
 def test_a_plain_data_module_is_split_over_clients() -> None:
@@ -353,34 +354,33 @@ def test_a_plain_data_module_is_split_over_clients() -> None:
     assert sum(federated.samples(client) for client in range(4)) == 160 and len(federated.val) == 40
     assert made.test()[0]["accuracy"] > 0.5
 
-    again = trainer(rounds=2, max_epochs=1)
-    again.fit(net(), (other := Blobs()))
+    again = trainer(rounds=2).prepare(net(), (other := Blobs()))
     assert again.federation.data.clients == 10 and not hasattr(other, "clients")
 
 
-def test_the_model_checkpoint_is_lightnings(tmp_path: Path) -> None:
-    made = fitted("classes", run_dir=str(tmp_path))
-    loaded = Net.load_from_checkpoint(tmp_path / "checkpoints" / "model.ckpt")
-    assert equal_states(loaded.state_dict(), made.run.evaluator.model.state_dict())
+def test_the_model_checkpoint_is_lightnings(whole: Whole) -> None:
+    run = whole("classes").run
+    loaded = Net.load_from_checkpoint(run.folder.path / "checkpoints" / "model.ckpt")
+    assert equal_states(loaded.state_dict(), run.evaluator.model.state_dict())
     assert loaded.hparams.width == 8
 
 
-def test_settings_tell_hyperparameters_and_samples_apart(tmp_path: Path) -> None:
-    fitted("classes", rounds=1, run_dir=str(tmp_path))
-    seed_everything(5, verbose=False)
-    with pytest.raises(FlsuiteError, match=r"model.lr is 0.2 here and 0.1 there"):
-        trainer(rounds=2, max_epochs=2, run_dir=str(tmp_path)).fit(net(lr=0.2), points(), "last")
-    other = FromDataset(
-        blobs(200, 7), blobs(60, 1), clients=4, partition=Dirichlet(0.5), batch_size=16
-    )
-    with pytest.raises(FlsuiteError, match=r"data.content is"):
-        trainer(rounds=2, max_epochs=2, run_dir=str(tmp_path)).fit(net(), other, "last")
+def test_settings_tell_hyperparameters_and_samples_apart(whole: Whole) -> None:
+    folder = whole("classes").run.folder.path
+    other = points()
+    other.train = blobs(200, 7)
+    for model, data, words in (
+        (net(lr=0.2), points(), r"model.lr is 0.2 here and 0.1 there"),
+        (net(), other, r"data.content is"),
+    ):
+        seed_everything(5, verbose=False)
+        with pytest.raises(FlsuiteError, match=words):
+            trainer(rounds=3, max_epochs=2, run_dir=folder).fit(model, data, "last")
 
 
 def test_natural_clients_by_a_field() -> None:
-    made = trainer(rounds=1)
-    made.fit(Reader(), sentences(partition=Natural(), clients=3, ids="topic"))
-    counts = made.federation.data
+    data = sentences(partition=Natural(), clients=3, ids="topic")
+    counts = trainer(rounds=1).prepare(Reader(), data).federation.data
     assert [int((counts.class_counts(c) > 0).sum()) for c in range(3)] == [1, 1, 1]
 
 
@@ -388,7 +388,7 @@ def test_natural_clients_by_a_field() -> None:
 
 
 def test_a_run_shows_the_scores_of_its_model(capsys: pytest.CaptureFixture[str]) -> None:
-    fitted("regression", enable_progress_bar=True)
+    fitted("regression", rounds=1, enable_progress_bar=True)
     out, err = capsys.readouterr()
     assert all("val/r2" in line and "test/r2" in line for line in err.splitlines())
     rows = [line.split("│")[1].strip() for line in out.splitlines() if "│" in line]
