@@ -83,26 +83,6 @@ def test_an_optimizer_that_needs_a_closure_trains_everybody() -> None:
     assert not made.federation.log.failures
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"precision": "bf16-true"}, "bf16-mixed"),
-        ({"precision": "16-true"}, "16-mixed"),
-        ({"max_time": "00:00:01:00"}, "max_time"),
-        ({"enable_model_summary": True}, "enable_model_summary has no effect"),
-        ({"profiler": "simple"}, "profiler would report every client's fit"),
-        ({"num_nodes": 2}, "num_nodes must be 1"),
-        ({"strategy": "ddp"}, "strategy must be auto"),
-        ({"limit_test_batches": 1}, "limit_test_batches has no effect.*data.test_samples"),
-        ({"limit_val_batches": 0.5}, "limit_val_batches has no effect.*data.test_samples"),
-        ({"check_val_every_n_epoch": 5}, "check_val_every_n_epoch.*trainer.evaluate_every"),
-    ],
-)
-def test_what_a_federation_cannot_honour_is_refused(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(FlsuiteError, match=words):
-        trainer(**arguments)
-
-
 def test_a_folder_taken_meanwhile_is_not_shared(tmp_path: Path) -> None:
     made = trainer(rounds=1, run_dir=tmp_path)
     made.fit(classifier(), digits())

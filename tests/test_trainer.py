@@ -1,6 +1,8 @@
 """The trainer's promises that no other file tests: mistakes are named early, fits start alike."""
 
 import logging
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from flsuite.data.loader import TrainLoader
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
 from flsuite.models import MLP, Classifier, FusedSpaceFed, NFClassifier
-from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
 
 CONFIG = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
@@ -29,12 +30,6 @@ CONFIG = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
     ("arguments", "words"),
     [
         (["--trainer.limit_train_batches", "0"], "limit_train_batches must be positive, got 0"),
-        (["--trainer.limit_train_batches", "-0.5"], "limit_train_batches"),
-        (["--trainer.max_steps", "0"], "max_steps must be at least 1, got 0"),
-        (["--trainer.max_steps", "-5"], "max_steps must be at least 1, got -5"),
-        (["--trainer.gradient_clip_val", "-1"], "gradient_clip_val must be at least 0, got -1"),
-        (["--trainer.batchnorm", "mean"], "batchnorm"),
-        (["--trainer.score_clients", "0"], "score_clients must be at least 1"),
         (["--model.optimizer.lr", "-1"], "client 0 failed before its first step.*Invalid learning"),
         (["--trainer.engine", "Processes", "--model.optimizer.lr", "-1"], "Invalid learning rate"),
     ],
@@ -51,9 +46,39 @@ def test_a_mistake_is_one_line_with_status_2_and_leaves_nothing(
         main(["fit", "--config", CONFIG, "--trainer.rounds", "2", *arguments])
     lines = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
     assert done.value.code == 2
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(lines[-1])
+    assert re.search(words, lines[-1])
     assert lines[-1].startswith("flsuite: error: ") and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"limit_train_batches": -0.5}, "limit_train_batches must be positive"),
+        ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
+        ({"max_steps": -5}, "max_steps must be at least 1, got -5"),
+        ({"gradient_clip_val": -1}, "gradient_clip_val must be at least 0, got -1"),
+        ({"batchnorm": "mean"}, "batchnorm"),
+        ({"score_clients": 0}, "score_clients must be at least 1"),
+        ({"round": 3}, "no argument 'round'; did you mean rounds"),
+        ({"aggregator": "FedAvg"}, "aggregator must be a .*Aggregator or a .*Rule, got 'FedAvg'"),
+        ({"engine": Processes}, "engine must be a .*EngineChoice, got <class"),
+        # What a federation cannot honour
+        ({"precision": "bf16-true"}, "bf16-mixed"),
+        ({"precision": "16-true"}, "16-mixed"),
+        ({"max_time": "00:00:01:00"}, "max_time"),
+        ({"enable_model_summary": True}, "enable_model_summary has no effect"),
+        ({"profiler": "simple"}, "profiler would report every client's fit"),
+        ({"num_nodes": 2}, "num_nodes must be 1"),
+        ({"strategy": "ddp"}, "strategy must be auto"),
+        ({"limit_test_batches": 1}, "limit_test_batches has no effect.*data.test_samples"),
+        ({"limit_val_batches": 0.5}, "limit_val_batches has no effect.*data.test_samples"),
+        ({"check_val_every_n_epoch": 5}, "check_val_every_n_epoch.*trainer.evaluate_every"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(FlsuiteError, match=words) as error:
+        trainer(**wrong)
+    assert "\n" not in str(error.value)
 
 
 def test_a_loggers_files_in_a_new_folder_go_with_it(tmp_path: Path) -> None:
@@ -90,22 +115,12 @@ def test_loggers_are_told_how_the_run_ended(fails: bool, tmp_path: Path) -> None
 
     logger = Ends(tmp_path)
     made = trainer(rounds=2, logger=logger, callbacks=[Breaks()])
-    if fails:
-        with pytest.raises(RuntimeError, match="broken"):
-            made.fit(classifier(), digits())
-    else:
+    with pytest.raises(RuntimeError, match="broken") if fails else nullcontext():
         made.fit(classifier(), digits())
     assert logger.status == ("failed" if fails else "success")
 
 
-@pytest.mark.parametrize("engine", [InProcess(), Processes(workers=2)], ids=["in_process", "two"])
-def test_the_model_ends_with_the_global_weights(engine: Any) -> None:
-    made, model = trainer(rounds=2, engine=engine), classifier()
-    made.fit(model, digits())
-    assert equal_states(dict(model.state_dict()), made.federation.state)
-
-
-def test_a_second_fit_of_the_same_model_says_where_it_starts(
+def test_a_model_ends_with_the_global_weights_and_a_second_fit_says_that_it_starts_there(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     states = []
@@ -115,6 +130,7 @@ def test_a_second_fit_of_the_same_model_says_where_it_starts(
         with caplog.at_level(logging.WARNING, logger="flsuite"):
             first.fit(model, digits())
             assert not caplog.records
+            assert equal_states(dict(model.state_dict()), first.federation.state)
             second = trainer(rounds=1, engine=engine)
             second.fit(model, digits())
         assert "starts from its weights" in caplog.records[-1].getMessage()
@@ -143,7 +159,7 @@ def test_the_loss_of_a_warm_up_is_a_number_of_its_own(engine: Any) -> None:
     made = trainer(rounds=1, max_epochs=2, engine=engine, callbacks=[Losses()])
     model = FusedSpaceFed(warmup_epochs=2, latent_dim=4)
     made.fit(
-        model, digits(clients=1, partition=IID(), standardize=False, resize=16, train_samples=128)
+        model, digits(clients=1, partition=IID(), standardize=False, resize=8, train_samples=64)
     )
     rows = {row[7]: row[8] for row in made.run.folder.table.rows if row[5:7] == ("0", "train")}
     if isinstance(engine, InProcess):
@@ -217,16 +233,3 @@ def test_gradient_dissimilarity_of_a_model_that_optimizes_by_hand_is_refused_ear
     with pytest.raises(FlsuiteError, match=r"NFClassifier optimizes by hand.*head_losses"):
         made.fit(model, digits(clients=2))
     assert made.round == 0
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"round": 3}, "no argument 'round'; did you mean rounds"),
-        ({"aggregator": "FedAvg"}, "aggregator must be a .*Aggregator or a .*Rule, got 'FedAvg'"),
-        ({"engine": Processes}, "engine must be a .*EngineChoice, got <class"),
-    ],
-)
-def test_a_wrong_argument_is_one_line(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(FlsuiteError, match=words):
-        FederatedTrainer(**wrong)

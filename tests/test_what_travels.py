@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from flsuite.aggregators import SCAFFOLD, FedAvg, LocalOnly
 from flsuite.analysis import read_metrics
+from flsuite.data import FromDataset
 from flsuite.engines import Processes
 from flsuite.errors import FlsuiteError
 from flsuite.exchange import PairwiseMasks, Quantize
 from flsuite.state import nbytes
 from tests.conftest import equal_states, trainer
-from tests.plain import Net, Reader
+from tests.plain import Net, Reader, blobs
 from tests.test_plain_models import points, sentences
 
 
@@ -63,15 +64,25 @@ def fit(model: Any, data: Any, rounds: int = 2, ckpt_path: str | None = None, **
     return made
 
 
+def few() -> FromDataset:
+    return FromDataset(blobs(48, 0), blobs(20, 1), clients=2, batch_size=16)
+
+
 def bytes_up(folder: Path) -> set[float]:
     table = read_metrics(folder)
     return set(table[(table["metric"] == "bytes_up") & (table["scope"] != "global")]["value"])
 
 
+def frozen(seed: int, **kwargs: Any) -> Any:
+    torch.manual_seed(seed)
+    return fit(FrozenBody(), few(), **kwargs)
+
+
 def test_frozen_parameters_do_not_travel_and_are_in_the_model(tmp_path: Path) -> None:
-    model = FrozenBody()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    made = fit(model, points(), run_dir=str(tmp_path / "run"))
+    """Resume with other frozen weights in the model too, and expect the run's weights."""
+    torch.manual_seed(1)
+    before = FrozenBody().state_dict()
+    made = frozen(1, run_dir=tmp_path / "run")
     assert set(made.federation.state) == {"body.2.weight", "body.2.bias"}
     assert bytes_up(tmp_path / "run") == {4.0 * (8 * 3 + 3)}
 
@@ -83,19 +94,12 @@ def test_frozen_parameters_do_not_travel_and_are_in_the_model(tmp_path: Path) ->
     last = torch.load(folder / "last.ckpt", weights_only=True)["federation"]
     assert "body.0.weight" not in {**last["state"], **last["initial"]}
 
-
-def test_a_resume_has_the_frozen_weights_of_the_run(tmp_path: Path) -> None:
-    """Resume with other frozen weights in the model, and expect the run's weights."""
-    torch.manual_seed(1)
-    whole = fit(FrozenBody(), points(), rounds=2)
-    torch.manual_seed(1)
-    fit(FrozenBody(), points(), rounds=1, run_dir=str(tmp_path))
-    torch.manual_seed(2)
-    resumed = fit(FrozenBody(), points(), rounds=2, ckpt_path="last", run_dir=str(tmp_path))
+    frozen(1, rounds=1, run_dir=tmp_path / "parts")
+    resumed = frozen(2, ckpt_path="last", run_dir=tmp_path / "parts")
     assert equal_states(
-        whole.run.evaluator.model.state_dict(), resumed.run.evaluator.model.state_dict()
+        made.run.evaluator.model.state_dict(), resumed.run.evaluator.model.state_dict()
     )
-    assert whole.test() == resumed.test()
+    assert made.test() == resumed.test()
 
 
 def test_private_and_shared_are_two_ways_to_say_the_same() -> None:
@@ -108,11 +112,9 @@ def test_private_and_shared_are_two_ways_to_say_the_same() -> None:
     ends = []
     for kind in (Private, Shared):
         torch.manual_seed(0)
-        made = fit(kind(), points())
-        assert (
-            set(made.federation.state) == {"body.0.weight", "body.0.bias"}
-            and made.federation.entries.personal
-        )
+        made = fit(kind(), few())
+        assert set(made.federation.state) == {"body.0.weight", "body.0.bias"}
+        assert made.federation.entries.personal
         ends.append((made.federation.state, made.test()))
     assert equal_states(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
 
@@ -127,7 +129,7 @@ def test_private_and_shared_are_two_ways_to_say_the_same() -> None:
 )
 def test_a_wrong_declaration_is_one_line(declared: dict[str, Any], line: str) -> None:
     with pytest.raises(FlsuiteError, match=line):
-        fit(type("Said", (Net,), declared)(), points())
+        fit(type("Said", (Net,), declared)(), few())
 
 
 def test_a_layer_of_that_name_is_no_declaration() -> None:
@@ -136,7 +138,7 @@ def test_a_layer_of_that_name_is_no_declaration() -> None:
             super().__init__()
             self.shared = nn.Linear(2, 2)
 
-    assert len(fit(Twin(), points(), rounds=1).federation.state) == 6
+    assert len(trainer(rounds=1).prepare(Twin(), few()).federation.state) == 6
 
 
 def test_a_frozen_parameter_that_a_fit_changes_is_refused() -> None:
@@ -150,7 +152,7 @@ def test_a_frozen_parameter_that_a_fit_changes_is_refused() -> None:
 
     for kind in (Teacher, Thaws):
         with pytest.raises(FlsuiteError, match="frozen at the start and changes in a fit"):
-            fit(kind(), points())
+            fit(kind(), few())
 
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -162,41 +164,52 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(**kwargs: Any) -> Any:
+class PlainSGD(FrozenBody):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(kind: type[PlainSGD], **kwargs: Any) -> Any:
     torch.manual_seed(0)
-    return fit(PlainSGD(), points(), max_epochs=2, **kwargs)
+    return fit(kind(), points(), max_epochs=2, **kwargs)
 
 
 @pytest.fixture(scope="module")
 def alone() -> Any:
     torch.set_num_threads(1)
-    return trained()
+    return trained(PlainSGD)
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_all_parts_agree_on_what_travels(name: str, alone: Any) -> None:
-    made = trained(**CHOICES[name])
+    made = trained(PlainSGD, **CHOICES[name])
     assert set(made.federation.state) == {"body.2.weight", "body.2.bias"}
     assert made.test()[0]["accuracy"] > 0.4
     if name in ("processes", "local buffers"):
         assert equal_states(made.federation.state, alone.federation.state)
 
 
-class PlainSGD(FrozenBody):
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+def test_a_frozen_run_equals_one_with_the_frozen_layer_private(alone: Any) -> None:
+    """A private entry that nobody trains has its initial value everywhere too."""
+
+    class Kept(PlainSGD):
+        private = ("body.0.",)
+        training_only = ("body.0.",)
+
+    assert equal_states(alone.federation.state, trained(Kept).federation.state)
 
 
 def test_alone_every_client_keeps_what_it_trains() -> None:
-    made = fit(FrozenBody(), points(), aggregator=LocalOnly())
+    made = fit(FrozenBody(), few(), aggregator=LocalOnly())
     assert set(made.federation.clients.private(0)) == {"body.2.weight", "body.2.bias"}
 
 
-def test_lora_sends_adapters_alone(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
+@pytest.mark.long
+def test_lora_sends_adapters_alone_and_resumes_in_workers(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs peft: pip install 'flsuite[peft]'")
     tuned, whole = Tuned(), Reader()
-    fit(tuned, sentences(), run_dir=str(tmp_path / "lora"), aggregator=FedAvg())
-    fit(whole, sentences(), run_dir=str(tmp_path / "whole"), aggregator=FedAvg())
+    made = fit(tuned, sentences(), run_dir=tmp_path / "lora", aggregator=FedAvg())
+    fit(whole, sentences(), rounds=1, run_dir=tmp_path / "whole", aggregator=FedAvg())
 
     adapters = {
         name: value
@@ -211,26 +224,7 @@ def test_lora_sends_adapters_alone(tmp_path: Path) -> None:
     base = "net.base_model.model.encoder.linear1.base_layer.weight"
     assert torch.equal(saved["state_dict"][base], tuned.state_dict()[base])
 
-
-def test_lora_resumes_and_spreads_exactly(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    whole = fit(Tuned(), sentences())
-    fit(Tuned(), sentences(), rounds=1, run_dir=str(tmp_path))
-    resumed = fit(Tuned(), sentences(), ckpt_path="last", run_dir=str(tmp_path))
-    spread = fit(Tuned(), sentences(), engine=Processes(workers=2))
-    assert equal_states(whole.federation.state, resumed.federation.state)
-    assert equal_states(whole.federation.state, spread.federation.state)
-
-
-def test_a_frozen_run_equals_one_with_the_frozen_layer_private() -> None:
-    """A private entry that nobody trains has its initial value everywhere too."""
-
-    class Kept(PlainSGD):
-        private = ("body.0.",)
-        training_only = ("body.0.",)
-
-    ends = []
-    for kind in (PlainSGD, Kept):
-        torch.manual_seed(0)
-        ends.append(fit(kind(), points()).federation.state)
-    assert equal_states(*ends)
+    fit(Tuned(), sentences(), rounds=1, run_dir=tmp_path / "parts")
+    workers = {"engine": Processes(workers=2), "run_dir": tmp_path / "parts"}
+    resumed = fit(Tuned(), sentences(), ckpt_path="last", **workers)
+    assert equal_states(made.federation.state, resumed.federation.state)
