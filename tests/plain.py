@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
@@ -28,6 +28,13 @@ def slope(samples: int, seed: int) -> TensorDataset:
         samples, generator=generator
     )
     return TensorDataset(x, y)
+
+
+def plain_trainer(**settings: Any) -> Trainer:
+    """Return Lightning's own Trainer, silent."""
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    settings = {"max_epochs": 1, "accelerator": "cpu", **dict.fromkeys(quiet, False), **settings}
+    return Trainer(**settings)
 
 
 class Sentences(Dataset):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,7 +23,18 @@ from flsuite.engines import Processes
 from flsuite.errors import FlsuiteError
 from flsuite.models import ClientModel
 from tests.conftest import equal_states, trainer
-from tests.plain import CLASSES, Blobs, Net, Reader, Regression, Sentences, blobs, pad, slope
+from tests.plain import (
+    CLASSES,
+    Blobs,
+    Net,
+    Reader,
+    Regression,
+    Sentences,
+    blobs,
+    pad,
+    plain_trainer,
+    slope,
+)
 
 
 def net(**kwargs: Any) -> Net:
@@ -103,10 +114,8 @@ def test_one_client_is_lightnings_own_fit() -> None:
 
     plain = net()
     seed_process(3, "fit", 1, 0)
-    kwargs: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    Trainer(max_epochs=2, accelerator="cpu", limit_val_batches=0, **kwargs).fit(
-        plain, TrainLoader(data.federated, 0, 3, 1)
-    )
+    loader = TrainLoader(data.federated, 0, 3, 1)
+    plain_trainer(max_epochs=2, limit_val_batches=0).fit(plain, loader)
     assert equal_states(plain.state_dict(), model.state_dict())
 
 
@@ -123,9 +132,7 @@ def test_scores_are_those_of_lightnings_own_evaluation(
 
     data, model = made.federation.data, made.run.evaluator.model
     dataset = CASES[case][1]().test
-    kwargs: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    lightning = Trainer(accelerator="cpu", enable_checkpointing=False, **kwargs)
-    run = lightning.test if case != "regression" else lightning.validate
+    run = plain_trainer().test if case != "regression" else plain_trainer().validate
     collate = pad if case == "text" else None
 
     def logged(numbers: Any) -> dict[str, float]:

@@ -22,7 +22,7 @@ from flsuite.data import (
 from flsuite.data.rows import RaggedIndex
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import RunningDissimilarity
-from flsuite.models import CNN, MLP, Backbone, Classifier, ClientModel, FusedSpaceFed, ResNet20
+from flsuite.models import CNN, MLP, Backbone, Classifier, ClientModel, FusedSpaceFed
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, equal_states, trainer
 
@@ -33,15 +33,8 @@ class Images(FederatedDataModule):
     """Random 8x8 images of two classes, one of them brighter; clients of unequal class mix."""
 
     def __init__(self, clients: int = 3, partition: Any = None, **kwargs: Any) -> None:
-        partition = partition or Dirichlet(0.5)
-        super().__init__(
-            clients=clients,
-            partition=partition,
-            batch_size=8,
-            val_fraction=0,
-            standardize=False,
-            **kwargs,
-        )
+        fixed = {"batch_size": 8, "val_fraction": 0, "standardize": False}
+        super().__init__(clients=clients, partition=partition or Dirichlet(0.5), **fixed, **kwargs)
 
     def load(self) -> PublishedSplits:
         g = torch.Generator().manual_seed(0)
@@ -58,14 +51,8 @@ def fused(**kwargs: Any) -> FusedSpaceFed:
 def fit(
     model: ClientModel, data: Any = None, callback: Any = None, **kwargs: Any
 ) -> FederatedTrainer:
-    made = trainer(
-        **{
-            "rounds": 2,
-            "evaluate_every": 100,
-            "callbacks": [callback] if callback else None,
-            **kwargs,
-        }
-    )
+    callbacks = [callback] if callback else None
+    made = trainer(**{"rounds": 2, "evaluate_every": 100, "callbacks": callbacks, **kwargs})
     made.fit(model, data or Images())
     return made
 
@@ -181,38 +168,41 @@ def test_no_mean_gradient() -> None:
 # The callback
 
 
-@pytest.mark.parametrize("batch_norm", ["train", "eval"])
-@pytest.mark.parametrize(
-    "options", [{}, {"autoencoder": "unet", "fusion": "concat"}], ids=["sum", "concat"]
-)
-def test_decomposition_of_a_federation(options: dict[str, Any], batch_norm: Any) -> None:
-    callback = GradientDissimilarity(every=1, batches=None, batch_norm=batch_norm)
-    made = fit(fused(**options), callback=callback)
-    for round in (1, 2):
+@pytest.fixture(scope="module")
+def unwatched() -> FederatedTrainer:
+    torch.set_num_threads(1)
+    return fit(fused(fusion="concat"))
+
+
+@pytest.fixture(scope="module")
+def watched() -> FederatedTrainer:
+    torch.set_num_threads(1)
+    return fit(fused(fusion="concat"), callback=GradientDissimilarity(every=1, batches=None))
+
+
+def assert_decomposed(made: FederatedTrainer) -> None:
+    for round in range(1, made.round + 1):
         found = {name: logged(made, name)[round] for name in FUSED}
         assert_identity(found, "gamma")
         assert found["gamma"] > 0 and found["gamma_seconds"] > 0
         assert found["calibrated"] == float(found["R"] + found["Phi"] < 0)
 
 
+def test_decomposition_of_a_federation(watched: FederatedTrainer) -> None:
+    assert watched.round == 2
+    assert_decomposed(watched)
+
+
 def test_decomposition_on_breastmnist(real_data: Path) -> None:
-    data = MedMNIST(
-        "breastmnist",
-        clients=3,
-        partition=Dirichlet(0.3),
-        batch_size=64,
-        root=str(real_data),
-        download=False,
-        standardize=False,
-        resize=16,
-    )
-    made = fit(fused(), data, GradientDissimilarity(every=1), rounds=1)
-    assert_identity({name: logged(made, name)[1] for name in FUSED}, "gamma")
+    callback = GradientDissimilarity(every=1, batch_norm="eval")
+    options = {"clients": 3, "partition": Dirichlet(0.3), "standardize": False, "resize": 16}
+    data = MedMNIST("breastmnist", root=str(real_data), download=False, **options)
+    assert_decomposed(fit(fused(), data, callback, rounds=1))
 
 
-def test_callback_equals_the_stacked_gradients() -> None:
+def test_callback_equals_the_stacked_gradients(unwatched: FederatedTrainer) -> None:
     """Against the stacked gradients of a new copy of each client's model."""
-    made = fit(fused(fusion="concat"))
+    made = unwatched
     callback = GradientDissimilarity(batches=2, batch_norm="eval")
     found = callback.measure(made.run, 2)
     assert made.federation is not None
@@ -234,48 +224,34 @@ def test_callback_equals_the_stacked_gradients() -> None:
         assert found[name] == pytest.approx(value, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "model", [fused, lambda: Classifier(ResNet20(width=4))], ids=["fused", "classifier"]
-)
-def test_leaves_no_trace(model: Any) -> None:
+def test_leaves_no_trace(unwatched: FederatedTrainer, watched: FederatedTrainer) -> None:
     """Weights, statistics and private entries equal those of a run without it, bit for bit."""
-    without = fit(model())
-    with_it = fit(model(), callback=GradientDissimilarity(every=1, batches=None))
-    assert without.federation is not None and with_it.federation is not None
-    for client in range(3):
-        assert equal_states(
-            without.federation.client_state(client), with_it.federation.client_state(client)
-        )
+    network = CNN(channels=(2, 4), hidden=(8,), norm="batch")
+    callback = GradientDissimilarity(every=1, batches=None)
+    pairs = [(unwatched, watched)]
+    pairs.append((fit(Classifier(network)), fit(Classifier(network), callback=callback)))
+    for without, with_it in pairs:
+        for client in range(3):
+            assert equal_states(
+                without.federation.client_state(client), with_it.federation.client_state(client)
+            )
 
 
-def test_resident_model_and_random_numbers_are_given_back() -> None:
-    made = fit(fused())
-    model = made.run.evaluator.model.train()
+def test_resident_model_and_random_numbers_are_given_back(unwatched: FederatedTrainer) -> None:
+    model = unwatched.run.evaluator.model.train()
     model.decoder.eval()  # type: ignore[union-attr]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
     model.zero_grad()
-    GradientDissimilarity().measure(made.run, 2)
+    found = [GradientDissimilarity().measure(unwatched.run, round) for round in (2, 2, 3)]
+    assert found[0] == found[1] != found[2], "the same batches every time"
     assert torch.equal(torch.rand(1), expected)
     assert all(p.grad is None for p in model.parameters())
     assert equal_states(dict(model.state_dict()), before)
     assert model.encoder.training and not model.decoder.training  # type: ignore[union-attr]
     assert model._trainer is not None
-
-
-def test_same_batches_every_time() -> None:
-    made = fit(fused())
-    callback = GradientDissimilarity()
-    assert callback.measure(made.run, 2) == callback.measure(made.run, 2)
-    assert callback.measure(made.run, 2) != callback.measure(made.run, 3)
-
-
-def test_classifier_has_no_decomposition() -> None:
-    made = fit(Classifier(MLP(hidden=(8,))), callback=GradientDissimilarity(every=1))
-    assert len(logged(made, "gamma")) == len(logged(made, "gamma_relative")) == 2
-    assert not logged(made, "gamma_orig") and not logged(made, "Phi")
 
 
 def test_identical_clients() -> None:
@@ -288,25 +264,23 @@ def test_identical_clients() -> None:
     assert all(value < 1e-10 for value in logged(made, "gamma_relative").values())
 
 
-def test_only_shared_parameters_count() -> None:
+def test_only_shared_parameters_count_and_a_classifier_has_no_decomposition(
+    unwatched: FederatedTrainer,
+) -> None:
     model = Classifier(MLP(hidden=(8,)), private=["network.1"])
-    made = fit(model, callback=GradientDissimilarity(every=1))
-    assert made.federation is not None
+    callback = GradientDissimilarity(every=2, clients=2)
+    made = fit(model, Images(clients=4), callback, rounds=3)
+    assert list(logged(made, "gamma")) == list(logged(made, "gamma_relative")) == [2, 3]
+    assert not logged(made, "gamma_orig") and not logged(made, "Phi")
     counted = sum(p.numel() for p in head_parameters(model, made.federation.state))
     assert 0 < counted < sum(p.numel() for p in model.parameters())
-    whole = fused()
-    other = fit(whole).federation
-    assert other is not None
-    found = {id(p) for p in head_parameters(whole, other.state)}
-    assert found == {id(p) for p in whole.classifier.parameters()}
-
-
-def test_rounds_and_clients() -> None:
-    made = fit(fused(), Images(clients=4), GradientDissimilarity(every=2, clients=2), rounds=3)
-    assert list(logged(made, "gamma")) == [2, 3]
-    drawn = GradientDissimilarity(clients=2)._measured(range(4), 3)
+    drawn = callback._measured(range(4), 3)
     assert len(drawn) == 2 and drawn == GradientDissimilarity(clients=2)._measured(range(4), 3)
     assert list(GradientDissimilarity(clients=9)._measured(range(4), 3)) == [0, 1, 2, 3]
+
+    whole = unwatched.run.evaluator.model
+    found = {id(p) for p in head_parameters(whole, unwatched.federation.state)}
+    assert found == {id(p) for p in whole.classifier.parameters()}
 
 
 def test_gradient_of_batches_is_that_of_all_samples() -> None:

@@ -4,7 +4,6 @@ import logging
 import math
 import sys
 
-import numpy as np
 import pytest
 
 from flsuite import FlsuiteError
@@ -91,16 +90,16 @@ def exact(noise: float, rounds: int, delta: float) -> float:
     return high
 
 
-@pytest.mark.parametrize("rounds", [1, 10, 100])
-@pytest.mark.parametrize("sampling", [poisson(50, 50), fixed(50, 50)])
+@pytest.mark.parametrize(
+    ("sampling", "rounds"), [(poisson(50, 50), 1), (poisson(50, 50), 100), (fixed(50, 50), 10)]
+)
 def test_without_sampling_it_is_the_exact_gaussian_mechanism(
     sampling: RandomDraw, rounds: int
 ) -> None:
     assert epsilon(sampling, 4.0, rounds, 1e-5) == pytest.approx(exact(4.0, rounds, 1e-5))
 
 
-@pytest.mark.parametrize("cohort", [1, 10, 50, 90, 99])
-@pytest.mark.parametrize("rounds", [1, 100])
+@pytest.mark.parametrize(("cohort", "rounds"), [(1, 1), (10, 100), (50, 1), (99, 1), (99, 100)])
 def test_a_cohort_of_fixed_size_never_costs_more_than_without_sampling(
     cohort: int, rounds: int
 ) -> None:
@@ -142,6 +141,7 @@ def test_limits() -> None:
 @pytest.mark.parametrize("sampling", [poisson(200, 20), poisson(10, 10), fixed(40, 8)])
 def test_a_target_is_reached_and_not_passed(sampling: RandomDraw) -> None:
     noise = calibrated_noise(sampling, target=4.0, rounds=30, delta=1e-3)
+    assert type(noise) is type(epsilon(sampling, noise, 30, 1e-3)) is float, "for checkpoints"
     assert 3.99 < epsilon(sampling, noise, 30, 1e-3) <= 4.0
     assert epsilon(sampling, noise - 2e-4, 30, 1e-3) > 4.0
 
@@ -174,10 +174,3 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_target_out_of_reach_is_one_line() -> None:
     with pytest.raises(FlsuiteError, match="raise target_epsilon"):
         calibrated_noise(poisson(9, 9), 1e-7, 10, 1e-12)
-
-
-def test_figures_are_python_numbers() -> None:
-    """A checkpoint holds them."""
-    assert type(epsilon(fixed(9, 3), 1.0, 1, 0.1)) is float
-    assert type(calibrated_noise(poisson(9, 3), 9.0, 1, 0.1)) is float
-    assert np.isfinite(epsilon(fixed(9, 3), 1.0, 1, 0.1))

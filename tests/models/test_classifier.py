@@ -1,5 +1,7 @@
 """The classifier: an ordinary LightningModule, in a federation and without one."""
 
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,20 +17,13 @@ from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Task
 from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientUpdate
-from flsuite.models import (
-    ACVAE,
-    MLP,
-    Backbone,
-    Classifier,
-    FusedSpaceFed,
-    NFClassifier,
-    ResNet20,
-)
+from flsuite.models import ACVAE, MLP, Backbone, Classifier, FusedSpaceFed, NFClassifier, ResNet20
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.random import seed_process
 from flsuite.state import clone
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
+from tests.plain import plain_trainer
 
 
 class TinyImages(FederatedDataModule):
@@ -74,13 +69,28 @@ def is_buffer(name: str) -> bool:
     return name.endswith(("running_mean", "running_var", "num_batches_tracked"))
 
 
-def fit_resnet(**kwargs: Any) -> tuple[FederatedTrainer, Updates]:
-    """Two rounds of a small ResNet with BatchNorm."""
+def sgd(backbone: Backbone, **kwargs: Any) -> Classifier:
+    return Classifier(backbone, lambda p: torch.optim.SGD(p, lr=0.05), **kwargs)
+
+
+@dataclass
+class Fitted:
+    """Two rounds of a small ResNet with BatchNorm: its end, all updates, and where fits began."""
+
+    made: FederatedTrainer
+    updates: dict[int, list[ClientUpdate]]
+    starts: dict[tuple[int, int], dict[str, Tensor]]
+
+
+def fit_resnet(**kwargs: Any) -> Fitted:
     Starts.seen.clear()
     updates = Updates()
     made = trainer(**{"rounds": 2, "callbacks": [updates, Starts()], **kwargs})
-    made.fit(Classifier(ResNet20(width=4), lambda p: torch.optim.SGD(p, lr=0.05)), tiny())
-    return made, updates
+    made.fit(sgd(ResNet20(width=4)), tiny())
+    return Fitted(made, updates.rounds, dict(Starts.seen))
+
+
+resnet = cache(fit_resnet)  # for tests that only look at it
 
 
 # Loss and probabilities
@@ -106,11 +116,8 @@ class Labels(FederatedDataModule):
     def load(self) -> PublishedSplits:
         x = torch.randn(90, 5, generator=torch.Generator().manual_seed(0))
         whole = DataSplit(x, (x[:, :3] > 0).to(torch.uint8))
-        return PublishedSplits(
-            DataSpec((5,), 3, "multilabel"),
-            whole.take(torch.arange(60)),
-            whole.take(torch.arange(60, 90)),
-        )
+        parts = [whole.take(torch.arange(*rows)) for rows in ((0, 60), (60, 90))]
+        return PublishedSplits(DataSpec((5,), 3, "multilabel"), *parts)
 
 
 @pytest.mark.parametrize("model", [Classifier, FusedSpaceFed, ACVAE, NFClassifier])
@@ -149,39 +156,20 @@ def test_a_plain_trainer_fits_and_validates(backbone: Backbone) -> None:
     module.setup()
     data = module.federated
     held = DataLoader(TensorDataset(data.scaling(data.test.x), data.test.y), batch_size=8)
-    plain = pl.Trainer(
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-    )
-    model = Classifier(backbone, lambda p: torch.optim.SGD(p, lr=0.01))
+    plain, model = plain_trainer(), sgd(backbone)
     model.ensure_built(data.spec)
     before = clone(model.state_dict())
     plain.fit(model, module.train_dataloader(), held)
-    assert plain.global_step == len(TrainLoader(data, -1, 0, 1)) and not equal_states(
-        before, model.state_dict()
-    )
+    assert plain.global_step == len(TrainLoader(data, -1, 0, 1))
+    assert not equal_states(before, model.state_dict())
     by_hand = nn.functional.cross_entropy(model.eval()(data.scaling(data.test.x)), data.test.y)
-    assert float(plain.callback_metrics["val/loss"]) == pytest.approx(
-        float(by_hand.detach()), rel=1e-4
-    )
+    assert float(plain.callback_metrics["val/loss"]) == pytest.approx(by_hand.item(), rel=1e-4)
     predicted = torch.cat(plain.predict(model, held))
     assert predicted.shape == (20, 3) and torch.allclose(predicted.sum(1), torch.ones(20))
 
 
 def test_a_plain_trainer_builds_the_model_for_its_data_module() -> None:
-    plain = pl.Trainer(
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-    )
-    model = Classifier(MLP(hidden=(4,)))
+    plain, model = plain_trainer(), Classifier(MLP(hidden=(4,)))
     plain.fit(model, datamodule=tiny())
     assert model.spec is not None and model.spec.shape == (3, 8, 8) and plain.global_step == 6
 
@@ -189,40 +177,26 @@ def test_a_plain_trainer_builds_the_model_for_its_data_module() -> None:
 # Checkpoints
 
 
-@pytest.mark.parametrize("hidden", [(16,), (8, 8)])
-def test_the_exported_model_is_an_ordinary_checkpoint(
-    hidden: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_the_exported_model_is_an_ordinary_checkpoint(tmp_path: Path) -> None:
     made, module = trainer(rounds=2, run_dir=tmp_path), digits()
-    made.fit(Classifier(MLP(hidden=hidden), lambda p: torch.optim.SGD(p, lr=0.1)), module)
+    made.fit(sgd(MLP(hidden=(8, 8))), module)
     loaded = Classifier.load_from_checkpoint(tmp_path / "checkpoints" / "model.ckpt")
     assert loaded.spec == module.spec
     data = module.federated
     with torch.inference_mode():
         probabilities = loaded.eval()(data.scaling(data.test.x)).softmax(1)
     assert torch.allclose(probabilities, made.predict(), atol=1e-6)
-    assert made.federation is not None and equal_states(
-        dict(loaded.state_dict()), made.federation.state
-    )
+    assert equal_states(dict(loaded.state_dict()), made.federation.state)
 
 
 def test_the_exported_model_keeps_what_it_was_made_with(tmp_path: Path) -> None:
     made = trainer(rounds=1, run_dir=tmp_path)
     made.fit(Classifier(ResNet20(width=4, norm="group"), private=["network.head"]), tiny())
     loaded = Classifier.load_from_checkpoint(tmp_path / "checkpoints" / "model.ckpt")
-    assert isinstance(loaded.backbone, ResNet20) and (
-        loaded.backbone.width,
-        loaded.backbone.norm,
-    ) == (4, "group")
+    assert isinstance(loaded.backbone, ResNet20)
+    assert (loaded.backbone.width, loaded.backbone.norm) == (4, "group")
     assert tuple(loaded.private) == ("network.head",)
-    plain = pl.Trainer(
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        accelerator="cpu",
-    )
-    plain.fit(loaded, datamodule=tiny())
+    plain_trainer().fit(loaded, datamodule=tiny())
 
 
 @pytest.mark.parametrize("task", ["multiclass", "multilabel"])
@@ -244,14 +218,14 @@ def test_private_norms_stay_with_their_clients() -> None:
     made = trainer(rounds=2, callbacks=[updates])
     made.fit(Classifier(ResNet20(width=4), private=["*norm*"]), tiny())
     federation = made.federation
-    assert federation is not None and federation.entries.personal
+    assert federation.entries.personal
     assert federation.state and not [name for name in federation.state if "norm" in name]
     assert all(update.state.keys() == federation.state.keys() for update in updates.rounds[2])
     one, two = federation.client_state(0), federation.client_state(1)
     private = [name for name in one if name not in federation.state]
     assert private and all("norm" in name for name in private)
-    assert not torch.equal(one["network.norm.weight"], two["network.norm.weight"])
-    assert not torch.equal(one["network.norm.running_mean"], two["network.norm.running_mean"])
+    for name in ("network.norm.weight", "network.norm.running_mean"):
+        assert not torch.equal(one[name], two[name])
     assert all(torch.equal(one[name], two[name]) for name in federation.state)
     steps = {0: 2 * 2, 1: 2 * 2, 2: 2 * 3}  # two rounds of ceil(n / 10) batches
     for client, number in steps.items():
@@ -259,69 +233,54 @@ def test_private_norms_stay_with_their_clients() -> None:
 
 
 def test_averaged_buffers() -> None:
-    made, updates = fit_resnet(batchnorm="average")
-    state = made.federation.state
+    run = resnet(batchnorm="average")
+    state, sent = run.made.federation.state, run.updates[2]
     buffers = [name for name in state if is_buffer(name)]
     assert len(buffers) == 57, "19 norms"
+    weights = torch.tensor([update.samples for update in sent], dtype=torch.float64)
     for name in buffers:
-        sent = [update.state[name] for update in updates.rounds[2]]
-        weights = torch.tensor(
-            [update.samples for update in updates.rounds[2]], dtype=torch.float64
-        )
+        values = torch.stack([update.state[name] for update in sent])
         if name.endswith("num_batches_tracked"):
-            assert int(state[name]) == max(int(value) for value in sent)
+            assert state[name] == values.max()
         else:
-            mean = torch.tensordot(weights / weights.sum(), torch.stack(sent).double(), 1)
+            mean = torch.tensordot(weights / weights.sum(), values.double(), 1)
             assert torch.allclose(state[name], mean.float(), rtol=1e-5, atol=1e-7)
-    after_first = Starts.seen[2, 0]
-    assert (
-        equal_states(after_first, Starts.seen[2, 2])
-        and int(after_first["network.norm.num_batches_tracked"]) == 3
-    )
-    assert not made.federation.entries.personal
+    after_first = run.starts[2, 0]
+    assert equal_states(after_first, run.starts[2, 2])
+    assert int(after_first["network.norm.num_batches_tracked"]) == 3
+    assert not run.made.federation.entries.personal
 
 
 def test_local_buffers() -> None:
-    made, updates = fit_resnet(batchnorm="local")
-    federation = made.federation
-    assert (
-        not [name for name in federation.state if is_buffer(name)] and federation.entries.personal
-    )
-    assert not [name for update in updates.rounds[1] for name in update.state if is_buffer(name)]
-    assert [int(Starts.seen[2, c]["network.norm.num_batches_tracked"]) for c in range(3)] == [
-        2,
-        2,
-        3,
-    ]
-    means = [federation.client_state(c)["network.stages.0.0.norm1.running_mean"] for c in range(3)]
+    run = resnet(batchnorm="local")
+    federation, counter = run.made.federation, "network.norm.num_batches_tracked"
+    assert federation.entries.personal
+    for state in (federation.state, *(update.state for update in run.updates[1])):
+        assert state and not [name for name in state if is_buffer(name)]
+    assert [int(run.starts[2, client][counter]) for client in range(3)] == [2, 2, 3]
+    states = [federation.client_state(client) for client in range(3)]
+    means = [state["network.stages.0.0.norm1.running_mean"] for state in states]
     assert not torch.equal(means[0], means[1]) and not torch.equal(means[1], means[2])
-    assert torch.equal(
-        federation.client_state(0)["network.norm.weight"],
-        federation.client_state(1)["network.norm.weight"],
-    )
+    assert torch.equal(states[0]["network.norm.weight"], states[1]["network.norm.weight"])
 
 
 def test_reset_buffers() -> None:
-    made, updates = fit_resnet(batchnorm="reset")
-    for seen in Starts.seen.values():
+    run = resnet(batchnorm="reset")
+    assert len(run.starts) == 6
+    for seen in run.starts.values():
         for name, value in seen.items():
-            assert torch.equal(
-                value,
-                torch.ones_like(value) if name.endswith("running_var") else torch.zeros_like(value),
-            )
-    assert len(Starts.seen) == 6
+            assert bool((value == float(name.endswith("running_var"))).all())
     name = "network.norm.running_mean"
-    assert all(update.state[name].abs().sum() > 0 for update in updates.rounds[2]), "they travel"
-    assert made.federation.state[name].abs().sum() > 0 and not made.federation.entries.personal
-    counters = [
-        int(update.state["network.norm.num_batches_tracked"]) for update in updates.rounds[2]
-    ]
+    assert all(update.state[name].abs().sum() > 0 for update in run.updates[2]), "they travel"
+    assert run.made.federation.state[name].abs().sum() > 0
+    assert not run.made.federation.entries.personal
+    counters = [int(u.state["network.norm.num_batches_tracked"]) for u in run.updates[2]]
     assert counters == [2, 2, 3], "a fit's own batches only"
 
 
 def test_the_policies_differ() -> None:
     states = [
-        fit_resnet(batchnorm=policy)[0].federation.client_state(0)
+        resnet(batchnorm=policy).made.federation.client_state(0)
         for policy in ("average", "local", "reset")
     ]
     name = "network.norm.running_mean"
@@ -331,42 +290,27 @@ def test_the_policies_differ() -> None:
 # Mixed precision
 
 
-def test_weights_stay_float32_under_mixed_precision() -> None:
-    full, _ = fit_resnet()
-    mixed, updates = fit_resnet(precision="bf16-mixed")
-    dtypes = {name: value.dtype for name, value in mixed.federation.state.items()}
+def test_weights_stay_float32_under_mixed_precision_which_repeats() -> None:
+    full, mixed = resnet(batchnorm="average").made, fit_resnet(precision="bf16-mixed")
+    state = mixed.made.federation.state
+    dtypes = {name: value.dtype for name, value in state.items()}
     assert dtypes == {name: value.dtype for name, value in full.federation.state.items()}
     assert set(dtypes.values()) == {torch.float32, torch.int64}
-    assert all(
-        update.state["network.head.weight"].dtype == torch.float32 for update in updates.rounds[1]
-    )
-    a, b = (
-        mixed.federation.state["network.head.weight"],
-        full.federation.state["network.head.weight"],
-    )
+    name = "network.head.weight"
+    assert all(update.state[name].dtype == torch.float32 for update in mixed.updates[1])
+    a, b = state[name], full.federation.state[name]
     assert not torch.equal(a, b) and torch.allclose(a, b, atol=0.1)
-    assert mixed.predict().dtype == torch.float32 and mixed.test()[0]["loss"] < 3
-
-
-def test_mixed_precision_repeats() -> None:
-    one, two = (fit_resnet(precision="bf16-mixed")[0].federation.state for _ in range(2))
-    assert equal_states(one, two)
+    assert mixed.made.predict().dtype == torch.float32 and mixed.made.test()[0]["loss"] < 3
+    again = fit_resnet(precision="bf16-mixed").made.federation.state
+    assert equal_states(state, again)
 
 
 def test_a_partition_of_one_client_is_plain_training() -> None:
     """One client and one round end with the weights of a plain Trainer on the same batches."""
     module = TinyImages(clients=1, partition=IID(), batch_size=10, val_fraction=0.0)
-    made = trainer(rounds=1, max_epochs=2)
-    made.fit(Classifier(MLP(hidden=(8,)), lambda p: torch.optim.SGD(p, lr=0.05)), module)
-    model = Classifier(MLP(hidden=(8,)), lambda p: torch.optim.SGD(p, lr=0.05))
+    made, model = trainer(rounds=1, max_epochs=2), sgd(MLP(hidden=(8,)))
+    made.fit(sgd(MLP(hidden=(8,))), module)
     seed_process(3, "model")
     model.ensure_built(module.spec)
-    plain = pl.Trainer(
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        accelerator="cpu",
-    )
-    plain.fit(model, TrainLoader(module.federated, 0, seed=3, round=1))
+    plain_trainer(max_epochs=2).fit(model, TrainLoader(module.federated, 0, seed=3, round=1))
     assert equal_states(dict(model.state_dict()), made.federation.state)

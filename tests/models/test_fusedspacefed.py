@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from torch import Tensor
 
 from flsuite.aggregators import FedAvg, FedProx
@@ -23,6 +23,7 @@ from flsuite.schedules import Synchronous
 from flsuite.state import State, clone
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import equal_states, trainer
+from tests.plain import plain_trainer
 
 SPEC = DataSpec((1, 8, 8), 3)
 SMALL = CNN(channels=(2, 4), hidden=(8,))
@@ -90,36 +91,33 @@ def test_logits_and_columns(autoencoder: Any, fusion: Any) -> None:
     model = built(autoencoder=autoencoder, fusion=fusion)
     assert model(batch()[0]).shape == (6, 3)
     columns = model.eval().evaluation_step(batch())
-    assert {k: v.shape for k, v in columns.items()} == {
-        "loss": (6,),
-        "scores": (6, 3),
-        "reconstruction": (6,),
-    }
+    shapes = {"loss": (6,), "scores": (6, 3), "reconstruction": (6,)}
+    assert {k: v.shape for k, v in columns.items()} == shapes
 
 
 def test_fusion() -> None:
     x, other = batch()[0], torch.rand(6, 1, 8, 8)
     added, stacked = built(fusion="sum"), built(fusion="concat")
-    first = f"{added.head}0.weight"
-    assert torch.equal(added.fuse(x, other), x + other)
-    assert torch.equal(stacked.fuse(x, other), torch.cat([x, other], 1))
-    assert torch.equal(added.classifier_inputs(x)[0], x)
+    half, both = (built(fusion=fusion, fusion_scale=0.5) for fusion in ("sum", "concat"))
+    for model, fused in (
+        (added, x + other),
+        (half, x + 0.5 * other),
+        (stacked, torch.cat([x, other], 1)),
+        (both, torch.cat([x, 0.5 * other], 1)),
+    ):
+        assert torch.equal(model.fuse(x, other), fused)
+    for model in (added, half):
+        assert torch.equal(model.classifier_inputs(x)[0], x)
     assert torch.equal(stacked.classifier_inputs(x)[0], torch.cat([x, torch.zeros_like(x)], 1))
     assert torch.equal(added.eval().classifier_inputs(x)[1], x + added.reconstruct(x))
-    half = built(fusion="sum", fusion_scale=0.5)
-    assert torch.equal(half.fuse(x, other), x + 0.5 * other)
-    assert torch.equal(
-        built(fusion="concat", fusion_scale=0.5).fuse(x, other), torch.cat([x, 0.5 * other], 1)
-    )
-    assert torch.equal(half.classifier_inputs(x)[0], x)
+    first = f"{added.head}0.weight"
     assert [model.state_dict()[first].shape[1] for model in (added, stacked)] == [1, 2]
 
 
 def test_reconstruction_error_stays_in_float32() -> None:
+    x = torch.full((2, 1, 4, 4), 0.5, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        error = reconstruction_error(
-            torch.full((2, 1, 4, 4), 0.5, dtype=torch.bfloat16), torch.zeros(2, 1, 4, 4)
-        )
+        error = reconstruction_error(x, torch.zeros(2, 1, 4, 4))
     assert error.dtype == torch.float32 and error.tolist() == [0.25, 0.25]
 
 
@@ -170,23 +168,16 @@ def test_two_learning_rates() -> None:
 # The warm-up
 
 
-@pytest.mark.parametrize("autoencoder", ["unet", "bottleneck"])
-@pytest.mark.parametrize("aggregator", [FedAvg(), FedProx(mu=1.0)], ids=["plain", "proximal"])
+@pytest.mark.parametrize(
+    ("autoencoder", "aggregator"), [("unet", FedAvg()), ("bottleneck", FedProx(mu=1.0))]
+)
 def test_warm_up_moves_the_encoder_only(autoencoder: Any, aggregator: FedAvg) -> None:
     """Weights and statistics of D and C stay, whatever an algorithm adds to the gradients."""
     model = small(autoencoder=autoencoder, warmup_epochs=50, backbone=ResNet20(width=4))
     model.ensure_built(SPEC)
     before, error = clone(model.state_dict()), _error(model)
-    plain = Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=aggregator.callbacks(_client(before)),
-    )
-    plain.fit(model, datamodule=Images())
+    callbacks = aggregator.callbacks(_client(before))
+    plain_trainer(max_epochs=2, callbacks=callbacks).fit(model, datamodule=Images())
     changed = {
         name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
     }
@@ -220,13 +211,6 @@ def test_nothing_moves_a_frozen_part_even_if_a_callback_gives_it_a_gradient() ->
     assert not has_gradient(model, "decoder.") and not has_gradient(model, "classifier.")
 
 
-def test_local_epochs_come_on_top_of_the_warm_up() -> None:
-    """16 samples in batches of 8 make two steps per epoch."""
-    recorder = Recorder()
-    federate(small(warmup_epochs=2), callbacks=[recorder], max_epochs=3)
-    assert [update.steps for update in recorder.seen] == [2 * (2 + 3)] * 3
-
-
 class Watched(FusedSpaceFed):
     """Records the epoch of every step on the joint loss, on the class: fits may copy the model."""
 
@@ -238,31 +222,32 @@ class Watched(FusedSpaceFed):
 
 
 def test_the_joint_loss_begins_after_the_extra_epochs_in_every_fit() -> None:
-    """So the loss of the extra epochs can be reported apart from the joint one."""
-    Watched.joint = []
+    """16 samples in batches of 8 make two steps per epoch.
+
+    So the loss of the extra epochs can be reported apart from the joint one.
+    """
+    Watched.joint, recorder = [], Recorder()
     model = Watched(backbone=SMALL, latent_dim=5, warmup_epochs=2)
     assert model.extra_epochs == 2
 
-    federate(model, rounds=2, max_epochs=3)
+    federate(model, rounds=2, max_epochs=3, callbacks=[recorder])
 
     steps, clients, rounds = 2, 3, 2
+    assert [update.steps for update in recorder.seen] == [steps * (2 + 3)] * clients * rounds
     assert sorted(Watched.joint) == sorted([2, 3, 4] * steps * clients * rounds)
 
 
-def test_no_warm_up() -> None:
-    recorder = Recorder()
-    federate(small(warmup_epochs=0), callbacks=[recorder])
-    assert [update.steps for update in recorder.seen] == [2] * 3
-
-
-def test_joint_epochs_move_everything() -> None:
-    model = small()
+def test_without_a_warm_up_joint_epochs_move_everything() -> None:
+    model, recorder = small(warmup_epochs=0), Recorder()
     model.ensure_built(SPEC)
     before = clone(model.state_dict())
-    made = federate(model)
-    after = made.federation.client_state(0)  # type: ignore[union-attr]
-    moved = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    federation = federate(model, callbacks=[recorder]).federation
+    assert [update.steps for update in recorder.seen] == [2] * 3
+    first, second = federation.client_state(0), federation.client_state(1)
+    moved = {name.split(".")[0] for name in before if not torch.equal(before[name], first[name])}
     assert moved == {"encoder", "decoder", "classifier"}
+    differ = {name for name in first if not torch.equal(first[name], second[name])}
+    assert differ and all(name.startswith("encoder.") for name in differ)
 
 
 # The federation
@@ -280,21 +265,22 @@ def tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
             yield from tensors(value)
 
 
-def test_no_encoder_tensor_leaves_a_client() -> None:
+def test_no_encoder_tensor_leaves_a_client_and_a_resume_keeps_them(tmp_path: Path) -> None:
     """Compared by name, key and value: the same weights under another name count too."""
     recorder = Recorder()
-    made = federate(
-        small(latent_dim=5, lambda_sp=0.1), callbacks=[recorder], rounds=2, keep_optimizers=True
-    )
+
+    def fit(rounds: int, run_dir: Path, ckpt_path: str | None = None, **kwargs: Any) -> list[State]:
+        made = trainer(rounds=rounds, run_dir=run_dir, keep_optimizers=True, **kwargs)
+        made.fit(small(lambda_sp=0.1), Images(), ckpt_path=ckpt_path)
+        return [made.federation.client_state(client) for client in range(3)]
+
+    states = fit(2, tmp_path / "whole", callbacks=[recorder])
     assert len(recorder.seen) == 6
-    encoders = [
-        {k: v for k, v in made.federation.client_state(c).items() if k.startswith("encoder.")}  # type: ignore[union-attr]
-        for c in range(3)
-    ]
+    encoders = [{k: v for k, v in own.items() if k.startswith("encoder.")} for own in states]
     sizes = {v.shape for v in encoders[0].values() if v.ndim > 1} | {
         (sum(v.numel() for v in encoders[0].values()),)
     }
-    shared = {v.shape for k, v in made.federation.state.items()}  # type: ignore[union-attr]
+    shared = {v.shape for k, v in states[0].items() if k not in encoders[0]}
     own = sizes - shared  # shapes that only the encoder has, the latent's among them
     assert torch.Size((5, 64)) in own
     last = {update.client: update for update in recorder.seen}
@@ -305,6 +291,10 @@ def test_no_encoder_tensor_leaves_a_client() -> None:
         learned = [v for v in encoder.values() if v.ndim > 1]
         for _, tensor in tensors([last[client].state, last[client].extras]):
             assert not any(tensor.shape == v.shape and torch.equal(tensor, v) for v in learned)
+
+    fit(1, tmp_path / "parts")
+    resumed = fit(2, tmp_path / "parts", "last")
+    assert all(equal_states(a, b) for a, b in zip(states, resumed, strict=True))
 
 
 def test_without_the_reconstruction_it_is_the_plain_classifier() -> None:
@@ -335,41 +325,16 @@ def test_a_client_that_joins_late_starts_from_the_encoder_of_round_one() -> None
     Starts.seen = []
     model = built()
     initial = clone(model.encoder.state_dict())
-    federate(model, rounds=10, schedule=Synchronous(1), callbacks=[Starts()])
+    federate(model, rounds=6, schedule=Synchronous(1), callbacks=[Starts()])
     first = {client: (round, encoder) for round, client, encoder in reversed(Starts.seen)}
     assert first.keys() == {0, 1, 2} and max(round for round, _ in first.values()) > 2
     assert all(equal_states(encoder, initial) for _, encoder in first.values())
-    assert not any(
-        equal_states(encoder, initial)
-        for round, client, encoder in Starts.seen
-        if round > first[client][0]
-    )
-
-
-def test_encoders_differ_between_clients_and_the_rest_does_not() -> None:
-    federation = federate(small()).federation
-    assert federation is not None
-    first, second = federation.client_state(0), federation.client_state(1)
-    differ = {name for name in first if not torch.equal(first[name], second[name])}
-    assert differ and all(name.startswith("encoder.") for name in differ)
-
-
-def test_resume_keeps_private_encoders_bit_for_bit(tmp_path: Path) -> None:
-    def fit(folder: Path, rounds: int, ckpt_path: str | None = None) -> list[State]:
-        made = trainer(rounds=rounds, evaluate_every=100, run_dir=str(folder), keep_optimizers=True)
-        made.fit(small(lambda_sp=0.01), Images(), ckpt_path=ckpt_path)
-        assert made.federation is not None
-        return [made.federation.client_state(client) for client in range(3)]
-
-    whole = fit(tmp_path / "whole", 3)
-    fit(tmp_path / "parts", 1)
-    parts = fit(tmp_path / "parts", 3, "last")
-    assert all(equal_states(a, b) for a, b in zip(whole, parts, strict=True))
+    later = [encoder for round, client, encoder in Starts.seen if round > first[client][0]]
+    assert later and not any(equal_states(encoder, initial) for encoder in later)
 
 
 def test_multi_label() -> None:
-    made = federate(small(), Images(labels=True))
-    found = made.test()[0]
+    found = federate(small(), Images(labels=True)).test()[0]
     assert {"accuracy", "f1_macro", "reconstruction", "loss"} <= found.keys()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite import FederatedTrainer, FederationError, FlsuiteError
-from flsuite.aggregators import Centralized, FedAvg, FedProx
+from flsuite.aggregators import Centralized, FedProx
 from flsuite.data import DataSpec, Dirichlet, Synthetic
 from flsuite.data.loader import TrainLoader
 from flsuite.engines import Processes
@@ -21,25 +21,17 @@ from flsuite.models.backbones import MLP, Backbone, ResNet20, StridedCNN
 from flsuite.models.nfclassifier import _Head
 from flsuite.models.replay import soft_cross_entropy
 from flsuite.schedules import Synchronous
-from flsuite.state import State, clone
-from tests.conftest import digits, equal_states, trainer
+from flsuite.state import clone
+from tests.conftest import digits, equal_states, state, trainer
+from tests.plain import plain_trainer
 
 TABLE = DataSpec((5,), 3)
 IMAGES = DataSpec((1, 8, 8), 3)
 
 
 def small(**settings: Any) -> NFClassifier:
-    backbone = MLP(hidden=(8,))
-    return NFClassifier(
-        **{
-            "feature_dim": 6,
-            "couplings": 2,
-            "flow_width": 8,
-            "backbone": backbone,
-            "lr": 1e-2,
-            **settings,
-        }
-    )
+    sizes = {"feature_dim": 6, "couplings": 2, "flow_width": 8, "backbone": MLP(hidden=(8,))}
+    return NFClassifier(**{"lr": 1e-2, **sizes, **settings})
 
 
 def built(spec: DataSpec = TABLE, **settings: Any) -> NFClassifier:
@@ -56,14 +48,8 @@ def batch(n: int = 12) -> tuple[Tensor, Tensor]:
 
 
 def table(clients: int = 4) -> Synthetic:
-    return Synthetic(
-        features=5,
-        classes=3,
-        samples=150,
-        clients=clients,
-        partition=Dirichlet(0.5, min_samples=4),
-        batch_size=16,
-    )
+    rows = {"features": 5, "classes": 3, "samples": 150, "batch_size": 16}
+    return Synthetic(clients=clients, partition=Dirichlet(0.5, min_samples=4), **rows)
 
 
 def fit(model: Any = None, **settings: Any) -> FederatedTrainer:
@@ -72,19 +58,11 @@ def fit(model: Any = None, **settings: Any) -> FederatedTrainer:
     return made
 
 
-def state(made: FederatedTrainer) -> State:
-    assert made.federation is not None
-    return made.federation.state
-
-
-def plain_trainer(**settings: Any) -> pl.Trainer:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(**{"max_epochs": 1, "accelerator": "cpu", **quiet, **settings})
+@pytest.fixture(scope="module")
+def plainly() -> FederatedTrainer:
+    """Return a fitted federation of two rounds, for tests that only look at it."""
+    torch.set_num_threads(1)
+    return fit()
 
 
 def one_fit(model: NFClassifier, callbacks: Any = (), **settings: Any) -> NFClassifier:
@@ -169,25 +147,18 @@ class Same(Backbone):
         return nn.Sequential(MLP(hidden=(8,)).build(shape, 6), nn.LeakyReLU(), _Head(6, outputs))
 
 
-@pytest.mark.parametrize("aggregator", [FedAvg, FedProx])
-def test_without_replay_its_classifier_is_a_plain_one_bit_for_bit(aggregator: Any) -> None:
+def test_without_replay_its_classifier_is_a_plain_one_bit_for_bit() -> None:
     """An algorithm's term comes before the clipping in both."""
-    nf = fit(
-        small(k_replay=0.0, clip=0.5, normalize_features=False),
-        aggregator=aggregator(),
-        max_epochs=2,
-    )
+    settings: dict[str, Any] = {"aggregator": FedProx(), "max_epochs": 2}
+    nf = fit(small(k_replay=0.0, clip=0.5, normalize_features=False), **settings)
     same = Classifier(Same(), optimizer=lambda p: torch.optim.Adam(p, lr=1e-2, fused=True))
-    plain = fit(same, aggregator=aggregator(), max_epochs=2, gradient_clip_val=0.5)
-    ours = {name: value for name, value in state(nf).items() if not name.startswith("flow.")}
-    assert ours and all(
-        torch.equal(a, b) for a, b in zip(ours.values(), state(plain).values(), strict=True)
-    )
+    plain = fit(same, gradient_clip_val=0.5, **settings)
+    ours = [value for name, value in state(nf).items() if not name.startswith("flow.")]
+    assert ours
+    assert all(torch.equal(a, b) for a, b in zip(ours, state(plain).values(), strict=True))
     assert nf.test()[0]["accuracy"] == plain.test()[0]["accuracy"]
-    updates = zip(nf.federation.log.updates, plain.federation.log.updates, strict=True)  # type: ignore[union-attr]
-    assert all(a.steps == b.steps and a.metrics["loss"] == b.metrics["loss"] for a, b in updates), (
-        "a batch is one step"
-    )
+    for a, b in zip(nf.federation.log.updates, plain.federation.log.updates, strict=True):
+        assert a.steps == b.steps and a.metrics["loss"] == b.metrics["loss"], "a batch is one step"
 
 
 def test_the_flow_teaches_the_features_nothing() -> None:
@@ -328,29 +299,17 @@ def test_two_tasks_resume_and_workers_change_nothing(buffers: Any, tmp_path: Pat
     fit(model(), rounds=3, run_dir=str(tmp_path / "run"), **settings, **elsewhere)
     resumed = trainer(rounds=4, run_dir=str(tmp_path / "run"), **settings)
     resumed.fit(model(), table(), ckpt_path="last")
-    assert whole.federation is not None and resumed.federation is not None
     assert equal_states(state(whole), state(resumed))
     assert not any(name.startswith("previous.") for name in state(whole))
-    counts = [whole.federation.data.class_counts(client) for client in range(4)]
+    name = "flow.flows.0.conditioner.initial_layer.weight"
     for client in range(4):
-        ours, theirs = (
-            whole.federation.client_state(client),
-            resumed.federation.client_state(client),
-        )
-        assert equal_states(ours, theirs)
-        assert torch.equal(ours["previous.met"].bool(), counts[client] > 0), (
-            "its own labels, and no others"
-        )
+        ours = whole.federation.client_state(client)
+        assert equal_states(ours, resumed.federation.client_state(client))
+        labels = whole.federation.data.class_counts(client) > 0
+        assert torch.equal(ours["previous.met"].bool(), labels), "its own labels, and no others"
         assert ours["previous.task"].item() == 1 and ours["previous.past"].any()
-    kept = [
-        whole.federation.client_state(c)["previous.flow.flows.0.conditioner.initial_layer.weight"]
-        for c in range(4)
-    ]
-    assert not torch.equal(kept[0], state(whole)["flow.flows.0.conditioner.initial_layer.weight"])
-    norms = [
-        whole.federation.client_state(c)["previous.extractor.0.1.running_mean"] for c in range(4)
-    ]
-    assert all(norm.abs().sum() > 0 for norm in norms) or buffers == "reset"
+        assert not torch.equal(ours[f"previous.{name}"], state(whole)[name])
+        assert buffers == "reset" or ours["previous.extractor.0.1.running_mean"].any()
 
 
 def test_without_weights_for_it_no_second_model_is_kept() -> None:
@@ -409,18 +368,11 @@ def test_samples_of_a_trained_flow_are_told_apart_by_the_head() -> None:
         nll = model.evaluation_step((data.scaling(data.test.x), data.test.y))["nll"].mean()
     assert right > 0.7 and nll < before["nll"]
     rows = {row[7]: row[8] for row in made.run.folder.table.rows if row[5] == "global"}
-    assert {
-        "nll",
-        "flow_nll",
-        "density",
-        "credibility",
-        "replay",
-        "gradient_norm",
-        "flow_gradient_norm",
-    } <= rows.keys()
+    logged = "nll flow_nll density credibility replay gradient_norm flow_gradient_norm"
+    assert set(logged.split()) <= rows.keys()
 
 
-def test_bf16_trains_with_densities_in_float32() -> None:
+def test_bf16_trains_with_densities_in_float32(plainly: FederatedTrainer) -> None:
     model = built(IMAGES, backbone=StridedCNN(4))
     x, y = torch.rand(6, 1, 8, 8), torch.arange(6) % 3
     with torch.autocast("cpu", torch.bfloat16):
@@ -428,10 +380,10 @@ def test_bf16_trains_with_densities_in_float32() -> None:
         outputs = model.evaluation_step((x, y))
         assert all(value.dtype == torch.float32 for value in outputs.values())
         assert model.log_likelihood((x, y)).dtype == torch.float32
-    full, mixed = fit(), fit(precision="bf16-mixed")
-    assert all(value.dtype == state(full)[name].dtype for name, value in state(mixed).items())
-    assert not equal_states(state(full), state(mixed))
-    assert mixed.test()[0]["loss"] == pytest.approx(full.test()[0]["loss"], abs=0.2)
+    mixed, full = fit(precision="bf16-mixed"), state(plainly)
+    assert all(value.dtype == full[name].dtype for name, value in state(mixed).items())
+    assert not equal_states(full, state(mixed))
+    assert mixed.test()[0]["loss"] == pytest.approx(plainly.test()[0]["loss"], abs=0.2)
 
 
 def test_an_exploding_flow_is_clipped_and_reported_and_a_ruined_one_refused() -> None:
@@ -465,17 +417,13 @@ def test_a_plain_trainer_fits_it_without_a_warning(recwarn: pytest.WarningsRecor
     assert model.previous.met.tolist() == [1, 1, 1]
 
 
-def test_kept_optimizers_carry_both_adams() -> None:
-    whole, fresh = fit(keep_optimizers=True), fit()
-    assert not equal_states(state(whole), state(fresh))
+def test_kept_optimizers_carry_both_adams(plainly: FederatedTrainer) -> None:
+    assert not equal_states(state(fit(keep_optimizers=True)), state(plainly))
 
 
 def test_it_builds_for_tables_images_and_colour() -> None:
-    for shape, backbone in (
-        ((5,), None),
-        ((1, 28, 28), StridedCNN(4)),
-        ((3, 32, 32), ResNet20(width=4)),
-    ):
+    cases = (((5,), None), ((1, 28, 28), StridedCNN(4)), ((3, 32, 32), ResNet20(width=4)))
+    for shape, backbone in cases:
         model = built(DataSpec(shape, 4), backbone=backbone)
         assert model.eval()(torch.rand(2, *shape)).shape == (2, 4)
     made = StridedCNN().build((1, 28, 28), 512)
