@@ -1,6 +1,7 @@
 """The scores of continual learning, worked by hand."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -31,24 +32,17 @@ def test_two_of_three_tasks_by_hand() -> None:
     assert float(forgetting(so_far)) == pytest.approx(0.90 - 0.95)
 
 
-@pytest.mark.parametrize(
-    "matrix", [MATRIX[:2], MATRIX[:2, :1]], ids=["the first of three", "the only one"]
-)
-def test_one_task_has_an_average_and_nothing_to_compare(matrix: torch.Tensor) -> None:
-    assert float(average_accuracy(matrix)) == pytest.approx(0.90)
-    assert all(
-        math.isnan(function(matrix))
-        for function in (backward_transfer, forward_transfer, forgetting)
-    )
+def test_one_task_has_an_average_and_nothing_to_compare() -> None:
+    for matrix in (MATRIX[:2], MATRIX[:2, :1]):  # the first of three, and the only one
+        assert float(average_accuracy(matrix)) == pytest.approx(0.90)
+        assert all(math.isnan(compare(matrix)) for compare in ALL[1:])
 
 
-@pytest.mark.parametrize("done", [1, 2, 3])
+@pytest.mark.parametrize("done", [1, 3])
 @pytest.mark.parametrize("function", ALL)
-def test_matrices_are_summarised_one_by_one(function: object, done: int) -> None:
-    assert callable(function)
-    many = torch.rand(
-        2, 4, 1 + done, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
+def test_matrices_are_summarised_one_by_one(function: Any, done: int) -> None:
+    torch.manual_seed(0)
+    many = torch.rand(2, 4, 1 + done, 3, dtype=torch.float64)
     found = function(many)
     assert found.shape == (2, 4) and found.dtype == torch.float64
     one_by_one = torch.stack([function(matrix) for matrix in many.flatten(0, 1)]).reshape(2, 4)

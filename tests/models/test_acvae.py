@@ -189,6 +189,7 @@ def test_the_label_frequencies_of_a_fit_survive_as_weights() -> None:
         ({"log_variance_limit": 0.0}, "log_variance_limit must be"),
         ({"class_prior": [1.0, 0.0, 1.0]}, "class_prior must be positive"),
         ({"class_prior": [1.0, 1.0]}, "2 numbers for 3 classes"),
+        ({"spec": DataSpec((1, 8, 8), 3, "multilabel")}, "one class per sample"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:
@@ -206,17 +207,16 @@ def test_predict_writes_reconstructions_and_samples(
     made.predict()
     said = capsys.readouterr().out
     assert all(name in said for name in ("predictions.csv", "reconstructions.png", "samples.png"))
-    few, samples = (
-        imread(tmp_path / "run" / f"{name}.png") for name in ("reconstructions", "samples")
-    )
+    files = [tmp_path / "run" / f"{name}.png" for name in ("reconstructions", "samples")]
+    few, samples = map(imread, files)
     assert len(samples) > 3 * len(few), "ten rows, and two"
     images = 10 * (56 + 2) + 2
     labels = samples[:, :-images, :3]
     rows = np.array_split(labels.min(axis=(1, 2)), 10)
     assert all(row.min() < 0.2 for row in rows), "each row has its class"
-    before = (tmp_path / "run" / "samples.png").read_bytes()
+    before = files[1].read_bytes()
     made.predict()
-    assert (tmp_path / "run" / "samples.png").read_bytes() == before
+    assert files[1].read_bytes() == before
 
 
 def test_negatives_present_leaves_absent_classes_alone() -> None:
