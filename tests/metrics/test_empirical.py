@@ -47,20 +47,12 @@ def densities(n: int = 12) -> tuple[Densities, tuple[Tensor, Tensor]]:
     return model.eval(), (torch.randn(n, 1, 6, 6), torch.randint(0, 4, (n,)))
 
 
-def flow_model(spec: DataSpec | None = None, **settings: Any) -> NFClassifier:
+def flow_model(scale: float | None = 0.3) -> NFClassifier:
     torch.manual_seed(0)
-    made = NFClassifier(
-        **{
-            "feature_dim": 6,
-            "couplings": 2,
-            "flow_width": 8,
-            "backbone": MLP(hidden=(8,)),
-            **settings,
-        }
-    )
-    made.ensure_built(spec or DataSpec((5,), 3))
-    for parameter in made.flow.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    made = NFClassifier(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,)))
+    made.ensure_built(DataSpec((5,), 3))
+    for parameter in made.flow.parameters() if scale else ():
+        nn.init.normal_(parameter, std=scale)
     return made.eval()
 
 
@@ -84,17 +76,12 @@ def test_exact_is_a_loop_over_samples(
     monkeypatch.setattr("flsuite.metrics.fisher.per_sample._NUMBERS_AT_ONCE", 1000)
     table = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
     for model, (x, y) in (densities(), (flow_model(), table)):
-        names = [
-            name
-            for name, _ in model.named_parameters()
-            if isinstance(model, Densities) or name.startswith("flow.")
-        ]
-        found = fisher_diagonal(
-            model, names, zip(x.split(sizes), y.split(sizes), strict=True), "exact"
-        )
-        assert found.keys() == set(names) and all(
-            value.dtype == torch.float32 for value in found.values()
-        )
+        prefix = "" if isinstance(model, Densities) else "flow."
+        names = [name for name, _ in model.named_parameters() if name.startswith(prefix)]
+        batches = zip(x.split(sizes), y.split(sizes), strict=True)
+        found = fisher_diagonal(model, names, batches, "exact")
+        assert found.keys() == set(names)
+        assert {value.dtype for value in found.values()} == {torch.float32}
         for name, expected in looped(model, names, (x, y)).items():
             torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
             assert found[name].sum() > 0
@@ -131,21 +118,15 @@ def test_both_by_hand_and_the_factor_between_them() -> None:
     """Samples 1, 3 | 2, -2: the mean of squares is 4.5. The batch means are 2 and 0, so it is 2."""
     x, y = torch.tensor([[1.0, 0], [3, 0], [2, 0], [-2, 0]]), torch.zeros(4)
     batches = list(zip(x.split(2), y.split(2), strict=True))
-    assert fisher_diagonal(Normals(), ["mean", "frozen"], batches, "exact")["mean"].tolist() == [
-        4.5,
-        0,
-    ]
+    exact = fisher_diagonal(Normals(), ["mean", "frozen"], batches, "exact")
+    assert exact["mean"].tolist() == [4.5, 0]
     found = fisher_diagonal(Normals(), ["mean", "frozen"], batches, "batch")
     assert found["mean"].tolist() == [2.0, 0] and found["frozen"].tolist() == [0.0, 0]
     x = torch.randn(6400, 2, generator=torch.Generator().manual_seed(0))
     batches = [(part, part[:, 0]) for part in x.split(32)]
     for kind, expected in (("exact", 1.0), ("batch", 1 / 32)):
-        torch.testing.assert_close(
-            fisher_diagonal(Normals(), ["mean"], batches, kind)["mean"],
-            torch.full((2,), expected),
-            rtol=0.25,
-            atol=0,
-        )
+        found = fisher_diagonal(Normals(), ["mean"], batches, kind)["mean"]
+        torch.testing.assert_close(found, torch.full((2,), expected), rtol=0.25, atol=0)
 
 
 @pytest.mark.parametrize("estimator", ["exact", "batch"])
@@ -154,10 +135,7 @@ def test_both_by_hand_and_the_factor_between_them() -> None:
     [
         (lambda model, x: model.mean.sum(), r"one number per sample, \(3,\), got \(\)"),
         (lambda model, x: x.sum(1), "depends on none of the parameters"),
-        (
-            lambda model, x: (x - model.mean.detach()).sum(1) + 0 * model.other,
-            "depends on none of the parameters",
-        ),
+        (lambda model, x: x.sum(1) + 0 * model.other, "depends on none of the parameters"),
     ],
 )
 def test_bad_log_likelihoods_are_named(estimator: Any, values: Any, said: str) -> None:
@@ -270,21 +248,7 @@ class RowsOfATable(OneLayer):
         return x.sum(1, keepdim=True) * self.linear(table).sum(0) + self.other(x)
 
 
-KINDS = [
-    TiedBehindZeros,
-    CalledAgainLater,
-    WeightAddedLater,
-    Discarded,
-    DiscardedLater,
-    DiscardedAndUsedElsewhere,
-    OutputOverwritten,
-    InputOverwritten,
-    ByKeyword,
-    RowsOfATable,
-]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", OneLayer.__subclasses__(), ids=lambda kind: kind.__name__)
 def test_exact_holds_in_every_batch_however_a_layer_is_used(kind: type[OneLayer]) -> None:
     """The first batch proves nothing about the second, and gradients of zero prove nothing."""
     torch.manual_seed(0)
@@ -318,9 +282,7 @@ def test_the_flow_never_needs_the_gradient_of_a_single_sample(
         raise AssertionError("per-sample gradients")
 
     monkeypatch.setattr("flsuite.metrics.fisher.products.sample_squares", refuse)
-    untrained = NFClassifier(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,)))
-    untrained.ensure_built(DataSpec((5,), 3))
-    for model in (flow_model(), untrained.eval()):
+    for model in (flow_model(), flow_model(scale=None)):
         names = [name for name, _ in model.named_parameters() if name.startswith("flow.")]
         batches = [(torch.randn(n, 5), torch.arange(n) % 3) for n in (8, 8, 1)]
         assert fisher_diagonal(model, names, batches, "exact").keys() == set(names)

@@ -97,8 +97,14 @@ def flat(state: State) -> Tensor:
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("make", [convolutions, others])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (convolutions, torch.contiguous_format),
+        (convolutions, torch.channels_last),
+        (others, torch.channels_last),
+    ],
+)
 def test_the_diagonal_is_a_loop_over_samples_and_columns(
     make: Any, task: Any, layout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,15 +223,11 @@ def test_sampled_targets_have_the_exact_expectation(task: Any) -> None:
 
 def test_a_draw_depends_on_its_generator_alone() -> None:
     net, x = convolutions(), images()
-    first, again, other = (
-        flat(
-            predictive_diagonal(
-                net, ["0.weight"], [(x,)], TASKS[0], "sampled", torch.Generator().manual_seed(seed)
-            )
-        )
-        for seed in (1, 1, 2)
-    )
-    assert torch.equal(first, again) and not torch.equal(first, other)
+    draws = []
+    for seed in (1, 1, 2):
+        sampled = TASKS[0], "sampled", torch.Generator().manual_seed(seed)
+        draws.append(flat(predictive_diagonal(net, ["0.weight"], [(x,)], *sampled)))
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -385,9 +387,8 @@ def test_a_frozen_parameter_has_no_fisher_and_changes_no_other() -> None:
 def test_tied_weights_have_one_fisher_under_both_names() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     net[2].weight = net[0].weight
-    found = predictive_diagonal(
-        net, ["0.weight", "2.weight", "2.bias"], [(torch.randn(7, 4),)], task="multiclass"
-    )
+    names = ["0.weight", "2.weight", "2.bias"]
+    found = predictive_diagonal(net, names, [(torch.randn(7, 4),)], task="multiclass")
     assert torch.equal(found["0.weight"], found["2.weight"]) and found["2.weight"].any()
 
 
@@ -419,12 +420,14 @@ def test_ordinal_and_binary_predictions_are_of_classes() -> None:
 
 def test_bad_models_are_named() -> None:
     x = images()
-    with pytest.raises(FlsuiteError, match=r"logits of Conv2d must have one row per sample"):
-        predictive_diagonal(nn.Conv2d(2, 2, 3), ["weight"], [(x,)], task="multiclass")
-    with pytest.raises(FlsuiteError, match=r"one row per sample, .*, got tuple"):
-        predictive_diagonal(Pair(), ["weight"], [(torch.ones(2, 4),)], task="multiclass")
-    with pytest.raises(FlsuiteError, match="logits of Ignored depend on none"):
-        predictive_diagonal(Ignored(), ["linear.weight"], [(torch.ones(2, 4),)], task="multiclass")
+    ones = torch.ones(2, 4)
+    for net, name, given, words in (
+        (nn.Conv2d(2, 2, 3), "weight", x, "logits of Conv2d must have one row per sample"),
+        (Pair(), "weight", ones, "one row per sample, .*, got tuple"),
+        (Ignored(), "linear.weight", ones, "logits of Ignored depend on none"),
+    ):
+        with pytest.raises(FlsuiteError, match=words):
+            predictive_diagonal(net, [name], [(given,)], task="multiclass")
 
 
 def test_no_samples_have_no_fisher() -> None:

@@ -13,8 +13,9 @@ from flsuite.models.autoencoders import (
 )
 
 
-@pytest.mark.parametrize("side", [4, 7, 8, 28, 33])
-@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+@pytest.mark.parametrize(
+    ("side", "norm"), [(4, "batch"), (7, "group"), (8, "none"), (28, "batch"), (33, "none")]
+)
 def test_autoencoders_return_the_shape_they_got(side: int, norm: Any) -> None:
     x = torch.rand(2, 3, side, side + 1)
     shape = (3, side, side + 1)

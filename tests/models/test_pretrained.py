@@ -10,11 +10,7 @@ import yaml
 
 from flsuite.data import DataSpec
 from flsuite.errors import FlsuiteError
-from flsuite.models import (
-    MLP,
-    Classifier,
-    LeNet5,
-)
+from flsuite.models import MLP, Classifier, LeNet5
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
 
@@ -98,16 +94,10 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "there is no file .*weights.pt"),
-        (
-            b"not a checkpoint",
-            "weights.pt cannot be read as pretrained",
-        ),
+        (b"not a checkpoint", "weights.pt cannot be read as pretrained"),
         ({}, "weights.pt has no weights: it must be"),
         ([torch.zeros(1)], "weights.pt has no weights"),
-        (
-            {"format": 3, "round": 1},
-            "weights.pt is not a state dict: format, round",
-        ),
+        ({"format": 3, "round": 1}, "weights.pt is not a state dict: format, round"),
     ],
 )
 def test_files_that_are_not_weights(content: object, message: str, tmp_path: Path) -> None:
@@ -132,20 +122,7 @@ def test_a_file_of_weights_runs_no_code(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_loaded_model_needs_the_file_no_more(tmp_path: Path) -> None:
-    file = tmp_path / "weights.pt"
-    donor = classifier()
-    donor.ensure_built(digits_spec())
-    torch.save(donor.state_dict(), file)
-    made = trainer(rounds=1, run_dir=tmp_path / "run")
-    made.fit(classifier(pretrained=str(file)), digits())
-    file.unlink()
-    loaded = Classifier.load_from_checkpoint(tmp_path / "run" / "checkpoints" / "model.ckpt")
-    assert loaded.pretrained == str(file)
-    assert equal_states(dict(loaded.state_dict()), made.federation.state)
-
-
-def test_a_run_needs_the_file_only_to_start(tmp_path: Path) -> None:
+def test_a_run_needs_the_file_only_to_start_and_its_model_never(tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     donor = classifier()
     donor.ensure_built(digits_spec())
@@ -159,6 +136,9 @@ def test_a_run_needs_the_file_only_to_start(tmp_path: Path) -> None:
     whole, first = fitted(2, "whole"), fitted(1, "run")
     settings = yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text())
     file.unlink()
+    loaded = Classifier.load_from_checkpoint(tmp_path / "run" / "checkpoints" / "model.ckpt")
+    assert loaded.pretrained == str(file)
+    assert equal_states(dict(loaded.state_dict()), first.federation.state)
 
     other = trainer(run_dir=tmp_path / "run")
     scores = other.test(classifier(pretrained=str(file)), digits(), ckpt_path="last")

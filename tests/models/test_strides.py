@@ -5,7 +5,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,23 +78,18 @@ def test_narrow_networks_train_on_a_cpu_without_avx512() -> None:
             run()
         print("done")
     """
-    child = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **AVX2},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    settings: Any = {"env": {**os.environ, **AVX2}, "capture_output": True, "text": True}
+    child = subprocess.run([sys.executable, "-c", code], timeout=600, **settings)
     assert child.returncode == 0, (child.returncode, child.stdout, child.stderr[-2000:])
     assert child.stdout.endswith("done\n")
 
 
-@pytest.mark.parametrize("make", [Narrow, lambda: Classifier(ResNet20(width=4))])
-def test_every_model_of_a_run_takes_the_safe_path(make: Callable[[], LightningModule]) -> None:
-    run = trainer(rounds=1, channels_last=False).prepare(make(), digits(clients=2))
-    layers = [layer for layer in run.evaluator.model.modules() if isinstance(layer, nn.Conv2d)]
-    strided = [layer for layer in layers if layer.stride != (1, 1) and layer.kernel_size == (1, 1)]
-    assert any("_conv_forward" in vars(layer) for layer in strided)
+def test_every_model_of_a_run_takes_the_safe_path() -> None:
+    for model in (Narrow(), Classifier(ResNet20(width=4))):
+        run = trainer(rounds=1, channels_last=False).prepare(model, digits(clients=2))
+        layers = [layer for layer in run.evaluator.model.modules() if isinstance(layer, nn.Conv2d)]
+        strided = [m for m in layers if m.stride != (1, 1) and m.kernel_size == (1, 1)]
+        assert any("_conv_forward" in vars(layer) for layer in strided)
 
 
 STRIDED = {
@@ -148,20 +142,12 @@ class Scaled(nn.Conv2d):
         return super()._conv_forward(x, 2 * weight, bias)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Conv2d(8, 16, 1, 2),
-        nn.Conv2d(4, 8, 1),
-        nn.Conv2d(4, 8, 3, 2),
-        nn.Conv2d(4, 8, (1, 3), 2),
-        Scaled(4, 8, 1, 2),
-    ],
-    ids=["wide", "no stride", "3x3", "1x3", "a subclass of another kind"],
-)
-def test_other_layers_stay_as_they_are(layer: nn.Conv2d) -> None:
-    slice_strides(layer)
-    assert "_conv_forward" not in vars(layer)
+def test_other_layers_stay_as_they_are() -> None:
+    wide, unstrided = nn.Conv2d(8, 16, 1, 2), nn.Conv2d(4, 8, 1)
+    larger = nn.Conv2d(4, 8, 3, 2), nn.Conv2d(4, 8, (1, 3), 2)
+    for layer in (wide, unstrided, *larger, Scaled(4, 8, 1, 2)):
+        slice_strides(layer)
+        assert "_conv_forward" not in vars(layer), layer
 
 
 def test_another_device_keeps_the_stride() -> None:
