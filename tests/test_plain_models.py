@@ -279,16 +279,14 @@ class Silent(Lacking):
         self.layer(batch[0])
 
 
-class AllFrozen(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
+def AllFrozen() -> Net:  # noqa: N802
+    return Net().requires_grad_(False)
 
 
-class LazySizes(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LazyLinear(CLASSES)
+def LazySizes() -> Net:  # noqa: N802
+    made = Net()
+    made.layer = nn.LazyLinear(CLASSES)
+    return made
 
 
 class OldStyle(ClientModel):
@@ -300,24 +298,24 @@ class OldStyle(ClientModel):
 
 
 @pytest.mark.parametrize(
-    ("kind", "line"),
+    ("make", "line"),
     [
         (Lacking, "Lacking cannot be scored; add a test_step"),
         (OldStyle, r"OldStyle cannot be scored"),
         (NoStep, "NoStep has no training_step"),
         (NoOptimizer, "NoOptimizer has no configure_optimizers"),
         (Silent, "test_step of Silent logs nothing"),
-        (AllFrozen, "all parameters of AllFrozen are frozen"),
-        (LazySizes, "LazySizes has lazy layers"),
+        (AllFrozen, "all parameters of Net are frozen"),
+        (LazySizes, "Net has lazy layers"),
         (InSetup, "a fit of InSetup makes new layers"),
     ],
 )
 def test_what_a_model_lacks_is_one_line_before_a_round(
-    kind: type, line: str, tmp_path: Path
+    make: Callable[[], LightningModule], line: str, tmp_path: Path
 ) -> None:
     made = trainer(rounds=1, run_dir=str(tmp_path / "run"))
     with pytest.raises(FlsuiteError, match=line) as error:
-        made.fit(kind(), points())
+        made.fit(make(), points())
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
