@@ -209,9 +209,8 @@ def test_kept_optimizers_carry_their_momentum_over() -> None:
 
     def by_hand() -> dict[str, torch.Tensor]:
         """One client is one optimizer that goes on through both rounds."""
-        run = trainer(rounds=2).prepare(
-            Classifier(MLP(hidden=(8,))), data := digits(clients=1, partition=IID())
-        )
+        data = digits(clients=1, partition=IID())
+        run = trainer(rounds=2).prepare(Classifier(MLP(hidden=(8,))), data)
         optimizer = torch.optim.SGD(run.evaluator.model.parameters(), lr=0.1, momentum=0.9)
         for round in (1, 2):
             for x, y in TrainLoader(data.federated, 0, run.options.seed, round):
