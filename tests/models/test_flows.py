@@ -129,9 +129,9 @@ def test_a_flow_learns_classes_apart() -> None:
     made = ConditionalFlow(2, 2, 4, 16)
     centre = torch.tensor([[2.0, 0.0], [-2.0, 1.0]])
     optimizer = torch.optim.Adam(made.parameters(), lr=1e-2)
-    for _ in range(150):
-        y = torch.randint(0, 2, (128,))
-        loss = -made.density(centre[y] + 0.5 * torch.randn(128, 2), y)[1].mean()
+    for _ in range(100):
+        y = torch.randint(0, 2, (64,))
+        loss = -made.density(centre[y] + 0.5 * torch.randn(64, 2), y)[1].mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
