@@ -1,9 +1,8 @@
 """Small chains of Conv2d and Linear layers, permuted copies, and federations that train one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from flsuite.aggregators import Aggregator
 from flsuite.models import Classifier
 from flsuite.models.backbones import CNN
 from flsuite.state import Layer, State, StateLayout
-from tests.aggregators.federations import assert_same_models, federation
+from tests.aggregators.federations import federation
 from tests.conftest import digits
 
 CHAINS = ("linear", "conv")
@@ -94,24 +93,10 @@ def permuted(state: State, chain: Sequence[Layer], seed: int) -> State:
     return copy
 
 
-def federate(
-    aggregator: Aggregator,
-    rounds: int = 1,
-    folder: Path | None = None,
-    resume: bool = False,
-    **settings: Any,
-) -> FederatedTrainer:
+def federate(aggregator: Aggregator, rounds: int = 1, **settings: Any) -> FederatedTrainer:
     """Return a federation of three clients that has trained a small CNN on digits."""
-    place = {} if folder is None else {"run_dir": str(folder)}
-    made = federation(aggregator, rounds, max_epochs=1, **place, **settings)
+    made = federation(aggregator, rounds, max_epochs=1, **settings)
     model = Classifier(CNN(hidden=(16,)), optimizer=partial(SGD, lr=0.05))
     data = digits(3, train_samples=150, server_samples=50)
-    made.fit(model, data, ckpt_path="last" if resume else None)
+    made.fit(model, data)
     return made
-
-
-def assert_resumes(make: Callable[[], Aggregator], folder: Path) -> None:
-    """Compare two rounds with one round and a resumed one, bit for bit."""
-    whole = federate(make(), 2)
-    federate(make(), 1, folder)
-    assert_same_models(whole, federate(make(), 2, folder, resume=True))

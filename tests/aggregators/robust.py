@@ -8,19 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flsuite.aggregators import (
-    Aggregator,
-    Bucketing,
-    CenteredClipping,
-    CoordinateMedian,
-    FLTrust,
-    GeometricMedian,
-    Krum,
-    MultiKrum,
-    NormClipping,
-    Rule,
-    TrimmedMean,
-)
+from flsuite import aggregators as methods
 from flsuite.aggregators.part import ServerTools
 from flsuite.messages import ClientUpdate
 from flsuite.state import State
@@ -41,12 +29,14 @@ def sent(rows: Sequence[Sequence[float]] | Tensor, samples: Sequence[int] = ()) 
     return [late(k, {"w": row.clone()}, counts[k]) for k, row in enumerate(vectors)]
 
 
-def half(rule: Aggregator | Rule, tools: ServerTools | None = None, **fields: Any) -> ServerHalf:
+def half(
+    rule: methods.Aggregator | methods.Rule, tools: ServerTools | None = None, **fields: Any
+) -> ServerHalf:
     return configured(rule, "w", clients=9, tools=tools or ServerTools(seed=5), **fields)
 
 
 def folded(
-    rule: Aggregator | Rule,
+    rule: methods.Aggregator | methods.Rule,
     updates: Sequence[ClientUpdate],
     start: State | None = None,
     tools: ServerTools | None = None,
@@ -95,15 +85,15 @@ def trusting(trained: State) -> ServerTools:
     return ServerTools(seed=5, train=lambda *_: trained)
 
 
-RULES: dict[str, Callable[[], Rule]] = {
-    "median": CoordinateMedian,
-    "trimmed": lambda: TrimmedMean(0.3),
-    "krum": lambda: Krum(2),
-    "multi_krum": lambda: MultiKrum(2),
-    "geometric": GeometricMedian,
-    "norm": NormClipping,
-    "centered": lambda: CenteredClipping(iterations=2),
-    "bucketing": lambda: Bucketing(MultiKrum(1)),
-    "fltrust": FLTrust,
+RULES: dict[str, Callable[[], methods.Rule]] = {
+    "median": methods.CoordinateMedian,
+    "trimmed": lambda: methods.TrimmedMean(0.3),
+    "krum": lambda: methods.Krum(2),
+    "multi_krum": lambda: methods.MultiKrum(2),
+    "geometric": methods.GeometricMedian,
+    "norm": methods.NormClipping,
+    "centered": lambda: methods.CenteredClipping(iterations=2),
+    "bucketing": lambda: methods.Bucketing(methods.MultiKrum(1)),
+    "fltrust": methods.FLTrust,
 }
 every_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)

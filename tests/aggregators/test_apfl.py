@@ -1,30 +1,10 @@
-"""APFL at both ends of its mixture, and its own share on quadratics."""
+"""APFL's models and its own share on a quadratic, step by step."""
 
 import pytest
 from torch.optim import SGD
 
-from flsuite.aggregators import APFL, Aggregator, FedAvg, LocalOnly
-from tests.aggregators.federations import (
-    Quadratic,
-    Quadratics,
-    assert_equal,
-    federation,
-    reference,
-    run,
-)
-
-
-@pytest.mark.parametrize(("share", "other"), [(0.0, FedAvg), (1.0, LocalOnly)])
-def test_with_a_share_of_zero_it_is_fedavg_and_of_one_clients_train_alone(
-    share: float, other: type[Aggregator]
-) -> None:
-    made, limit = run(APFL(share, adaptive=False)), reference(other)
-    parameters = made.federation.server.layout.parameters
-    for client in range(4):
-        mine, same = (each.federation.client_state(client) for each in (made, limit))
-        assert_equal({k: mine[k] for k in parameters}, {k: same[k] for k in parameters})
-    if other is FedAvg:
-        assert_equal(made.federation.state, limit.federation.state)
+from flsuite.aggregators import APFL
+from tests.aggregators.federations import Quadratic, Quadratics, federation
 
 
 def test_all_steps_of_one_client_by_hand() -> None:

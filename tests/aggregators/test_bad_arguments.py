@@ -90,6 +90,22 @@ BAD: dict[Any, list[tuple[dict[str, Any], str]]] = {
         ({"expectation": "some"}, "expectation"),
         ({"groups": "flow"}, "groups"),
     ],
+    methods.OTFusion: [
+        ({"pivot": pivot}, "pivot must be one of largest or ")
+        for pivot in ("smallest", -1, True, 1.5)
+    ],
+    methods.PFNM: [
+        ({"sigma": 0.0}, "sigma must be positive"),
+        ({"sigma0": INF}, "sigma0 must be positive"),
+        ({"gamma": -1.0}, "gamma must be positive"),
+        ({"sweeps": -1}, "sweeps must be at least 0"),
+        ({"sweeps": 1.5}, "sweeps must be a whole number"),
+    ],
+    methods.RegMean: [
+        *(({"alpha": alpha}, "alpha must be from 0 to 1") for alpha in (-0.1, 1.1, NAN)),
+        ({"samples": 0}, "samples must be at least 1"),
+        ({"samples": 99.5}, r"samples must be a whole number, got 99\.5"),
+    ],
     methods.SCAFFOLD: [
         ({"lr": 0.0}, "lr must be"),
         ({"lr": NAN}, "lr must be"),

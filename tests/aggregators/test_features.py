@@ -10,14 +10,15 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import LBFGS, SGD
+from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import MOON, Aggregator, Ditto, FedAvg, FedRoD, PerFedAvg
-from flsuite.aggregators.objectives import FeatureTerm, Objective, SecondSteps
+from flsuite.aggregators.ditto import PulledModel
+from flsuite.aggregators.objectives import FeatureTerm, Objective
 from flsuite.aggregators.objectives.feature_term import FeatureCallback, refuse_mixed_samples
-from flsuite.data import IID, Dirichlet
+from flsuite.data import IID
 from flsuite.engines import InProcess, Vectorized
 from flsuite.messages import ClientContext
 from flsuite.models import MLP, Backbone, Classifier
@@ -125,49 +126,12 @@ def test_it_changes_the_models_own_loss_alone(
 
 
 @pytest.mark.parametrize(
-    "aggregator",
-    [of(Scaled, Squares), by(EndsBatches), by(SetUp)],
-    ids=["two", "a hook", "setup"],
+    "aggregator", [of(Scaled, Squares), by(EndsBatches), by(SetUp)], ids=["two", "a hook", "setup"]
 )
 def test_what_a_stack_cannot_do_is_refused(aggregator: Aggregator) -> None:
     with pytest.raises(FlsuiteError, match="does more in a client's steps"):
         run(aggregator, 1, engine=Vectorized())
     run(aggregator, 1)
-
-
-class Weighted(FeatureTerm):
-    """A term with the weight of its client."""
-
-    def read(self, client: ClientContext, module: Any) -> Any:
-        return {"weight": torch.tensor(client.samples / 30, dtype=torch.float64)}
-
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        return held["weight"] * features.square().mean()
-
-
-class Slower(SecondSteps):
-    """Steps of a second model with the share of its client."""
-
-    def start(self, client: ClientContext, module: Any) -> Any:
-        share = torch.tensor(client.samples / 100, dtype=torch.float64)
-        return dict(module.state_dict()), {"share": share}
-
-    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
-        return {name: held["share"] * value for name, value in gradient.items()}, held
-
-    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        return gradient + 0.1 * (w - v)
-
-    def end(self, client: ClientContext, weights: Any, held: Any) -> None:
-        client.metrics["share"] = float(held["share"])
-
-
-@pytest.mark.parametrize("objective", [Weighted("network.5."), Slower()], ids=["a term", "steps"])
-def test_numbers_of_a_client_are_what_the_objective_reads(
-    objective: Objective, stacks: list[int]
-) -> None:
-    data = Images(clients=5, partition=Dirichlet(1.0), batch_size=16, val_fraction=0.0)
-    close(stacks, 1e-12, FedAvg(objective=objective), data=data, **DOUBLE)
 
 
 class OwnTerm(FeatureTerm):
@@ -231,19 +195,6 @@ class Counted(FeatureTerm):
         return features.square().mean()
 
 
-def test_a_term_counts_in_every_computation_of_a_loss() -> None:
-    class Steps(Classifier):
-        losses = 0
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            Steps.losses += 1
-            return super().training_step(batch, batch_idx)
-
-    model = Steps(MLP(hidden=(8,)), partial(LBFGS, lr=0.1, max_iter=5))
-    run(of(Counted, head="head."), 1, model=model)
-    assert Counted.terms == Steps.losses > 12
-
-
 class Checkpointed(nn.Sequential):
     """Computes its layers again in the backward pass."""
 
@@ -275,8 +226,8 @@ def test_checkpointed_layers_train_as_others(make: Callable[[], Aggregator]) -> 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "aggregator",
-    [of(Scaled), by(Writes), by(EndsBatches), FedAvg(objective=Slower())],
-    ids=["Scaled", "Writes", "EndsBatches", "Slower"],
+    [of(Scaled), by(Writes), by(EndsBatches), FedAvg(objective=PulledModel(0.1))],
+    ids=["Scaled", "Writes", "EndsBatches", "PulledModel"],
 )
 def test_with_sample_privacy_only_a_term_may_see_samples(
     aggregator: Aggregator, request: pytest.FixtureRequest

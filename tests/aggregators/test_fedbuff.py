@@ -1,4 +1,4 @@
-"""FedBuff: FedAvg without delay, stale changes by hand, and known optima."""
+"""FedBuff: FedAvg without delay, and stale changes by hand."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from flsuite.aggregators.rules import Weighting
 from flsuite.messages import ClientUpdate
 from flsuite.state import cast, clone, mean_of
 from tests.aggregators.federations import assert_same_models, configured, reference, run
-from tests.aggregators.stale_updates import assert_same_bits, late, numbers, random_states, settle
+from tests.aggregators.stale_updates import assert_same_bits, late, numbers, random_states
 
 AWKWARD = (1, 3, 7, 1_000_003, 17, 333)
 
@@ -79,7 +79,6 @@ def two_late_updates() -> list[ClientUpdate]:
     [
         # (2 + 0.5 * 4) / 2
         ({}, 2.0, (0.5, 0.25)),
-        ({"eta": 0.1}, 0.2, (0.05, 0.025)),
         ({"staleness": "constant"}, 3.0, (0.5, 0.5)),
         ({"staleness": Hyperbolic()}, 1.5, (0.5, 0.125)),
         # (1 * 2 + 3 * 0.5 * 4) / (1 + 3)
@@ -93,12 +92,6 @@ def two_late_updates() -> list[ClientUpdate]:
         ({"mode": "mix", "eta": 0.8, "weighting": "samples"}, -2.6, (0.2, 0.6)),
         # 0.5 * (2 - 0.5 * 5) / 2
         ({"mode": "mix", "staleness": Polynomial()}, -0.125, (0.25, 0.125)),
-        # 0.5 * (2 - 0.5 * 5) / 1.5
-        (
-            {"mode": "mix", "staleness": "polynomial", "normalize": "weights"},
-            -1 / 6,
-            (1 / 3, 1 / 6),
-        ),
     ],
 )
 def test_late_updates_by_hand(
@@ -160,30 +153,3 @@ def test_a_mixed_buffer_of_one_is_fedasync(staleness: Any, tau: int) -> None:
         weights.append(update.metrics["weight"])
     assert_same_bits(*models)
     assert weights[0] == weights[1]
-
-
-MINIMA = (0.0, 1.0, 2.0, 5.0)
-
-
-@pytest.mark.parametrize("mode", ["delta", "mix"])
-def test_a_buffer_of_all_clients_reaches_the_mean_optimum(mode: Any) -> None:
-    """Curvatures are equal, and every client is in every buffer with the same weight.
-
-    The limit is where the changes sum to zero: at the mean of the minima.
-    """
-    path = settle(FedBuff(mode, staleness="constant"), [1.0] * 4, MINIMA, 4, 320)
-    assert path[-1] == pytest.approx(2.0, abs=1e-9)
-
-
-@pytest.mark.parametrize(("buffer", "staleness"), [(1, "polynomial"), (2, "constant")])
-def test_small_buffers_stay_near_the_mean_optimum(buffer: int, staleness: Any) -> None:
-    """One update moves the model by at most ``0.1 * 0.19 * 3.1 = 0.06``.
-
-    0.19 is a client's share of its way to its minimum, and 3.1 the largest way. At most two such
-    steps follow each other, where a client is the last of one cycle and the first of the next. The
-    weights of late updates differ within a cycle, which shifts the mean over time a little.
-    """
-    aggregator = FedBuff(eta=0.1, staleness=staleness)
-    path = settle(aggregator, [1.0] * 4, MINIMA, buffer, 800)[400:]
-    assert max(abs(w - 2.0) for w in path) < 0.12
-    assert sum(path) / len(path) == pytest.approx(2.0, abs=0.02)

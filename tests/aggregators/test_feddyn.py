@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from flsuite import FlsuiteError
 from flsuite.aggregators import Aggregator, ClipUpdates, FedAvg, FedDyn, FedExP, QFedAvg
 from flsuite.exchange import Quantize, TopK
-from flsuite.schedules import Asynchronous, Synchronous
+from flsuite.schedules import Asynchronous
 from tests.aggregators.federations import CURVATURES, MINIMA, Quadratics, optimum, run
 
 
@@ -19,17 +19,6 @@ def test_two_quadratic_clients_reach_the_optimum_of_their_sum() -> None:
     data = Quadratics(CURVATURES, MINIMA)
     assert abs(optimum(FedAvg("uniform"), data, 4, steps=30) - best) > 0.1
     assert optimum(FedDyn(alpha=1.0), data, 12, steps=30) == pytest.approx(best, abs=1e-3)
-
-
-@pytest.mark.long
-def test_half_of_the_clients_per_round_reach_it_too() -> None:
-    """``h`` moves by the cohort's changes over all clients, not over the cohort."""
-    curvatures, minima = (1.0, 10.0, 4.0, 2.0), (0.0, 1.0, 3.0, -1.0)
-    a, m = np.array(curvatures), np.array(minima)
-    reached = optimum(
-        FedDyn(alpha=1.0), Quadratics(curvatures, minima), 80, steps=15, schedule=Synchronous(2)
-    )
-    assert reached == pytest.approx(float((a * m).sum() / a.sum()), abs=0.03)
 
 
 def test_late_clients_are_refused() -> None:

@@ -7,19 +7,12 @@ import torch
 from flsuite.aggregators import FedAvg, FedExP
 from flsuite.state import StateLayout
 from tests.aggregators.federations import (
-    Quadratics,
     ServerHalf,
     assert_equal,
-    optimum,
     reference,
     run,
     update,
 )
-
-
-def test_clients_that_agree_make_a_plain_step() -> None:
-    data = Quadratics((1.0, 1.0), (2.0, 2.0))
-    assert optimum(FedExP(), data, 2) == optimum(FedAvg("uniform"), data, 2)
 
 
 def test_a_bound_above_all_changes_is_fedavg() -> None:
@@ -37,11 +30,6 @@ def stepped(changes: Sequence[tuple[float, float]], eps: float) -> torch.Tensor:
     ]
     server = half.server({"w": torch.zeros(2)})
     return half.aggregator.aggregate(server, iter(updates))["w"]
-
-
-def test_changes_at_right_angles_make_a_plain_step() -> None:
-    """Changes (3, 0) and (0, -2) have the ratio 13 / (4 * 3.25) = 1."""
-    torch.testing.assert_close(stepped([(3.0, 0.0), (0.0, -2.0)], 1e-9), torch.tensor([1.5, -1.0]))
 
 
 def test_opposite_changes_are_extrapolated() -> None:

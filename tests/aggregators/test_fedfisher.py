@@ -1,10 +1,8 @@
 """FedFisher against closed forms, and its client half in a federation."""
 
 import logging
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,25 +13,13 @@ from torch import Tensor, nn
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import FedAvg, FedFisher, FisherMerge
 from flsuite.aggregators.part import ServerTools
-from flsuite.aggregators.rules.fisher_forms import FORMS
-from flsuite.aggregators.rules.layer_matrices import matrix
 from flsuite.data import DataSpec, FederatedDataModule
 from flsuite.data.partitions import Natural
 from flsuite.data.spec import DataSplit, PublishedSplits
-from flsuite.engines import Processes
 from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
-from flsuite.models.backbones import Backbone
-from flsuite.schedules import Synchronous
 from flsuite.state import Layer, State, StateLayout
-from tests.aggregators.federations import (
-    Normalised,
-    ServerHalf,
-    Updates,
-    fold,
-    server_of,
-    signature,
-)
+from tests.aggregators.federations import ServerHalf, Updates, fold, server_of, signature
 from tests.conftest import classifier, digits, equal_states, trainer
 
 FLAT = StateLayout(("w", "v"), 2)
@@ -201,18 +187,6 @@ def test_equal_clients_return_the_same_model(kind: Any, solver: Any) -> None:
     assert_close(new, state, 1e-7)
 
 
-def test_a_client_of_no_weight_does_no_harm() -> None:
-    updates = [update(i, net_state(10 * i), fisher_of("kfac", 3 + i), 2) for i in range(2)]
-    empty = update(2, net_state(7), fisher_of("kfac", 9), 0)
-    without, _ = merge(NET, updates, "kfac")
-    new, _ = merge(NET, [*updates, empty], "kfac")
-    assert_close(
-        {k: v for k, v in new.items() if k != "count"},
-        {k: v for k, v in without.items() if k != "count"},
-        1e-12,
-    )
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_are_all_that_the_server_needs(kind: Any) -> None:
     """Only the samples and the K-FAC factors are sent in the clear."""
@@ -230,40 +204,7 @@ def test_sums_are_all_that_the_server_needs(kind: Any) -> None:
     assert equal_states(new, expected)
 
 
-def test_no_more_than_one_model_is_held() -> None:
-    held: list[int] = []
-
-    def stream() -> Iterator[ClientUpdate]:
-        before: list[Any] = []
-        for i in range(3):
-            state = net_state(10 * i)
-            gone = [reference() is None for reference in before]
-            held.append(len(gone) - sum(gone))
-            before = [*before, weakref.ref(state["0.weight"])]
-            yield update(i, state, fisher_of("kfac", i))
-            del state
-
-    ServerHalf(FedFisher(select=False), NET).aggregate(net_state(1), stream())
-    assert max(held) <= 1
-
-
 # The choice
-
-
-def test_the_best_of_the_scored_models_is_taken_and_logged() -> None:
-    updates = [update(i, net_state(10 * i), fisher_of("kfac", 3 + i), 2) for i in range(3)]
-    scored: list[State] = []
-
-    def score(state: State) -> float:
-        scored.append(state)
-        return (0.5, 0.6, 0.6, 0.7, 0.7, 0.1, 0.2)[len(scored) - 1]
-
-    new, made = merge(NET, updates, "kfac", "gd", steps=30, tools=ServerTools(score=score))
-    # The mean, 1, 2, 5, 10, 20 and 30 steps, each a whole model.
-    assert len(scored) == 7 and all(s.keys() == new.keys() for s in scored)
-    assert equal_states(scored[0], fedavg(updates)) and equal_states(new, scored[3])
-    assert made.metrics["selected_step"] == 5 and made.metrics["selected_score"] == 0.7
-    assert 0 < made.metrics["residual"] < 1 and made.metrics["server_seconds"] > 0
 
 
 def test_the_better_of_both_ways_is_taken() -> None:
@@ -347,24 +288,6 @@ def test_a_federation_does_not_get_worse_by_the_servers_samples(kind: Any) -> No
     assert all(u.metrics["after_fit_seconds"] > 0 for u in updates)
 
 
-def test_the_pass_changes_nothing_of_the_fit() -> None:
-    _, measured = fit(FedFisher())
-    _, plain = fit(FedAvg())
-    for a, b in zip(plain, measured, strict=True):
-        assert equal_states(a.state, b.state) and a.metrics["loss"] == b.metrics["loss"]
-
-
-def test_few_shot_rounds_resume_and_workers_change_nothing(tmp_path: Path) -> None:
-    rule = FedFisher(samples=60, expectation="sampled")
-    settings: dict[str, Any] = {"schedule": Synchronous(0.8), "callbacks": []}
-    there = {**settings, "run_dir": str(tmp_path / "run")}
-    whole, _ = fit(rule, rounds=2, **settings)
-    fit(rule, engine=Processes(workers=2), **there)
-    resumed = trainer(aggregator=rule, rounds=2, **there)
-    resumed.fit(classifier(), digits(server_samples=100), ckpt_path="last")
-    assert equal_states(whole.federation.state, resumed.federation.state)
-
-
 class GivenTable(FederatedDataModule):
     """Clients of three, one and forty samples, with a class or a label that no client has."""
 
@@ -409,33 +332,8 @@ def test_uneven_clients_with_an_empty_class_and_saturated_logits(
     assert [u.samples for u in updates] == [3, 1, 40]
     assert made.round == 1 and not made.federation.log.failures
     assert all(value.isfinite().all() for value in made.federation.state.values())
-    # Lower than at the mean: a solver that diverges, or fits rounding errors, is above.
-    assert quadratic(kind, made.federation.server.layout, updates, made.federation.state) < 0
-
-
-def quadratic(
-    kind: str, layout: StateLayout, updates: Sequence[ClientUpdate], state: State
-) -> float:
-    """Return ``Q(w) - Q(wbar)``, by sums over the clients' Fishers in float64."""
-    total, samples, mean = 0.0, sum(u.samples for u in updates), fedavg(updates)
-    for u in updates:
-        for at, sign in ((state, 1), (mean, -1)):
-            away = {name: at[name].double() - u.state[name].double() for name in layout.parameters}
-            image = FORMS[kind](layout).terms(away, u.extras["fisher"])["product"]
-            pairs = products(image, away, layout, kind)
-            total += sign * u.samples / samples / 2 * sum(float((a * b).sum()) for a, b in pairs)
-    return total
-
-
-def products(
-    image: Any, away: State, layout: StateLayout, kind: str
-) -> list[tuple[Tensor, Tensor]]:
-    """Return ``F d`` and ``d``, part by part."""
-    if kind == "diag":
-        return [(image[name], away[name]) for name in layout.parameters]
-    if kind == "full":
-        return [(image, torch.cat([away[name].flatten() for name in layout.parameters]))]
-    return [(image[layer.name], matrix(away, layer)) for layer in layout.layers]
+    # At the mean it is 1: a solver that diverges, or fits rounding errors, is above.
+    assert made.federation.log.server["residual"] < 1
 
 
 class PlainLabels(LightningModule):
@@ -473,46 +371,3 @@ def test_the_task_of_a_fisher_is_that_of_the_data(rule: Any) -> None:
             torch.testing.assert_close(fisher["layer"]["g"], (p * (1 - p)).mean(0).diag())
         else:
             torch.testing.assert_close(fisher["layer.bias"], (p * (1 - p)).mean(0))
-
-
-def test_batch_norm_is_refused_by_kfac_and_covered_by_the_diagonal() -> None:
-    with pytest.raises(FlsuiteError, match=r"network.1 \(BatchNorm1d\) is neither"):
-        fit(FedFisher(), model=Classifier(Normalised()), data=GivenTable())
-    made, updates = fit(FedFisher("diag"), model=Classifier(Normalised()), data=GivenTable())
-    names = ("network.1.running_mean", "network.1.num_batches_tracked")
-    mean = fedavg(updates)
-    assert all(torch.equal(made.federation.state[name], mean[name]) for name in names)
-
-
-class Twice(Backbone):
-    """A network that calls a layer twice, and counts its batches of training."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        owner = self
-
-        class Network(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first = nn.Linear(shape[0], 4)
-                self.layer = nn.Linear(4, 4)
-                self.last = nn.Linear(4, outputs)
-
-            def forward(self, x: Tensor) -> Tensor:
-                owner.batches += self.training
-                x = self.first(x).relu()
-                return self.last(self.layer(self.layer(x).relu()))
-
-        return Network()
-
-
-def test_a_layer_that_is_called_twice_is_refused_by_kfac_before_the_first_step() -> None:
-    backbone = Twice()
-    message = r"layer 'network.layer' is not covered: it is called 2 times in a forward pass; .*"
-    with pytest.raises(FlsuiteError, match=message + "use the diagonal Fisher"):
-        fit(FedFisher(), model=Classifier(backbone), data=GivenTable())
-    assert backbone.batches == 0
-    fit(FedFisher("diag"), model=Classifier(backbone), data=GivenTable())
-    assert backbone.batches > 0

@@ -1,51 +1,15 @@
-"""FedNova without bias at unequal steps, FedAvg at equal ones, and the worth of a step."""
+"""The worth of FedNova's steps, by hand."""
 
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch.optim import SGD
 
-from flsuite.aggregators import FedAvg, FedNova
-from flsuite.data import Digits, Dirichlet, Synthetic
+from flsuite.aggregators import FedNova
+from flsuite.data import Digits, Synthetic
 from flsuite.models import MLP, Classifier, FusedSpaceFed
-from tests.aggregators.federations import Quadratic, Quadratics, federation, run, table_model
-
-STEPS = (20, 2)
-
-
-class Unequal(Quadratic):
-    """The first client takes ten times as many steps as the second one."""
-
-    def on_train_start(self) -> None:
-        loader = self.trainer.train_dataloader
-        self.trainer.fit_loop.epoch_loop.max_steps = STEPS[loader.client]
-
-
-def reached(aggregator: FedAvg | FedNova, momentum: float) -> float:
-    settings = {"lr": 0.01 * (1 - momentum), "momentum": momentum}
-    made = federation(aggregator, 8, max_epochs=max(STEPS))
-    made.fit(Unequal(lambda p: SGD(p, **settings)), Quadratics((1.0, 10.0), (0.0, 1.0)))
-    return float(made.federation.state["w"])
-
-
-@pytest.mark.parametrize("momentum", [0.0, pytest.param(0.8, marks=pytest.mark.long)])
-def test_unequal_steps_do_not_bias_it(momentum: float) -> None:
-    """The optimum of the sum is 10 / 11, up to what the gradients change within a fit."""
-    assert reached(FedAvg(), momentum) < 0.6
-    assert reached(FedNova(), momentum) == pytest.approx(10 / 11, abs=0.02)
-
-
-def test_with_equal_steps_it_is_fedavg() -> None:
-    def fitted(aggregator: FedAvg | FedNova) -> Any:
-        data = Synthetic(samples=80, clients=4, partition=Dirichlet(100.0), batch_size=1000)
-        return run(aggregator, 2, data, max_epochs=3)
-
-    nova, average = fitted(FedNova()), fitted(FedAvg())
-    for name in nova.federation.server.layout.parameters:
-        torch.testing.assert_close(nova.federation.state[name], average.federation.state[name])
-    assert nova.federation.log.server["tau_eff"] == pytest.approx(3.0)
+from tests.aggregators.federations import run, table_model
 
 
 def worth(mu: float = 0.0, rounds: int = 1, kind: Any = Classifier, **settings: Any) -> float:

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import FedAvg, FedRoD
+from flsuite.aggregators import FedRoD
 from flsuite.aggregators.fedrod import TwoHeads
 from flsuite.messages import ClientContext
 from flsuite.models import Classifier
-from tests.aggregators.federations import reference, run, table_model
+from tests.aggregators.federations import run, table_model
 
 
 def balanced_loss(logits: Tensor, y: Tensor, counts: Tensor) -> Tensor:
@@ -43,16 +43,6 @@ def test_an_absent_class_is_not_pushed_down(counts: list[int]) -> None:
     assert (own[:, torch.tensor(counts) == 0] == 0).all()
 
 
-def test_a_client_is_scored_by_the_sum_of_both_heads() -> None:
-    made, average = run(FedRoD()), reference(FedAvg)
-    own, personal = made.federation.client_state(1), made.federation.clients[1]["objective"]["head"]
-    for name, value in personal.items():
-        torch.testing.assert_close(own[name], made.federation.state[name] + value)
-    assert set(personal) == {"network.3.weight", "network.3.bias"}
-    sent, usual = (each.federation.log.updates[0] for each in (made, average))
-    assert sent.bytes_up == usual.bytes_up
-
-
 class Frozen(Classifier):
     def build(self, spec: Any) -> None:
         super().build(spec)
@@ -72,13 +62,6 @@ def test_a_head_of_several_layers_private_or_frozen_is_refused(
 ) -> None:
     with pytest.raises(FlsuiteError, match=message):
         run(FedRoD(**settings), 1, model=table_model(kind))
-
-
-def test_the_personal_head_follows_schedule_and_clipping() -> None:
-    """With gradients clipped to nothing, neither the model nor the head moves."""
-    made = run(FedRoD(), 1, gradient_clip_val=1e-9)
-    personal = made.federation.clients[1]["objective"]["head"]
-    assert all(float(value.abs().max()) < 1e-8 for value in personal.values())
 
 
 def test_the_personal_head_steps_at_the_rate_of_the_models_step() -> None:

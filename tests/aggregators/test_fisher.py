@@ -4,32 +4,28 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite import FederatedTrainer, FlsuiteError
-from flsuite.aggregators import FedAvg, FedFisher, FisherAveraging, FisherMerge
+from flsuite.aggregators import FedAvg, FedFisher, FisherAveraging, FisherMerge, RegMean
 from flsuite.aggregators.part import ServerTools
 from flsuite.data import DataSpec, FederatedDataModule
-from flsuite.data.loader import TrainLoader
 from flsuite.engines import Processes
-from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.messages import ClientUpdate
 from flsuite.metrics.fisher import predictive_diagonal
 from flsuite.models import NFClassifier
 from flsuite.models.backbones import MLP
 from flsuite.models.base import ClientModel
-from flsuite.schedules import Synchronous
-from flsuite.state import State, StateLayout, clone, nbytes
+from flsuite.state import State, StateLayout, nbytes
 from tests.aggregators.federations import (
     Quadratic,
     Quadratics,
     ServerHalf,
     Updates,
     assert_same_models,
-    assert_same_tree,
     federation,
     server_of,
     signature,
@@ -37,6 +33,7 @@ from tests.aggregators.federations import (
     table_model,
 )
 from tests.conftest import classifier, digits, equal_states, trainer
+from tests.metrics.test_empirical import looped
 
 LAYOUT = StateLayout(("w", "flow.a"), 2, {"flow": ("flow.a",)})
 
@@ -131,17 +128,6 @@ def test_sums_are_all_that_the_server_needs(rule: Any) -> None:
     assert equal_states(new, expected)
 
 
-def looped(model: Any, names: list[str], batch: tuple[Tensor, Tensor]) -> State:
-    own = dict(model.named_parameters())
-    total = {name: torch.zeros_like(own[name]) for name in names}
-    for i in range(len(batch[0])):
-        value = model.log_likelihood((batch[0][i : i + 1], batch[1][i : i + 1])).sum()
-        gradients = torch.autograd.grad(value, [own[name] for name in names], allow_unused=True)
-        for name, g in zip(names, gradients, strict=True):
-            total[name] += 0 if g is None else g.square()
-    return {name: value / len(batch[0]) for name, value in total.items()}
-
-
 # A federation
 
 
@@ -190,43 +176,6 @@ def test_the_pass_changes_nothing_but_adds_its_bytes() -> None:
         assert b.metrics["fisher_mass"] == pytest.approx(mass, rel=1e-5) and mass > 0
 
 
-class After(pl.Callback):
-    """Records everything that the pass could change."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        modes = [module.training for module in pl_module.modules()]
-        grads = [p.grad is None or p.grad.clone() for p in pl_module.parameters()]
-        self.seen.append((clone(pl_module.state_dict()), modes, torch.get_rng_state(), grads))
-
-
-def test_the_pass_leaves_modes_generators_and_gradients_as_they_were() -> None:
-    built = model()
-    module = small_data()
-    module.use_seed(0)
-    module.setup()
-    built.ensure_built(module.spec)
-    names = tuple(n for n, _ in built.named_parameters() if n.startswith("flow."))
-    layout = StateLayout((), 1, {"flow": names})
-    client = ClientContext(0, 1, 1, torch.ones(1), {}, {}, {}, layout=layout)
-    before, after = After(), After()
-    plain = pl.Trainer(
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-        precision="bf16-mixed",
-        callbacks=[before, *FisherAveraging().callbacks(client), after],
-    )
-    plain.fit(built, TrainLoader(module.federated, 0, 0, 1))
-    assert_same_tree(before.seen, after.seen)
-    assert client.extras["fisher"]
-
-
 def test_the_fisher_sent_is_the_one_of_the_clients_own_samples() -> None:
     """The Fisher is at the update's weights, in float32 although the fit was not."""
     made, found = in_bf16(FisherAveraging)
@@ -245,21 +194,6 @@ def test_the_fisher_sent_is_the_one_of_the_clients_own_samples() -> None:
             torch.testing.assert_close(
                 update.extras["fisher"][name], expected, rtol=1e-4, atol=1e-6
             )
-
-
-def test_resume_workers_and_half_participation_change_nothing(tmp_path: Path) -> None:
-    half = {"schedule": Synchronous(0.5), "callbacks": []}
-    whole, _ = fit(FisherAveraging(), rounds=2, run_dir=str(tmp_path / "a"), **half)
-    there = {**half, "run_dir": str(tmp_path / "b")}
-    fit(FisherAveraging(), engine=Processes(workers=2), **there)
-    resumed = trainer(aggregator=FisherAveraging(), rounds=2, **there)
-    resumed.fit(model(), small_data(), ckpt_path="last")
-    assert_same_models(whole, resumed)
-    logged = {
-        row[7] for row in whole.run.folder.table.rows if row[5] == "global" and row[6] == "train"
-    }
-    assert {"fisher_mass", "fisher_covered/flow"} <= logged
-    assert {name for name in logged if name.startswith("fisher_mass/flow.flows.0.conditioner")}
 
 
 class Unlikely(ClientModel):
@@ -308,15 +242,6 @@ def test_clients_that_share_no_parameters_are_refused_before_training(make: Any)
     assert made.round == 0
 
 
-def test_any_model_with_a_likelihood_works() -> None:
-    """Over several rounds, in which a worker reuses its trainer."""
-    seen = Updates()
-    made = trainer(aggregator=FisherAveraging(), rounds=2, max_epochs=2, callbacks=[seen])
-    made.fit(Likely(), small_data())
-    assert len(seen.all) == 8 and all(u.metrics["fisher_mass"] > 0 for u in seen.all)
-    assert seen.all[-1].steps == 2 * len(TrainLoader(made.federation.data, 3, 0, 1))  # type: ignore[union-attr]
-
-
 # FisherMerge: all parameters, and the Fisher of the model's own prediction
 
 
@@ -340,13 +265,6 @@ def test_merging_weights_fishers_by_samples_and_buffers_as_fedavg() -> None:
     assert made.metrics["fisher_covered/all"] == 1.0
 
 
-def test_merging_equal_fishers_is_fedavg_and_one_fisher_wins() -> None:
-    equal, _ = merged(whole(0, 1.0, 0.3, 1), whole(1, 8.0, 0.3, 3))
-    torch.testing.assert_close(equal["w"], equal["mean"])
-    won, _ = merged(whole(0, 1.0, 0.3, 1), whole(1, 8.0, 0.0, 3))
-    assert won["w"].item() == 1.0
-
-
 def test_targets_that_are_no_classes_are_refused() -> None:
     """Of one output, a softmax's Fisher is zero, and the aggregate would silently be FedAvg's."""
     for rule in (FisherMerge(), FedFisher("diag")):
@@ -361,26 +279,6 @@ def test_on_the_floor_it_is_fedavg() -> None:
         new, made = merged(*updates, floor=floor)
         assert made.metrics["fisher_covered/all"] == covered
         assert (new["w"].item() == new["mean"].item()) == (not covered)
-
-
-def test_merging_linear_regressions_of_orthogonal_inputs_is_least_squares_of_all() -> None:
-    """Their Fisher is diagonal. The clients have different numbers of samples."""
-    torch.manual_seed(0)
-    inputs = [torch.linalg.qr(torch.randn(n, 4))[0] * torch.rand(4) for n in (5, 9)]
-    targets = [torch.randn(len(x), 1) for x in inputs]
-    updates = []
-    for client, (x, y) in enumerate(zip(inputs, targets, strict=True)):
-        model = nn.Linear(4, 1, bias=False)
-        model.weight.data = torch.linalg.lstsq(x, y).solution.T
-        fisher = predictive_diagonal(model, ["weight"], [(x,)], task="other")
-        state = {"weight": model.weight.data}
-        updates.append(
-            ClientUpdate(client, 1, len(x), 1, torch.tensor([len(x)]), state, {"fisher": fisher})
-        )
-    made = ServerHalf(FisherMerge(floor=0.0), StateLayout(("weight",), 2))
-    new = made.aggregate({"weight": torch.zeros(1, 4)}, iter(updates))
-    pooled = torch.linalg.lstsq(torch.cat(inputs), torch.cat(targets)).solution.T
-    torch.testing.assert_close(new["weight"], pooled, rtol=1e-4, atol=1e-5)
 
 
 def merge_fit(aggregator: Any, **settings: Any) -> tuple[FederatedTrainer, list[ClientUpdate]]:
@@ -422,6 +320,6 @@ def test_merging_is_the_same_in_workers_and_after_a_resume(tmp_path: Path) -> No
 
 
 def test_merging_says_what_it_needs() -> None:
-    for rule in (FisherMerge(), FedFisher()):
-        with pytest.raises(FlsuiteError, match=r"Fisher\w* needs the logits.*Unlikely"):
+    for rule in (FisherMerge(), FedFisher(), RegMean(alpha=0.1)):
+        with pytest.raises(FlsuiteError, match=r"\w+ needs the logits.*Unlikely"):
             trainer(aggregator=rule, rounds=1).fit(Unlikely(), small_data())

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flsuite.aggregators.rules.solvers.blocks import (
     Block,
-    Dense,
     Diagonal,
     Factors,
     Kronecker,
@@ -117,14 +116,6 @@ def test_a_quadratic_that_knows_nothing_stays_at_its_start() -> None:
         assert end.corrections[0].tolist() == [0.0, 0.0]
 
 
-def test_conjugate_gradients_end_at_the_solution_in_as_many_steps_as_eigenvalues() -> None:
-    matrix = torch.tensor([1.0, 1.0, 4.0, 4.0, 9.0], dtype=torch.float64).diag()
-    r = random(5)
-    path = list(conjugate_gradients(lambda x: matrix @ x, r, 1e-13))
-    assert len(path) == 3 or float((matrix @ path[2] - r).norm()) < 1e-13
-    assert close(path[-1], r / matrix.diagonal(), 1e-13)
-
-
 def test_adam_by_hand() -> None:
     """It is torch's Adam with bias correction undone: lr .01, betas (.9, .99), eps .001."""
     s, r = torch.tensor([2.0, 0.5]), torch.tensor([1.0, -0.3])
@@ -156,23 +147,6 @@ def test_a_diagonal_is_divided_where_it_is_above_zero() -> None:
     mean = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     block = Diagonal(mean, fisher * torch.tensor([4.0, 0.0, 5.0]), fisher)
     assert (mean + block.limit(1)).tolist() == pytest.approx([4.0, 2.0, 5.0])
-
-
-def test_fewer_samples_than_parameters_descent_is_the_form_of_samples() -> None:
-    """``w = wbar + J^+ (r - J wbar)`` with all Jacobians J, rows times sqrt(p_i / n_i)."""
-    jacobians = [random(n, 12, seed=n) for n in (2, 3, 4)]
-    models = [random(12, seed=40 + i) for i in range(3)]
-    mean = sum((p * w for p, w in zip(SHARES, models, strict=True)), torch.zeros(()))
-    scaled = [(p / len(j)) ** 0.5 * j for p, j in zip(SHARES, jacobians, strict=True)]
-    rows = torch.cat(scaled)
-    outputs = torch.cat([j @ w for j, w in zip(scaled, models, strict=True)])
-    correction = outputs - rows @ mean
-    expected = rows.T @ torch.linalg.solve(rows @ rows.T, correction)
-
-    block = Dense(mean, rows.T @ outputs, rows.T @ rows)
-    descent = gradient_descent(block.product, block.residual, block.largest())
-    assert close(last(descent, 20_000), expected, 1e-11)
-    assert close(block.limit(1), expected, 1e-11)
 
 
 # The choice

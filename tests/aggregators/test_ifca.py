@@ -11,13 +11,7 @@ from flsuite.data.partitions import Natural
 from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.models import MLP, Classifier
 from flsuite.state import StateLayout, Sums, clone, scaled
-from tests.aggregators.federations import (
-    assert_equal,
-    assert_same_models,
-    federation,
-    run,
-    update,
-)
+from tests.aggregators.federations import assert_equal, assert_same_models, federation, run, update
 
 
 class Opposite(FederatedDataModule):

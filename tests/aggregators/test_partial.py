@@ -1,4 +1,4 @@
-"""FedPer, LG-FedAvg and FedBN keep what their names say."""
+"""What stays with clients follows from the head and the norm layers of a model."""
 
 import pytest
 import torch
@@ -6,24 +6,7 @@ import torch
 from flsuite import FlsuiteError
 from flsuite.aggregators import FedAvg, FedBN, FedPer, LGFedAvg
 from flsuite.models import MLP, Classifier
-from tests.aggregators.federations import Quadratic, Quadratics, assert_same_models, run
-
-HEAD = {"network.3.weight", "network.3.bias"}
-NORM = {
-    f"network.1.{name}"
-    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-}
-BODY = {"network.0.weight", "network.0.bias"} | NORM
-
-
-@pytest.mark.parametrize(
-    ("make", "kept"), [(FedPer, HEAD), (LGFedAvg, BODY), (FedBN, NORM)], ids=["per", "lg", "bn"]
-)
-def test_what_stays_with_clients(make: type[FedAvg], kept: set[str]) -> None:
-    made = run(make(), 2)
-    assert set(made.federation.clients.private(0)) == kept
-    assert set(made.federation.state) == (HEAD | BODY) - kept
-    assert_same_models(made, run(FedAvg(private=sorted(kept)), 2))
+from tests.aggregators.federations import Quadratic, Quadratics, run
 
 
 def test_a_head_of_the_config_overrides_the_models() -> None:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.pfnm import (
     Prior,
     class_weighted_mean,
-    expanded_module,
     gains_of_members,
     gains_of_new_neurons,
     match_neurons,
@@ -30,7 +28,6 @@ from flsuite.state import Layer, State, StateLayout, clone
 from tests.aggregators.chains import (
     CHAINS,
     OUTPUTS,
-    assert_resumes,
     chain_layout,
     federate,
     image_batch,
@@ -77,15 +74,6 @@ def test_permuted_copies_give_the_shrunk_first_client(
     expected = shrunk(start, chain, lambda w: 3 * s * w / (s0 + 3 * s))
     assert equal_states(new, expected)
     assert made.metrics["server_seconds"] > 0 and not made.fields["artifacts"]
-
-
-@pytest.mark.parametrize("kind", CHAINS)
-def test_one_client_is_shrunk(kind: str) -> None:
-    net = random_net(kind)
-    start = clone(net.state_dict())
-    new, _ = fuse(net, update(0, start), sigma=0.5, sigma0=2.0)
-    expected = shrunk(start, chain_layout(net).chain, lambda w: 4 * w / (0.25 + 4))
-    assert equal_states(new, expected)
 
 
 @pytest.mark.parametrize("kind", CHAINS)
@@ -171,23 +159,6 @@ def test_sweeps_drop_neurons_without_members_and_keep_the_numbers_dense() -> Non
     torch.testing.assert_close(mean[k], torch.stack(members).sum(0) / (1 + len(members)))
 
 
-def test_the_order_of_sweeps_is_the_runs() -> None:
-    net = random_net("conv")
-    updates = [update(i, clone(random_net("conv", seed=i).state_dict())) for i in range(4)]
-    a, _ = fuse(net, *updates, tools=ServerTools(seed=1))
-    torch.manual_seed(99)
-    b, _ = fuse(net, *updates, tools=ServerTools(seed=1))
-    assert equal_states(a, b)
-
-
-def test_it_changes_no_update() -> None:
-    net = random_net("conv")
-    updates = [update(i, clone(random_net("conv", seed=i).state_dict())) for i in range(3)]
-    before = copy.deepcopy(updates)
-    fuse(net, *updates)
-    assert all(equal_states(a.state, b.state) for a, b in zip(updates, before, strict=True))
-
-
 # The grown network
 
 
@@ -251,34 +222,12 @@ def test_inputs_of_foreign_neurons_are_zero() -> None:
     assert torch.equal(weights["2.weight"][0, ~foreign], states[0]["2.weight"][0])
 
 
-def test_a_grown_module_has_the_sizes_of_its_weights() -> None:
-    net = random_net("conv")
-    chain = chain_layout(net).chain
-    wide = {
-        "0.weight": torch.ones(6, 2, 3, 3), "0.bias": torch.ones(6),
-        "3.weight": torch.ones(7, 6, 3, 3), "3.bias": torch.ones(7),
-        "6.weight": torch.ones(9, 28), "6.bias": torch.ones(9),
-        "8.weight": torch.ones(3, 9), "8.bias": torch.ones(3),
-    }  # fmt: skip
-    grown = expanded_module(net, chain, wide)
-    assert equal_states(clone(grown.state_dict()), wide)
-    conv, linear = grown.get_submodule("3"), grown.get_submodule("6")
-    assert (conv.in_channels, conv.out_channels) == (6, 7)
-    assert (linear.in_features, linear.out_features) == (28, 9)
-    assert grown(image_batch("conv", 2)).shape == (2, 3)
-    assert net.get_submodule("0").weight.shape == (4, 2, 3, 3)  # type: ignore[union-attr]
-
-
 def test_in_a_federation_the_grown_network_is_scored() -> None:
     federation = federate(PFNM(grow=True)).federation
     assert federation.server.artifacts["expanded_model"](torch.rand(2, 1, 8, 8)).shape == (2, 10)
     assert 0 <= federation.log.server["expanded_model_accuracy"] <= 1
     with pytest.raises(FlsuiteError, match=r"set trainer\.rounds to 1, got 2"):
         federate(PFNM(grow=True), 2)
-
-
-def test_rounds_in_a_federation_resume_exactly(tmp_path: Path) -> None:
-    assert_resumes(PFNM, tmp_path / "run")
 
 
 def test_growing_needs_one_round_and_a_module() -> None:
@@ -293,21 +242,6 @@ def test_growing_needs_one_round_and_a_module() -> None:
     with pytest.raises(FlsuiteError, match="rebuilds the network with grow"):
         PFNM(grow=True).prepare(server_of({}, layout, tools=tools))
     PFNM().prepare(server_of({}, layout, tools=ServerTools(rounds=3)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"sigma": 0.0}, "sigma must be positive"),
-        ({"sigma0": math.inf}, "sigma0 must be positive"),
-        ({"gamma": -1.0}, "gamma must be positive"),
-        ({"sweeps": -1}, "sweeps must be at least 0"),
-        ({"sweeps": 1.5}, "sweeps must be a whole number"),
-    ],
-)
-def test_bad_arguments_are_named(settings: dict[str, float], reason: str) -> None:
-    with pytest.raises(FlsuiteError, match=f"PFNM: {reason}"):
-        PFNM(**settings)  # type: ignore[arg-type]
 
 
 def test_it_needs_a_chain() -> None:

@@ -9,28 +9,7 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import (
-    IFCA,
-    SCAFFOLD,
-    Aggregator,
-    Bucketing,
-    Centralized,
-    ClipUpdates,
-    CohortRule,
-    CoordinateMedian,
-    DPFedAvg,
-    FedAvg,
-    FedBuff,
-    FedNova,
-    FedProto,
-    GaussianMechanism,
-    Krum,
-    LocalOnly,
-    Mean,
-    Objective,
-    Server,
-    Transform,
-)
+from flsuite import aggregators as methods
 from flsuite.aggregators.part import Statistic
 from flsuite.aggregators.transforms import FitView, Payload
 from flsuite.errors import FederationError
@@ -41,7 +20,7 @@ from flsuite.state import State, StateLayout
 from tests.aggregators.federations import run
 
 
-class Tenfold(Transform):
+class Tenfold(methods.Transform):
     """The server multiplies what it reads by ten."""
 
     def encode(self, payload: Payload, fit: FitView) -> Payload:
@@ -51,7 +30,7 @@ class Tenfold(Transform):
         return payload._replace(change={k: v * 10 for k, v in payload.change.items()})
 
 
-class Shortens(Transform):
+class Shortens(methods.Transform):
     """Clients change a bias to one number, or forget it."""
 
     def __init__(self, forgets: bool) -> None:
@@ -65,7 +44,7 @@ class Shortens(Transform):
         )
 
 
-class Measures(Transform):
+class Measures(methods.Transform):
     """Clients send the size of their change."""
 
     def encode(self, payload: Payload, fit: FitView) -> Payload:
@@ -78,20 +57,20 @@ class Measures(Transform):
         )
 
 
-class Sends(Objective):
+class Sends(methods.Objective):
     """Clients send a number that they measure."""
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         return {"measured": Statistic(torch.zeros(()))}
 
 
-class Incomplete(CohortRule):
+class Incomplete(methods.CohortRule):
     """A rule that forgets an entry, or everything."""
 
     def __init__(self, returns_none: bool) -> None:
         self.returns_none = returns_none
 
-    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> Any:
+    def combine(self, server: methods.Server, updates: Iterator[ClientUpdate]) -> Any:
         state = dict(next(updates).state)
         del state[next(iter(state))]
         return None if self.returns_none else state
@@ -106,13 +85,13 @@ class Matrices(SGD):
             raise ValueError("only 2D parameters")
 
 
-private = partial(DPFedAvg, noise_multiplier=1.0, delta=1e-5)
+private = partial(methods.DPFedAvg, noise_multiplier=1.0, delta=1e-5)
 
 
 def test_a_change_must_not_grow_after_a_mechanism_has_clipped_it() -> None:
     with pytest.raises(FlsuiteError, match=r"GaussianMechanism needs dense changes"):
         run(private(transforms=[Tenfold()]), batchnorm="local")
-    run(private(transforms=[ClipUpdates(2.0)]), rounds=1, batchnorm="local")
+    run(private(transforms=[methods.ClipUpdates(2.0)]), rounds=1, batchnorm="local")
 
 
 def test_a_mechanism_refuses_what_no_noise_covers() -> None:
@@ -120,17 +99,17 @@ def test_a_mechanism_refuses_what_no_noise_covers() -> None:
         run(private(objective=Sends()), batchnorm="local")
     with pytest.raises(FlsuiteError, match=r"needs only changes, but Measures sends more"):
         run(private(transforms=[Measures()]), batchnorm="local")
-    run(FedAvg(transforms=[Measures()]), rounds=1)
+    run(methods.FedAvg(transforms=[Measures()]), rounds=1)
 
 
 def test_a_private_entry_that_is_nowhere_is_refused() -> None:
     with pytest.raises(FlsuiteError, match=r"trainer\.aggregator\.private: 'head'"):
-        run(FedAvg(private=["head"]))
+        run(methods.FedAvg(private=["head"]))
 
 
 def test_pooled_data_has_nobody_to_mask() -> None:
     with pytest.raises(FlsuiteError, match="PairwiseMasks needs clients"):
-        run(Centralized(), secure_sum=PairwiseMasks())
+        run(methods.Centralized(), secure_sum=PairwiseMasks())
 
 
 @pytest.mark.parametrize(
@@ -138,45 +117,45 @@ def test_pooled_data_has_nobody_to_mask() -> None:
 )
 def test_a_server_optimizer_that_refuses_the_model(optimizer: type[Optimizer], reason: str) -> None:
     with pytest.raises(FlsuiteError, match=rf"server_optimizer refuses .*{reason}"):
-        run(FedAvg(server_optimizer=optimizer))
+        run(methods.FedAvg(server_optimizer=optimizer))
 
 
 @pytest.mark.parametrize(("returns_none", "fault"), [(True, "a NoneType"), (False, "it has no")])
 def test_a_rule_that_returns_no_whole_model(returns_none: bool, fault: str) -> None:
     with pytest.raises(FederationError, match=f"round 1: Incomplete returned .*{fault}"):
-        run(Aggregator(Incomplete(returns_none)))
+        run(methods.Aggregator(Incomplete(returns_none)))
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: FedAvg("uniform", rule=Krum(1)),
-        lambda: FedAvg(staleness="constant", rule=CoordinateMedian()),
-        lambda: SCAFFOLD(weighting="samples", rule=CoordinateMedian()),
-        lambda: SCAFFOLD(lr=0.5, server_optimizer=partial(SGD, lr=1.0)),
-        lambda: FedBuff("mix", eta=2.0),
+        lambda: methods.FedAvg("uniform", rule=methods.Krum(1)),
+        lambda: methods.FedAvg(staleness="constant", rule=methods.CoordinateMedian()),
+        lambda: methods.SCAFFOLD(weighting="samples", rule=methods.CoordinateMedian()),
+        lambda: methods.SCAFFOLD(lr=0.5, server_optimizer=partial(SGD, lr=1.0)),
+        lambda: methods.FedBuff("mix", eta=2.0),
     ],
 )
 def test_an_argument_that_would_do_nothing_is_refused(make: Any) -> None:
     with pytest.raises(FlsuiteError, match=r"^\w+: .*(weighting|lr|eta)"):
         make()
-    SCAFFOLD(rule=CoordinateMedian())
+    methods.SCAFFOLD(rule=methods.CoordinateMedian())
 
 
 def test_a_second_mechanism_is_refused() -> None:
-    mechanism = GaussianMechanism(1.0, noise_multiplier=1.0, delta=1e-5)
+    mechanism = methods.GaussianMechanism(1.0, noise_multiplier=1.0, delta=1e-5)
     with pytest.raises(FlsuiteError, match=r"GaussianMechanism adds noise .*; change \S+$"):
         run(private(transforms=[mechanism]), batchnorm="local", schedule=Synchronous(3))
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), None])
 def test_a_weight_that_is_none_is_refused(weight: Any) -> None:
-    class Weighs(Mean):
+    class Weighs(methods.Mean):
         def weight(self, update: ClientUpdate) -> float:
             return weight
 
     with pytest.raises(FlsuiteError, match="Weighs: the weight of client 0"):
-        run(Aggregator(Weighs()))
+        run(methods.Aggregator(Weighs()))
 
 
 def test_a_change_that_cannot_be_decoded_is_a_failure_of_the_client() -> None:
@@ -185,17 +164,23 @@ def test_a_change_that_cannot_be_decoded_is_a_failure_of_the_client() -> None:
             raise KeyError("scale")
 
     with pytest.raises(FederationError, match=r"cannot be read .*scale"):
-        run(Aggregator(transforms=[Forgets()]))
+        run(methods.Aggregator(transforms=[Forgets()]))
 
 
 def test_a_conflict_names_the_key_that_was_set() -> None:
     with pytest.raises(FlsuiteError, match=r"TopK .*trainer\.compression"):
-        run(Aggregator(transforms=[Quantize(8)]), compression=TopK(0.5))
+        run(methods.Aggregator(transforms=[Quantize(8)]), compression=TopK(0.5))
 
 
 @pytest.mark.parametrize(
     "make",
-    [FedAvg, FedNova, IFCA, FedProto, lambda: Aggregator(Bucketing(Mean()))],
+    [
+        methods.FedAvg,
+        methods.FedNova,
+        methods.IFCA,
+        methods.FedProto,
+        lambda: methods.Aggregator(methods.Bucketing(methods.Mean())),
+    ],
     ids=["FedAvg", "FedNova", "IFCA", "FedProto", "a rule in a rule"],
 )
 def test_cohorts_and_weights_by_size_count_size_twice(make: Any) -> None:
@@ -204,9 +189,10 @@ def test_cohorts_and_weights_by_size_count_size_twice(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("aggregator", "number"), [(FedAvg("uniform"), 2), (FedAvg(), 4), (LocalOnly(), 2)]
+    ("aggregator", "number"),
+    [(methods.FedAvg("uniform"), 2), (methods.FedAvg(), 4), (methods.LocalOnly(), 2)],
 )
-def test_size_counts_once(aggregator: Aggregator, number: int) -> None:
+def test_size_counts_once(aggregator: methods.Aggregator, number: int) -> None:
     """A cohort of all four clients does not depend on sizes, and LocalOnly averages nothing."""
     assert run(aggregator, 1, schedule=Synchronous(number, sampling="size")).round == 1
 
@@ -215,4 +201,4 @@ def test_size_counts_once(aggregator: Aggregator, number: int) -> None:
 def test_a_transform_that_returns_another_shape_is_refused(forgets: bool) -> None:
     """A single number would be added to every weight."""
     with pytest.raises(FlsuiteError, match=r"wrong change of network\.0\.bias.*return every entry"):
-        run(FedAvg(transforms=[Shortens(forgets)]), 1)
+        run(methods.FedAvg(transforms=[Shortens(forgets)]), 1)

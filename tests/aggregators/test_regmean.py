@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,9 @@ from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import FedAvg, RegMean
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.regmean import solve_from
-from flsuite.data import DataSpec
 from flsuite.messages import ClientUpdate
 from flsuite.models import Classifier
 from flsuite.models.backbones import Backbone
-from flsuite.models.base import ClientModel
-from flsuite.runs.settings import init_args
 from flsuite.state import Layer, State, StateLayout
 from tests.aggregators.federations import ServerHalf, Updates, fold, server_of, signature
 from tests.conftest import classifier, digits, equal_states, trainer
@@ -87,20 +83,6 @@ def test_with_alpha_one_a_linear_model_is_pooled_least_squares() -> None:
     assert made.metrics["alpha"] == 1.0 and made.metrics["server_seconds"] > 0
 
 
-def test_with_alpha_one_a_bias_column_is_pooled_least_squares_too() -> None:
-    updates, pooled = regressions(bias=True)
-    new, _ = merge(updates, alpha=1.0, bias=True)
-    assert close(torch.cat([new["fc.weight"], new["fc.bias"][:, None]], 1), pooled, 1e-14)
-
-
-def test_uniform_weights_are_another_model() -> None:
-    updates, pooled = regressions(bias=False)
-    for u in updates:
-        u.samples = 1
-    new, _ = merge(updates, alpha=1.0)
-    assert float((new["fc.weight"] - pooled).abs().max()) > 1e-2
-
-
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.9, 1.0])
 @pytest.mark.parametrize("rows", [2, 30])
 def test_equal_grams_give_fedavg(alpha: float, rows: int) -> None:
@@ -116,15 +98,7 @@ def test_equal_grams_give_fedavg(alpha: float, rows: int) -> None:
     assert all(close(new[name], value) for name, value in fedavg(updates).items())
 
 
-def test_with_alpha_zero_it_is_the_mean_weighted_by_the_diagonal() -> None:
-    updates, _ = regressions(bias=False)
-    new, _ = merge(updates, alpha=0.0)
-    weights = [u.samples * u.extras["gram"]["fc"].diagonal() for u in updates]
-    total = sum(w * u.state["fc.weight"] for w, u in zip(weights, updates, strict=True))
-    assert close(new["fc.weight"], total / sum(weights))
-
-
-@pytest.mark.parametrize("alpha", [0.1, 0.9])
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.9])
 def test_the_formula(alpha: float) -> None:
     updates, _ = regressions(bias=False)
     new, _ = merge(updates, alpha=alpha)
@@ -225,21 +199,6 @@ def test_without_a_score_alpha_must_be_set() -> None:
         RegMean().prepare(server_of({}, LINEAR, tools=tools))
 
 
-@pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
-def test_a_bad_alpha_is_refused(alpha: float) -> None:
-    with pytest.raises(FlsuiteError, match=r"RegMean: alpha must be from 0 to 1"):
-        RegMean(alpha=alpha)
-
-
-def test_parameters_are_kept_under_their_names() -> None:
-    settings = {"alpha": 0.9, "conv": True, "bias": True, "samples": 7}
-    assert init_args(RegMean(**settings)) == settings
-    with pytest.raises(FlsuiteError, match="samples must be at least 1"):
-        RegMean(samples=0)
-    with pytest.raises(FlsuiteError, match=r"samples must be a whole number, got 99\.5"):
-        RegMean(samples=99.5)
-
-
 # A federation
 
 
@@ -264,23 +223,17 @@ def test_a_federation_picks_alpha_on_the_servers_samples(bias: bool) -> None:
             assert torch.allclose(value, mean[name]) == name.endswith("bias")
 
 
+class Repeated(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[0](self[0](x).relu())
+
+
 class Twice(Backbone):
     """A network that calls one of its layers twice."""
 
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        layer = nn.Linear(8, 8)
-        return nn.Sequential(
-            nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8), _Repeated(layer), nn.Linear(8, outputs)
-        )
-
-
-class _Repeated(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(x).relu())
+        first, repeated = nn.Linear(64, 8), Repeated(nn.Linear(8, 8))
+        return nn.Sequential(nn.Flatten(), first, nn.LayerNorm(8), repeated, nn.Linear(8, outputs))
 
 
 def test_layers_that_take_the_mean_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -289,43 +242,8 @@ def test_layers_that_take_the_mean_are_named_in_the_log(caplog: pytest.LogCaptur
     messages = [r.message for r in caplog.records if r.message.startswith("RegMean takes the mean")]
     assert messages == [
         "RegMean takes the mean of network.2",
-        "RegMean takes the mean of network.3.layer: called twice, or all inputs are 0",
+        "RegMean takes the mean of network.3.0: called twice, or all inputs are 0",
     ]
     mean, new = fedavg(updates), made.federation.state
     means = [name for name in new if torch.allclose(new[name], mean[name], atol=1e-6)]
     assert set(new) - set(means) == {"network.1.weight", "network.4.weight"}
-
-
-def test_two_rounds_resume(tmp_path: Path) -> None:
-    def run(rounds: int, **kwargs: Any) -> FederatedTrainer:
-        ckpt_path = kwargs.pop("ckpt_path", None)
-        made = trainer(aggregator=RegMean(samples=60), rounds=rounds, **kwargs)
-        made.fit(classifier(), digits(server_samples=100), ckpt_path=ckpt_path)
-        return made
-
-    folder = str(tmp_path / "run")
-    whole = run(2)
-    run(1, run_dir=folder)
-    resumed = run(2, run_dir=folder, ckpt_path="last")
-    assert equal_states(whole.federation.state, resumed.federation.state)
-
-
-class WithoutLogits(ClientModel):
-    """A model with another kind of prediction."""
-
-    def build(self, spec: DataSpec) -> None:
-        self.layer = nn.Linear(64, spec.num_classes)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return self.layer(batch[0].flatten(1)).square().mean()
-
-    def evaluation_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        raise NotImplementedError
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_a_model_without_logits_is_refused_before_its_first_step() -> None:
-    with pytest.raises(FlsuiteError, match="RegMean needs the logits of the model, but"):
-        fit(RegMean(alpha=0.1), model=WithoutLogits())

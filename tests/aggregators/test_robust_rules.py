@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,6 @@ from flsuite.aggregators import (
     CenteredClipping,
     CoordinateMedian,
     FedAvg,
-    FedBuff,
     FLTrust,
     GeometricMedian,
     Krum,
@@ -32,8 +30,7 @@ from flsuite.aggregators import (
 )
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.robust.vectors import Vectors
-from flsuite.messages import ClientContext
-from flsuite.state import State, StateLayout, clone
+from flsuite.state import State, clone
 from tests.aggregators.robust import (
     INF,
     RULES,
@@ -83,44 +80,6 @@ def test_f_attackers_stay_within_the_honest_range(make: Callable[[], Rule], with
         assert worst(make(), bad) == 0
 
 
-@pytest.mark.parametrize(
-    ("make", "broken"),
-    [
-        (CoordinateMedian, 6),
-        (lambda: TrimmedMean(3), 4),
-        (lambda: MultiKrum(2), 3),
-        # Colluders at one point are each other's n - f - 2 neighbours from that many on.
-        (lambda: Krum(4), 6),
-        (GeometricMedian, 6),
-        (FedAvg, 1),
-    ],
-    ids=["median", "trimmed", "multi_krum", "krum", "geometric", "fedavg"],
-)
-def test_one_more_attacker_moves_it_far(make: Callable[[], Rule], broken: int) -> None:
-    assert worst(make(), broken) > 1e4
-
-
-def test_the_geometric_median_is_bounded_below_one_half() -> None:
-    """Five of eleven attackers move it by no more than the honest clients' spread, however far."""
-    near = [worst(GeometricMedian(), 5, size=size) for size in (1e3, 1e6, 1e12)]
-    assert max(near) < 2 and near[1] == pytest.approx(near[2], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: NormClipping(0.5), lambda: CenteredClipping(0.5)], ids=["norm", "centered"]
-)
-def test_a_clipped_attacker_moves_the_model_by_its_share_of_the_radius(
-    make: Callable[[], Rule],
-) -> None:
-    rows = 0.1 * cloud(10)
-    clean = folded(make(), sent(rows))["w"]
-    for size in (10.0, 1e6, 1e30):
-        moved = rows.clone()
-        moved[3] = size
-        distance = (folded(make(), sent(moved))["w"] - clean).norm().item()
-        assert distance <= (0.5 + rows[3].norm().item()) / 10 + 1e-6
-
-
 def test_huge_numbers_do_not_overflow() -> None:
     rows = cloud(9)
     rows[[1, 5]] = 3e38
@@ -141,20 +100,8 @@ def test_huge_numbers_do_not_overflow() -> None:
         (lambda: NormClipping(INF), "uniform"),
         (lambda: NormClipping(INF, "samples"), "samples"),
         (lambda: CenteredClipping(INF), "uniform"),
-        (lambda: CenteredClipping(INF, iterations=3), "uniform"),
         (lambda: Bucketing(CoordinateMedian(), 9), "uniform"),
         (lambda: Bucketing(TrimmedMean(0), 1), "uniform"),
-    ],
-    ids=[
-        "trim_0",
-        "trim_share_0",
-        "all_selected",
-        "norm",
-        "norm_by_samples",
-        "centered",
-        "centered_three_times",
-        "one_bucket",
-        "buckets_of_one",
     ],
 )
 def test_it_is_fedavg_bit_for_bit(make: Callable[[], Rule], weighting: Any) -> None:
@@ -197,18 +144,6 @@ def test_nothing_that_was_given_changes(make: Callable[[], Rule]) -> None:
     assert_same_bits(start, before[0])
     for now, then in zip(updates, before[1], strict=True):
         assert_same_bits(now.state, then.state)
-
-
-@every_rule
-def test_clients_have_no_part_in_a_rule(make: Callable[[], Rule]) -> None:
-    """It keeps no state of a round, so workers receive only its settings."""
-    start, updates = models()
-    rule = make()
-    folded(rule, updates, start, trusting({"w": start["w"] + 0.5}))
-    assert rule == make() and len(pickle.dumps(rule)) < 500
-    client = ClientContext(0, 1, 1, torch.ones(1), start, {}, {})
-    assert rule.callbacks(client) == []
-    assert rule.statistics(StateLayout(("w",), 9), start) == {}
 
 
 # Rules against other implementations
@@ -285,11 +220,6 @@ def test_known_geometric_medians() -> None:
     rows = [[2.0, 1.0]] * 3 + [[9.0, 9.0], [-50.0, 3.0]]
     new = folded(GeometricMedian(1000), sent(rows))["w"]
     torch.testing.assert_close(new, numbers(2.0, 1.0), rtol=0, atol=1e-4)
-    # The Fermat point of a triangle with an angle of 120 degrees is that corner.
-    side = math.sqrt(3)
-    triangle = [[0.0, 0.0], [1.0, 0.0], [-0.5, side / 2]]
-    new = folded(GeometricMedian(10_000, tolerance=0.0), sent(triangle))["w"]
-    torch.testing.assert_close(new, numbers(0.0, 0.0), rtol=0, atol=2e-2)
 
 
 def test_norm_clipping_by_hand() -> None:
@@ -433,15 +363,6 @@ def test_a_layer_as_large_as_many_blocks() -> None:
 # Stale updates
 
 
-@pytest.mark.parametrize("make", [NormClipping, CenteredClipping])
-def test_a_stale_change_is_measured_from_its_own_base(make: Any) -> None:
-    now, base = {"w": numbers(5.0, 5.0)}, {"w": numbers(1.0, 2.0)}
-    updates = [late(k, {"w": base["w"] + k}, 1, staleness=2, base=base) for k in range(3)]
-    new = folded(make(INF), updates, now)
-    expected = folded(FedBuff(staleness="constant"), updates, now)
-    torch.testing.assert_close(new["w"], expected["w"])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_without_trimming_it_is_the_mean_bit_for_bit(dtype: torch.dtype, is_late: bool) -> None:
@@ -452,17 +373,6 @@ def test_without_trimming_it_is_the_mean_bit_for_bit(dtype: torch.dtype, is_late
     mean = folded(Mean("uniform", "constant"), updates, start)
     assert_same_bits(folded(TrimmedMean(0), updates, start), mean)
     assert_same_bits(folded(Bucketing(Mean("uniform", "constant"), 9), updates, start), mean)
-
-
-def test_the_median_of_late_clients_is_that_of_their_changes() -> None:
-    start, updates = stale(torch.float64)
-    new = folded(CoordinateMedian(), updates, start)
-    bases = [each.base or start for each in updates]
-    changes = torch.stack(
-        [each.state["w"] - b["w"] for each, b in zip(updates, bases, strict=True)]
-    )
-    torch.testing.assert_close(new["w"], start["w"] + changes.median(0).values, rtol=0, atol=0)
-    assert bool((new["variance"] > 0).all()), "a variance that many lower stays positive"
 
 
 @every_rule
@@ -479,9 +389,3 @@ def test_every_rule_takes_late_clients_as_if_they_had_just_started(
         fresh.append(replace(each, state={**moved, "count": old["count"]}, staleness=0, base={}))
     tools = trusting({"w": start["w"] + 0.5})
     assert_same_bits(folded(make(), updates, start, tools), folded(make(), fresh, start, tools))
-
-
-def test_bucketing_withstands_as_many_buckets_as_attackers() -> None:
-    for bad, is_far in ((2, False), (6, True)):
-        new = worst(Bucketing(CoordinateMedian(), 2), bad, total=12)
-        assert (new > 1e4) == is_far

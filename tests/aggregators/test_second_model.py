@@ -159,10 +159,7 @@ class WarmUp(Classifier):
     def configure_optimizers(self) -> Any:
         optimizer = SGD(self.parameters(), lr=0.1)
         schedule = LambdaLR(optimizer, lambda step: min(1.0, step / 3))
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 @pytest.mark.parametrize("make", [FedNova, partial(QFedAvg, q=0.0)])

@@ -65,11 +65,6 @@ def test_a_name_stands_for_the_defaults_of_its_class() -> None:
         assert [staleness_weight(name, tau) for tau in range(9)] == [weights(t) for t in range(9)]
 
 
-@pytest.mark.parametrize("name", ["constant", "polynomial", "hinge", "hyperbolic"])
-def test_a_fresh_update_counts_in_full(name: Any) -> None:
-    assert staleness_weight(name, 0) == 1.0
-
-
 def test_weights_that_grow_are_refused() -> None:
     """A mixing rate, checked for fresh updates, could then exceed 1."""
     with pytest.raises(FlsuiteError, match=r"Growing: the weight at staleness 2 is 2.0"):
@@ -118,21 +113,3 @@ def test_a_config_gives_a_name_or_a_class(tmp_path: Path) -> None:
         "class_path": "flsuite.aggregators.Hyperbolic",
         "init_args": {"c": 0.5},
     }
-
-
-def test_a_config_with_a_wrong_name_gets_one_clear_line(tmp_path: Path) -> None:
-    own = ["--run_dir", str(tmp_path), "--trainer.aggregator", "FedAsync"]
-    with pytest.raises(FlsuiteError) as error:
-        aggregator_of(*own, "--trainer.aggregator.staleness", "polynomal")
-    message = str(error.value)
-    assert "\n" not in message
-    assert message.startswith("trainer.aggregator.staleness: expected ")
-    assert "got 'polynomal'" in message
-    assert "did you mean Polynomial?" in message
-
-    with pytest.raises(FlsuiteError, match="mixing times the weight of a fresh update"):
-        aggregator_of(
-            *own,
-            "--trainer.aggregator.staleness=Hyperbolic",
-            "--trainer.aggregator.staleness.c=3",
-        )

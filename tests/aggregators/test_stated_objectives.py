@@ -1,15 +1,13 @@
 """What an objective stated in functions of tensors may return, read and change, on two engines."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from threading import Lock
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD
 
 from flsuite import FlsuiteError
@@ -25,7 +23,7 @@ from tests.aggregators.federations import run
 from tests.conftest import long
 from tests.engines import test_vectorized
 from tests.engines.test_processes import Images
-from tests.engines.test_vectorized import InDouble, close, distance, fitted
+from tests.engines.test_vectorized import InDouble, close, fitted
 
 stacks = test_vectorized.stacks  # a fixture
 
@@ -111,16 +109,11 @@ class AfterPull(Normed):
         return [Pull(), *super().callbacks(client)]
 
 
-class BeforePull(Normed):
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [*super().callbacks(client), Pull()]
-
-
 ALIKE = (MeansStayNear(), OfSomeClients(), FromStart(), Steps(), ToStart(), Normed(), AfterPull())
 
 
 @pytest.mark.parametrize(
-    "objective", [*ALIKE[:3], *long(*ALIKE[3:], BeforePull())], ids=lambda one: type(one).__name__
+    "objective", [*ALIKE[:3], *long(*ALIKE[3:])], ids=lambda one: type(one).__name__
 )
 def test_clients_of_a_stack_train_as_alone(objective: Objective, stacks: list[int]) -> None:
     data = Images(clients=6, partition=Dirichlet(1.0), batch_size=8, val_fraction=0.0)
@@ -146,16 +139,6 @@ def test_what_a_client_keeps_of_a_stack_is_its_own(stacks: list[int]) -> None:
 class OfEachSample(FeatureTerm):
     def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
         return 0.0 * features.square().mean(1)
-
-
-class Number(FeatureTerm):
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Any:
-        return 0.0
-
-
-class NoLogits(FeatureTerm):
-    def logits(self, outputs: Tensor, batch: Any, held: Any) -> Any:
-        outputs + 1.0
 
 
 class OneFeature(FeatureTerm):
@@ -194,23 +177,9 @@ class OtherNames(Steps):
         return {f"module.{name}": value for name, value in gradient.items()}, held
 
 
-class OtherShapes(Steps):
-    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
-        return {name: value.mean() for name, value in gradient.items()}, held
-
-
-class NoPoint(Steps):
-    def point(self, v: Any, w: Any, held: Any) -> Any: ...
-
-
 class OnlyGradient(Steps):
     def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
         return gradient
-
-
-class HoldsNumbers(Steps):
-    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
-        return gradient, {"steps": 1}
 
 
 class NoGradient(Steps):
@@ -248,21 +217,6 @@ class ReplacesInTerm(Averages):
         return features.square().mean() * held["mean"]
 
 
-class ReplacesInCompared(Averages):
-    def compared(self, features_of: Any, held: Any) -> list[Tensor]:
-        held["mean"] = held["mean"] + 1
-        return []
-
-
-class ReplacesInPoint(Steps):
-    def start(self, client: ClientContext, module: Any) -> Any:
-        return dict(module.state_dict()), {"mean": torch.zeros(())}
-
-    def point(self, v: Any, w: Any, held: Any) -> Any:
-        held["mean"] = held["mean"] + 1
-        return v
-
-
 class ChangesGlobal(FeatureTerm):
     def read(self, client: ClientContext, module: Any) -> Any:
         client.global_state["network.3.bias"].mul_(1.01)
@@ -286,23 +240,16 @@ class NoList(Objective):
 
 WRONG = {
     OfEachSample: r"term returned Tensor of shape \(\d+,\); return the mean over the samples",
-    Number: "term returned float; return the mean over the samples",
-    NoLogits: "logits returned None; return logits",
     OneFeature: r"compared returned Tensor of shape \(16, 8\); return a list of tensors",
     ReadsNumbers: "read returned int; return tensors in dictionaries",
     InCompared: "InCompared changes what it reads of the client; make new tensors",
     OnlyWeights: "start returned dict; return weights, and what else the steps hold",
     SomePoint: "point returned dict; return all entries of v: network",
-    NoPoint: "point returned None; return all entries of v: network",
     OtherNames: r"direction returned tuple; return a gradient of entries as in v \(network",
-    OtherShapes: r"direction returned tuple; return a gradient of entries as in v \(network",
     OnlyGradient: r"direction returned dict; return a gradient of entries as in v \(network",
-    HoldsNumbers: "direction returned int; return tensors in dictionaries",
     NoGradient: "model_gradient returned None; return a tensor of the gradient's shape",
     Averages: "Averages changes what it reads of the client; make new tensors",
     ReplacesInTerm: "ReplacesInTerm changes what it reads of the client",
-    ReplacesInCompared: "ReplacesInCompared changes what it reads of the client",
-    ReplacesInPoint: "ReplacesInPoint changes what it reads of the client",
     ChangesGlobal: "ChangesGlobal changes what it reads of the client",
     FewLogits: r"logits returned Tensor of shape \(\d+, 1\); return logits of the outputs' shape",
     OtherEntry: "OtherEntry.start returned weights of foo, which the model does not have",
@@ -323,27 +270,6 @@ def test_wrong_returns_are_named(kind: Callable[[], Objective], match: str, engi
 def test_a_head_that_the_model_lacks_is_refused_before_the_first_round() -> None:
     with pytest.raises(FlsuiteError, match=r"^trainer.aggregator.objective.head: .* 'nope'; it"):
         run(FedAvg(objective=MeansStayNear("nope.")), 1)
-
-
-@dataclass(frozen=True)
-class WithParts(FeatureTerm):
-    """Has attributes that neither compare nor copy, and computes one of them once."""
-
-    layer: nn.Module = field(default_factory=lambda: nn.Linear(8, 1))
-    lock: Any = field(default_factory=Lock)
-
-    @cached_property
-    def weight(self) -> Tensor:
-        return self.layer.weight.detach().double().abs()
-
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        return (self.weight * features.square()).mean()
-
-
-def test_an_objective_may_have_any_attributes(stacks: list[int]) -> None:
-    objective = FedAvg(objective=WithParts())
-    alone, stacked = (run(objective, 2, engine=engine) for engine in (InProcess(), Vectorized()))
-    assert distance(alone, stacked) < 1e-5 and stacks
 
 
 class Measured(AfterFit):

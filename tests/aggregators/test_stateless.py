@@ -38,15 +38,6 @@ class InCallbacks(FeatureTerm):
         return super().callbacks(client)
 
 
-class InTerms(FeatureTerm):
-    """Keeps the number of its terms."""
-
-    share = 0
-
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> None:
-        self.share += 1
-
-
 class OnItsClass(FeatureTerm):
     """Keeps a number in an attribute of its class."""
 
@@ -80,9 +71,7 @@ class InATensor(FeatureTerm):
 
 
 @pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
-@pytest.mark.parametrize(
-    "kind", [InRead, InCallbacks, InTerms, OnItsClass, InADictionary, InATensor]
-)
+@pytest.mark.parametrize("kind", [InRead, InCallbacks, OnItsClass, InADictionary, InATensor])
 def test_an_objective_keeps_no_state(kind: Callable[[], Objective], engine: Any) -> None:
     with pytest.raises(FlsuiteError, match="has changed its share in a fit: all clients"):
         run(FedAvg(objective=kind()), 2, engine=engine)

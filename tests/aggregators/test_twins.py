@@ -5,50 +5,32 @@ from typing import Any
 
 import pytest
 
-from flsuite.aggregators import (
-    APFL,
-    MOON,
-    Aggregator,
-    Ditto,
-    FedALA,
-    FedAvg,
-    FedBABU,
-    FedBN,
-    FedDyn,
-    FedExP,
-    FedNova,
-    FedPer,
-    FedRep,
-    FedRoD,
-    LGFedAvg,
-    PerFedAvg,
-    PFedMe,
-)
+from flsuite import aggregators as methods
 from flsuite.callbacks import FederationCallback
 from flsuite.schedules import Synchronous
 from tests.aggregators import twins
 from tests.aggregators.federations import run, table_model
 from tests.aggregators.twins import Twin
 
-PAIRS: dict[str, tuple[Callable[[], Aggregator], type[Twin]]] = {
-    "fedavg": (FedAvg, Twin),
-    "fedper": (FedPer, twins.FedPerTwin),
-    "lgfedavg": (LGFedAvg, twins.LGFedAvgTwin),
-    "fedbn": (FedBN, twins.FedBNTwin),
-    "fedrep": (FedRep, twins.FedRepTwin),
-    "fedbabu": (FedBABU, twins.FedBABUTwin),
-    "fedrod": (FedRoD, twins.FedRoDTwin),
-    "fedala": (lambda: FedALA(samples=1.0), twins.FedALATwin),
-    "ditto": (lambda: Ditto(0.7), twins.DittoTwin),
-    "apfl": (lambda: APFL(0.4), twins.APFLTwin),
-    "pfedme": (lambda: PFedMe(5.0, steps=3, personal_lr=0.05), twins.PFedMeTwin),
-    "perfedavg": (lambda: PerFedAvg(0.1), twins.PerFedAvgTwin),
-    "feddyn": (FedDyn, twins.FedDynTwin),
-    "fednova": (FedNova, twins.FedNovaTwin),
-    "feddyn-private": (lambda: FedDyn(private=["network.3.bias"]), twins.PrivateFedDynTwin),
-    "fedexp": (FedExP, twins.FedExPTwin),
-    "fedexp-private": (lambda: FedExP(private=["network.3.bias"]), twins.PrivateFedExPTwin),
-    "moon": (lambda: MOON(mu=2.0), twins.MOONTwin),
+PAIRS: dict[str, tuple[Callable[[], methods.Aggregator], type[Twin]]] = {
+    "fedavg": (methods.FedAvg, Twin),
+    "fedper": (methods.FedPer, twins.FedPerTwin),
+    "lgfedavg": (methods.LGFedAvg, twins.LGFedAvgTwin),
+    "fedbn": (methods.FedBN, twins.FedBNTwin),
+    "fedrep": (methods.FedRep, twins.FedRepTwin),
+    "fedbabu": (methods.FedBABU, twins.FedBABUTwin),
+    "fedrod": (methods.FedRoD, twins.FedRoDTwin),
+    "fedala": (lambda: methods.FedALA(samples=1.0), twins.FedALATwin),
+    "ditto": (lambda: methods.Ditto(0.7), twins.DittoTwin),
+    "apfl": (lambda: methods.APFL(0.4), twins.APFLTwin),
+    "pfedme": (lambda: methods.PFedMe(5.0, steps=3, personal_lr=0.05), twins.PFedMeTwin),
+    "perfedavg": (lambda: methods.PerFedAvg(0.1), twins.PerFedAvgTwin),
+    "feddyn": (methods.FedDyn, twins.FedDynTwin),
+    "fednova": (methods.FedNova, twins.FedNovaTwin),
+    "feddyn-private": (lambda: methods.FedDyn(private=["network.3.bias"]), twins.PrivateFedDynTwin),
+    "fedexp": (methods.FedExP, twins.FedExPTwin),
+    "fedexp-private": (lambda: methods.FedExP(private=["network.3.bias"]), twins.PrivateFedExPTwin),
+    "moon": (lambda: methods.MOON(mu=2.0), twins.MOONTwin),
 }
 
 

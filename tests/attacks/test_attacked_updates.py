@@ -35,10 +35,9 @@ from flsuite.data import FederatedDataModule
 from flsuite.errors import FlsuiteError
 from flsuite.exchange import Quantize, TopK
 from flsuite.messages import ClientUpdate
-from flsuite.models import MLP, Classifier
 from flsuite.state import State
 from tests.aggregators.federations import Quadratics, Updates, optimum, run, table_data, update
-from tests.conftest import digits, equal_states, trainer
+from tests.conftest import equal_states
 
 AttackT = TypeVar("AttackT", bound=Attack)
 LEARNED = 1 - 0.95**10  # ten steps of rate 0.05 from 0 towards 1, with curvature 1
@@ -114,20 +113,6 @@ def test_buffers_and_private_entries_stay_as_trained() -> None:
     # In front of BatchNorm, the gradient of a bias is zero up to rounding.
     for name in honest.keys() - {"network.0.bias"}:
         assert torch.equal(honest[name], attacked[name]) == (name in buffers)
-
-
-def test_what_stays_with_an_attacker_is_trained_honestly() -> None:
-    def client(attack: Attack | None) -> tuple[State, ClientUpdate]:
-        kept = Updates()
-        model = Classifier(MLP(hidden=(8,)), private=["network.3"])
-        made = trainer(rounds=1, attack=attack, callbacks=[kept])
-        made.fit(model, digits())
-        return made.federation.clients.private(2), kept.all[2]
-
-    (private, honest), (of_attacker, altered) = client(None), client(SignFlip([2]))
-    assert private and equal_states(private, of_attacker)
-    assert honest.state.keys() == altered.state.keys()
-    assert not equal_states(honest.state, altered.state)
 
 
 def test_an_update_that_overflows_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -220,17 +205,6 @@ def test_a_deviation_of_zero_is_said_at_the_start() -> None:
         assert "z is 0" not in quiet
 
 
-@pytest.mark.parametrize(("epsilon", "sign"), [(1.4, 1), (1.6, -1)])
-def test_the_mean_turns_where_epsilon_times_attackers_exceeds_the_honest(
-    epsilon: float, sign: int
-) -> None:
-    # Three honest clients and two attackers: the mean is (3 - 2 epsilon) / 5 of the honest one.
-    data = Quadratics((1.0,) * 5, (1.0,) * 5)
-    mean = optimum(FedAvg(), data, rounds=1, attack=InnerProduct([0, 3], epsilon=epsilon))
-    assert mean == pytest.approx(LEARNED * (3 - 2 * epsilon) / 5, rel=1e-5)
-    assert mean * LEARNED * sign > 0
-
-
 def test_honest_updates_pass_through_one_at_a_time_and_buffers_are_kept() -> None:
     taken = []
 
@@ -259,12 +233,6 @@ def test_attackers_alter_what_clips_have_left_and_before_codecs_pack_it() -> Non
     names = [type(transform).__name__ for transform in attacked.transforms]
     assert names == ["ClipUpdates", "_Altering", "TopK", "Quantize"]
     assert attacked.rule is aggregator.rule and len(aggregator.transforms) == 3
-
-
-@pytest.mark.parametrize("attack", [None, SignFlip([]), InnerProduct([])])
-def test_without_attackers_an_algorithm_is_left_alone(attack: Attack | None) -> None:
-    aggregator = FedAvg()
-    assert with_attack(aggregator, attack) is aggregator
 
 
 def test_a_rule_under_attack_passes_on_what_it_needs_and_withholds() -> None:

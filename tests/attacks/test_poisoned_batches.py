@@ -24,9 +24,9 @@ from flsuite.runs.summary import print_summary
 from flsuite.trainer import FederatedTrainer
 from tests.aggregators.federations import table_data
 from tests.commands.command import cli
-from tests.conftest import classifier, digits, equal_states, trainer
+from tests.conftest import classifier, digits, trainer
 from tests.plain import Net, Reader, Regression, slope
-from tests.test_plain_models import points, sentences
+from tests.test_plain_models import sentences
 
 
 class Labels(FederationCallback):
@@ -114,16 +114,6 @@ def test_several_labels_of_a_sample_move_together() -> None:
     paired = configured(LabelFlip([0], pairs={0: 1}), Several())
     expected = [[0, 1, 0, 1], [0, 1, 0, 0], [0, 1, 0, 0]]
     assert poisoned(paired, x, y)[1].tolist() == expected
-
-
-def test_a_plain_module_trains_on_flipped_labels() -> None:
-    def weights(attack: Attack | None) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        made = trainer(rounds=1, attack=attack)
-        made.fit(Net(), points())
-        return made.federation.state
-
-    assert not equal_states(weights(None), weights(LabelFlip([0, 1])))
 
 
 # The backdoor
@@ -248,17 +238,6 @@ def test_the_success_rate_is_in_tables_loggers_and_reports(
     )
     assert "backdoor_success" in capsys.readouterr().out
     assert pd.read_csv(tmp_path / "report.csv")["last"].item() > 0.8
-
-
-def test_other_scores_of_a_state_are_those_without_an_attack(attacked: FederatedTrainer) -> None:
-    checkpoint = str(attacked.run.folder.path / "checkpoints" / "last.ckpt")
-    attack = PixelBackdoor([0, 1, 2], target=3, boost=2.0)
-    with_attack, honest = (
-        trainer(attack=one).test(classifier(), digits(), ckpt_path=checkpoint)
-        for one in (attack, None)
-    )
-    assert "backdoor_success" not in honest[0] and with_attack[0].pop("backdoor_success") > 0.8
-    assert with_attack == honest
 
 
 # Refusals

@@ -19,7 +19,7 @@ from flsuite.schedules import Synchronous
 from tests.benchmarks import sides
 from tests.benchmarks.gpu import Gpu
 from tests.benchmarks.loop import HandWrittenLoop
-from tests.benchmarks.sides import Clock, RandomImages, federation, loop_for, ratio, report
+from tests.benchmarks.sides import RandomImages, federation, loop_for, ratio, report
 
 __all__ = ["StackedLoop", "TwoConvs", "cifar"]
 
@@ -128,13 +128,10 @@ def cifar(rounds: int) -> None:
             seconds = [_timed(run) for _ in range(rounds)]
         show(side, seconds, gpu)
     for side, engine in _engines().items():
-        clock = Clock()
         with Gpu() as gpu:
-            federation(
-                module, TwoConvs(), rounds + 1, engine, clock, lr=RATE,
-                schedule=Synchronous(COHORT),
-            )  # fmt: skip
-        show(side, clock.seconds[1:], gpu)
+            schedule = Synchronous(COHORT)
+            clock = federation(module, TwoConvs(), rounds + 1, engine, lr=RATE, schedule=schedule)
+        show(side, clock.seconds, gpu)
 
 
 def _loops(loop: HandWrittenLoop) -> dict[str, Callable[[Sequence[int]], None]]:

@@ -9,47 +9,33 @@ from dataclasses import replace
 import psutil
 import torch
 
-from flsuite.aggregators import (
-    Aggregator,
-    Bucketing,
-    CenteredClipping,
-    CoordinateMedian,
-    FLTrust,
-    GeometricMedian,
-    Krum,
-    Mean,
-    MultiKrum,
-    NormClipping,
-    Rule,
-    Server,
-    TrimmedMean,
-)
+from flsuite import aggregators as methods
 from flsuite.aggregators.part import ServerTools
 from flsuite.messages import ClientUpdate
 from flsuite.state import State, StateLayout
 
-__all__ = ["measure_rules"]
+__all__ = ["robust"]
 
 CLIENTS, PARAMETERS = 100, 1_000_000
 
-RULES: dict[str, Callable[[], Rule]] = {
-    "Mean": Mean,
-    "CoordinateMedian": CoordinateMedian,
-    "TrimmedMean": lambda: TrimmedMean(0.2),
-    "Krum": lambda: Krum(0.2),
-    "MultiKrum": lambda: MultiKrum(0.2),
-    "GeometricMedian": GeometricMedian,
-    "NormClipping": NormClipping,
-    "CenteredClipping": lambda: CenteredClipping(iterations=3),
-    "Bucketing(Krum)": lambda: Bucketing(Krum(0.2)),
-    "Bucketing(CoordinateMedian)": lambda: Bucketing(CoordinateMedian()),
-    "FLTrust": FLTrust,
+RULES: dict[str, Callable[[], methods.Rule]] = {
+    "Mean": methods.Mean,
+    "CoordinateMedian": methods.CoordinateMedian,
+    "TrimmedMean": lambda: methods.TrimmedMean(0.2),
+    "Krum": lambda: methods.Krum(0.2),
+    "MultiKrum": lambda: methods.MultiKrum(0.2),
+    "GeometricMedian": methods.GeometricMedian,
+    "NormClipping": methods.NormClipping,
+    "CenteredClipping": lambda: methods.CenteredClipping(iterations=3),
+    "Bucketing(Krum)": lambda: methods.Bucketing(methods.Krum(0.2)),
+    "Bucketing(CoordinateMedian)": lambda: methods.Bucketing(methods.CoordinateMedian()),
+    "FLTrust": methods.FLTrust,
 }
 
 
-def measure_rules(repeats: int) -> None:
+def robust(rounds: int) -> None:
     """Print the seconds of each rule and the memory that it takes beside the updates."""
-    generator = torch.Generator().manual_seed(0)
+    repeats, generator = max(3, rounds // 3), torch.Generator().manual_seed(0)
     start = {"w": torch.randn(PARAMETERS, generator=generator)}
     states = [
         {"w": start["w"] + 0.1 * torch.randn(PARAMETERS, generator=generator)}
@@ -60,12 +46,12 @@ def measure_rules(repeats: int) -> None:
 
     print(f"{CLIENTS} clients x {PARAMETERS:,} parameters, {torch.get_num_threads()} thread(s)")
     for name, make in RULES.items():
-        aggregator, layout = Aggregator(make()), StateLayout(("w",), CLIENTS)
+        aggregator, layout = methods.Aggregator(make()), StateLayout(("w",), CLIENTS)
         seconds, began_cpu = [], time.process_time()
         with _Peak() as peak:
             for _ in range(repeats):
                 began = time.perf_counter()
-                aggregator.aggregate(Server(start, layout, tools), _updates(states))
+                aggregator.aggregate(methods.Server(start, layout, tools), _updates(states))
                 seconds.append(time.perf_counter() - began)
         cpu = (time.process_time() - began_cpu) / repeats
         low, middle = min(seconds), sorted(seconds)[len(seconds) // 2]

@@ -5,16 +5,26 @@ import statistics
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 
-from flsuite.aggregators import MOON, Aggregator, Ditto, FedAvg
+from flsuite.aggregators import MOON, Ditto, FedAvg
 from flsuite.engines import Engine, InProcess, Processes, Vectorized
 from flsuite.models import MLP, LeNet5
 from flsuite.models.backbones import Backbone
 from flsuite.schedules import Synchronous
-from tests.benchmarks.sides import Clock, RandomImages, federation, loop_for, ratio, report
+from tests.benchmarks.sides import (
+    Clock,
+    RandomImages,
+    alternating,
+    federation,
+    loop_for,
+    ratio,
+    report,
+)
 
 SIZES = (1, 2, 5, 10, 25, 50)  # clients per stack, in the figure
 
@@ -29,21 +39,15 @@ class Work:
     epochs: int
     cohort: int
 
-    def seconds(
-        self,
-        rounds: int,
-        engine: Engine,
-        clock: Clock | None = None,
-        aggregator: Aggregator | None = None,
-    ) -> list[float]:
-        """Return the seconds of each round after the first."""
+    def clock(self, rounds: int, engine: Engine, *between: Any, **kwargs: Any) -> Clock:
         torch.set_num_threads(1)
-        clock, self.module.batch_size = clock or Clock(), self.batch
-        federation(
-            self.module, self.backbone, rounds, engine, clock,
-            aggregator=aggregator, schedule=Synchronous(self.cohort), max_epochs=self.epochs,
-        )  # fmt: skip
-        return clock.seconds[1:]
+        self.module.batch_size = self.batch
+        kwargs |= {"schedule": Synchronous(self.cohort), "max_epochs": self.epochs}
+        return federation(self.module, self.backbone, rounds, engine, *between, **kwargs)
+
+    def seconds(self, rounds: int, engine: Engine, **kwargs: Any) -> list[float]:
+        """Return the seconds of each round after the first."""
+        return self.clock(rounds, engine, **kwargs).seconds
 
 
 def works() -> dict[str, Work]:
@@ -82,9 +86,9 @@ def vectorized(rounds: int) -> None:
         seconds: dict[str, list[float]] = {side: [] for side in (*sides, "loop")}
         for _ in range(3):
             for side, engine in sides.items():
-                clock = Clock(loop.round if side == "alone" else None)
-                seconds[side] += work.seconds(rounds, engine, clock)
-                seconds["loop"] += clock.other[1:]
+                clock = work.clock(rounds, engine, loop.round if side == "alone" else None)
+                seconds[side] += clock.seconds
+                seconds["loop"] += clock.other
         report(name, **seconds)
         for side in sides:
             print(f"    {side} takes {ratio(seconds[side], seconds['loop']):.2f} x the loop")
@@ -96,10 +100,9 @@ def _methods(rounds: int) -> None:
     """Compare a stack with one client at a time where a method trains more than the model."""
     digits, *_ = works().values()
     for method in (FedAvg, Ditto, MOON):
-        seconds: dict[str, list[float]] = {"alone": [], "stack": []}
-        for _ in range(3):
-            seconds["alone"] += digits.seconds(rounds, InProcess(), aggregator=method())
-            seconds["stack"] += digits.seconds(rounds, Vectorized(clients=50), aggregator=method())
+        one = partial(digits.seconds, rounds, aggregator=method())
+        sides = {"alone": InProcess(), "stack": Vectorized(clients=50)}
+        seconds = alternating({side: partial(one, engine) for side, engine in sides.items()})
         taken = ratio(seconds["stack"], seconds["alone"])
         print(f"{method.__name__}, MLP 64-64-10: a stack takes {taken:.2f} x one client at a time")
 

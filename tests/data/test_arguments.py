@@ -1,8 +1,6 @@
 """Tests of arguments as plain numbers, and of their snapshots."""
 
-import io
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,28 +52,6 @@ def test_numpy_scalars_are_kept_as_python_numbers(made: Any, given: dict[str, An
     assert values == {name: value.item() for name, value in given.items()}
     assert {type(value) for value in values.values()} <= {bool, int, float, str}
     assert yaml.safe_load(yaml.safe_dump(values)) == values
-
-
-def test_numpy_scalars_do_not_reach_the_federated_data(tmp_path: Path) -> None:
-    module = Digits(clients=np.int64(5), batch_size=np.int64(8), val_fraction=np.float64(0.1))
-    module.batch_size = np.int64(16)
-    module.use_seed(np.int64(4))  # type: ignore[arg-type]
-    module.setup()
-    stored = io.BytesIO()
-    torch.save((module.federated.batch_size, module.partition_seed), stored)
-    stored.seek(0)
-    assert torch.load(stored, weights_only=True) == (16, 4)
-
-
-@pytest.mark.parametrize(
-    "rounds", [np.int64(2), [np.int64(2), np.int64(2)], (2, np.int64(2)), np.array([2, 2])]
-)
-def test_numpy_scalars_in_a_sequence_of_tasks(rounds: Any) -> None:
-    module = TaskSequence(Digits(clients=2), np.int64(2), np.int64(3), rounds)
-    assert type(module.tasks) is type(module.classes_per_task) is int
-    module.setup()
-    federated: Any = module.federated
-    assert federated.starts == (1, 3) and all(type(start) is int for start in federated.starts)
 
 
 def test_a_list_without_numpy_scalars_stays_the_same_object() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flsuite.data import FEMNIST, Natural
+from flsuite.data import FEMNIST
 from flsuite.errors import FlsuiteError
 
 WRITERS = {"f0002_7": 20, "f0001_41": 10, "f0003_1": 3}
@@ -79,14 +79,6 @@ def test_arrays(tmp_path: Path, writers: np.ndarray, kind: str) -> None:
     assert source.train.ids.bincount().tolist() == [9, 9]
     assert torch.equal(source.train.x[:, 0, 0, 0].long(), source.train.y)
     assert ((source.train.y < 10) == (source.train.ids == 1)).all()
-
-
-def test_clients_are_writers(tmp_path: Path) -> None:
-    write_leaf(tmp_path / "femnist" / "data" / "train" / "a.json", WRITERS)
-    data = FEMNIST(root=str(tmp_path), clients=3, partition=Natural(), val_fraction=0)
-    data.setup()
-    assert data.federated.train.rows.lengths().tolist() == [9, 18, 3]
-    assert data.spec.shape == (1, 28, 28)
 
 
 def test_missing_or_too_few(tmp_path: Path) -> None:

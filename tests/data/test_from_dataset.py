@@ -331,11 +331,6 @@ class Stream(IterableDataset):
         return iter(blobs(4, 0))
 
 
-class Streams(Lists):
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(Stream())
-
-
 class Transfers(Blobs):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch
@@ -394,10 +389,6 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "sample 0 of 2 in Subset cannot be read",
     ),
-    "a damaged file, read for its label": (
-        lambda: FromDataset(Damaged(66), Pairs(2), labels=lambda s: s[1], in_memory=False),
-        "sample 21 of 66 in Damaged cannot be read",
-    ),
     "one bin": (lambda: FromDataset(slope(9, 0), slope(9, 0), bins=1), "bins must be at least 2"),
     "no train loader": (lambda: FromDataModule(NoTrain()), "NoTrain has no train_dataloader"),
     "no test loader": (lambda: FromDataModule(NoTest()), "NoTest has no test_dataloader"),
@@ -411,11 +402,6 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "leave data.resize out, and transform the images in the dataset",
     ),
     "two loaders": (lambda: FromDataModule(Two()), "must return one torch DataLoader"),
-    "a field of pairs": (
-        lambda: FromDataset(Pairs(9), Pairs(9), labels="theme"),
-        "there is no field 'theme' in a sample, which has tuple",
-    ),
-    "a stream": (lambda: FromDataModule(Streams()), "train must be a map-style dataset"),
     "a batch hook": (lambda: FromDataModule(Transfers()), "move it into the model"),
     "no batch": (
         lambda: FromDataset(WORDS, WORDS, clients=2, batch_size=8),

@@ -57,18 +57,11 @@ def publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Publisher:
 
 
 MED_TASKS = {
-    "pathmnist": ("multiclass", 9),
     "chestmnist": ("multilabel", 14),
-    "dermamnist": ("multiclass", 7),
-    "octmnist": ("multiclass", 4),
     "pneumoniamnist": ("binary", 2),
     "retinamnist": ("ordinal", 5),
-    "breastmnist": ("binary", 2),
     "bloodmnist": ("multiclass", 8),
-    "tissuemnist": ("multiclass", 8),
     "organamnist": ("multiclass", 11),
-    "organcmnist": ("multiclass", 11),
-    "organsmnist": ("multiclass", 11),
 }
 
 

@@ -12,11 +12,10 @@ import pandas as pd
 import pytest
 import torch
 
-from flsuite.data import Dirichlet, Natural, NBaIoT, PublishedSplits
+from flsuite.data import Natural, NBaIoT, PublishedSplits
 from flsuite.data.datasets import nbaiot
 from flsuite.data.datasets.nbaiot import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI
 from flsuite.errors import FlsuiteError
-from tests.conftest import classifier, trainer
 
 FILES = {1: 20, 3: 12}
 HEADER = [f"MI_dir_L{number}_weight" for number in range(115)]
@@ -179,16 +178,6 @@ def test_scaling_is_that_of_the_training_rows_in_chunks_of_any_size(folder: Path
         assert torch.equal(part, getattr(unchanged(folder, "family", device=3), name).x)
 
 
-def test_the_scale_does_not_depend_on_test_rows(folder: Path, tmp_path: Path) -> None:
-    """An outlier in a test row is clipped, and leaves the training rows bit for bit."""
-    before, raw = unchanged(folder, "family", device=3), unscaled(folder)
-    held = int(raw.test.x[raw.test.y == 0][0, 113])
-    change(copy(folder, tmp_path, 3) / "3.benign.csv", held + 1, 5, "1e9")
-    after = read_nbaiot(tmp_path, "family", device=3)
-    assert torch.equal(after.train.x, before.train.x)
-    assert after.test.x[:, 5].max() == 1 and before.test.x[:, 5].max() < 1
-
-
 # Defects
 
 SCAN = r"3\.gafgyt\.scan\.csv"
@@ -199,13 +188,10 @@ CELL = SCAN + ": row 9, column 'MI_dir_L4_weight': "
     ("row", "value", "message"),
     [
         (9, "", CELL + r".*missing .in 1 row"),
-        (9, "nan", CELL + r".*missing .in 1 row"),
         (9, "x", CELL + r"expected a number, got 'x';"),
         (9, "inf", CELL + r"expected a finite float32 number, got inf;"),
-        (9, "1,2", SCAN + " cannot be read as CSV"),
         (0, "a", r"scan\.csv: header, column 5: .*got 'a';"),
         (0, "a,b", SCAN + " has 116 columns"),
-        (0, "MI_dir_L3_weight", r"more than one column named 'MI_dir_L3_weight'"),
     ],
 )
 def test_defects(folder: Path, tmp_path: Path, row: int, value: str, message: str) -> None:
@@ -216,28 +202,10 @@ def test_defects(folder: Path, tmp_path: Path, row: int, value: str, message: st
     assert "\n" not in str(error.value)
 
 
-def test_all_gaps_are_counted(folder: Path, tmp_path: Path) -> None:
-    copy(folder, tmp_path, 3)
-    for row, column in ((4, 7), (11, 7), (2, 9)):
-        change(tmp_path / "3.benign.csv", row, column, "")
-    with pytest.raises(FlsuiteError, match=r"row 4, column 'MI_dir_L7_weight': .*in 2 rows"):
-        read_nbaiot(tmp_path, chunk_rows=3)
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([], r"3\.benign\.csv is empty"),
-        ([HEADER], r"3\.benign\.csv has a header but no rows"),
-        ([np.arange(115) / 7] * 3, r"more than one|3\.benign\.csv has no header"),
-    ],
-)
-def test_files_without_rows_or_header(
-    folder: Path, tmp_path: Path, lines: list[Any], message: str
-) -> None:
-    text = "".join(",".join(map(str, line)) + "\n" for line in lines)
+def test_a_file_without_a_header(folder: Path, tmp_path: Path) -> None:
+    text = (",".join(map(str, np.arange(115) / 7)) + "\n") * 3
     (copy(folder, tmp_path, 3) / "3.benign.csv").write_text(text)
-    with pytest.raises(FlsuiteError, match=message):
+    with pytest.raises(FlsuiteError, match=r"more than one|3\.benign\.csv has no header"):
         read_nbaiot(tmp_path)
 
 
@@ -260,23 +228,10 @@ def test_files_that_are_missing(folder: Path, tmp_path: Path) -> None:
 
 
 def test_clients_are_devices_and_the_test_split_is_the_same_in_every_run(folder: Path) -> None:
-    kwargs = {"clients": 2, "partition": Natural(), "batch_size": 16, "seed": 7}
-    data = NBaIoT("attack", root=str(folder), **kwargs)
-    made = trainer(rounds=3, max_epochs=5, evaluate_every=9)
-    made.fit(classifier(lr=0.5), data)
+    data = NBaIoT("attack", root=str(folder), clients=2, partition=Natural(), seed=7)
+    data.setup()
     train, test = data.federated.train, data.federated.test
     assert train.ids is not None
     assert [train.ids[rows].unique().tolist() for rows in train.rows] == [[1], [3]]
     expected = unchanged(folder, "attack")
     assert torch.equal(train.x, expected.train.x) and torch.equal(test.x, expected.test.x)
-    federation, *clients = made.test()
-    assert federation["accuracy"] > 0.9 and len(clients) == 2
-
-
-def test_one_device_is_split_over_clients(folder: Path) -> None:
-    kwargs = {"device": 3, "clients": 4, "partition": Dirichlet(1.0)}
-    data = NBaIoT(root=str(folder), rows_per_file=10, **kwargs)
-    data.setup()
-    train, val, test = (getattr(data.federated, name).rows for name in ("train", "val", "test"))
-    assert len(train.values) + len(val.values) == 6 * 8 and len(test.values) == 6 * 2
-    assert len(train) == 4

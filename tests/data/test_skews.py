@@ -1,16 +1,11 @@
 """Features and labels that differ from client to client."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import FedAvg
 from flsuite.data import Digits, Dirichlet, FeatureSkew, LabelNoise, Skew, Synthetic
 from flsuite.data.federated import FederatedData
-from tests.aggregators.federations import assert_same_models, federation, run
-from tests.conftest import classifier
 
 
 def split(skew: Skew | None, seed: int = 1, **kwargs: object) -> FederatedData:
@@ -83,17 +78,6 @@ def test_wrong_labels_are_in_training_alone_and_more_on_some_clients() -> None:
     assert torch.equal(plain.test.y, noisy.test.y)
     assert torch.equal(plain.val.y, noisy.val.y)
     assert noisy.train.y.max() < 10
-
-
-def test_a_run_resumes(tmp_path: Path) -> None:
-    def data() -> Digits:
-        return Digits(clients=3, train_samples=200, skew=FeatureSkew(rotation=45.0))
-
-    whole = run(FedAvg(), 3, data(), model=classifier())
-    run(FedAvg(), 1, data(), model=classifier(), run_dir=str(tmp_path / "run"))
-    resumed = federation(FedAvg(), 3, run_dir=str(tmp_path / "run"))
-    resumed.fit(classifier(), data(), ckpt_path="last")
-    assert_same_models(whole, resumed)
 
 
 def test_a_table_has_no_images() -> None:

@@ -26,7 +26,6 @@ from flsuite.data.loader import TrainLoader
 from flsuite.data.tasks import Arrangement, Groups, TaskData
 from flsuite.errors import FlsuiteError
 from flsuite.messages import POOLED
-from tests.conftest import classifier, equal_states, state, trainer
 
 ARRANGEMENTS: tuple[Arrangement, ...] = ("disjoint", "shuffled", "heterogeneous")
 CLASSES, CLIENTS = 8, 4
@@ -275,15 +274,6 @@ def test_one_task_of_all_classes_is_the_wrapped_data() -> None:
     for client in (0, 3, POOLED):
         pairs = zip(TrainLoader(view, client, 1, 2), TrainLoader(whole, client, 1, 2), strict=True)
         assert all(x.equal(u) and y.equal(v) for (x, y), (u, v) in pairs)
-
-
-def test_one_task_of_all_classes_trains_as_the_wrapped_data_does() -> None:
-    plain, tasks = trainer(rounds=2), trainer(rounds=2)
-    data = table(partition=Dirichlet(0.3))
-    plain.fit(classifier(), data)
-    tasks.fit(classifier(), TaskSequence(data, tasks=1, classes_per_task=CLASSES))
-    assert equal_states(state(plain), state(tasks))
-    assert plain.test() == tasks.test() and plain.validate() == tasks.validate()
 
 
 # Refused requests

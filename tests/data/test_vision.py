@@ -1,6 +1,5 @@
 """Torchvision's sets: tiny files in the publisher's layout, damaged files, and real files."""
 
-import gzip
 import hashlib
 import pickle
 import struct
@@ -69,20 +68,6 @@ def test_mnist(module: type[MNIST], tmp_path: Path, offline: list[str]) -> None:
     assert np.array_equal(source.train.x[..., 0].numpy(), images)
     assert source.train.y.tolist() == [*range(10), 0, 1] and source.val is None
     assert not offline, "files that exist are not downloaded"
-
-
-def test_mnist_unpacks_archives_without_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: list[str]
-) -> None:
-    images, resources = write_mnist(tmp_path), []
-    for file in sorted((tmp_path / "MNIST" / "raw").iterdir()):
-        archive = file.with_name(f"{file.name}.gz")
-        archive.write_bytes(gzip.compress(file.read_bytes()))
-        resources.append((archive.name, md5(archive)))
-        file.unlink()
-    monkeypatch.setattr(datasets.MNIST, "resources", resources)
-    source = read_mnist(tmp_path, download=True)
-    assert np.array_equal(source.train.x[..., 0].numpy(), images) and not offline
 
 
 def test_one_of_several_processes_downloads_and_the_others_wait(

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.exchange import PairwiseMasks, SumReport
-from flsuite.exchange.ciphers import add_keystream, agree
 from flsuite.exchange.fixed_point import decode_sum, encode_values, step
 from flsuite.exchange.pairwise import PairwiseParties
 from flsuite.exchange.pairwise_client import (
@@ -23,12 +22,8 @@ from flsuite.exchange.pairwise_client import (
     PublicKeys,
     RevealedShares,
     SealedShares,
-    mask_purpose,
-    mask_sign,
-    point_of,
 )
 from flsuite.exchange.pairwise_server import PairwiseServer
-from flsuite.exchange.shamir import combine, weights_at_zero
 
 State = dict[str, Tensor]
 CLIENTS = (0, 2, 3, 7, 11)
@@ -142,23 +137,6 @@ def test_below_the_threshold_the_round_fails_in_words(count: int) -> None:
         parties.finish(CLIENTS[:count])
 
 
-def test_a_client_may_also_be_lost_after_its_masked_vector() -> None:
-    """Its contribution is in the sum, and the others' shares remove its masks."""
-    parties = configured().begin(CLIENTS)
-    server, devices = parties.server, parties._devices
-    for client in CLIENTS:
-        parties.hold(client, contribution(client))
-        parties.ask("maxima", client, PairwiseClient.maxima)
-    for client in CLIENTS[:4]:
-        parties.ask("masked", client, PairwiseClient.masked, server.ranges())
-    for count, client in enumerate(CLIENTS[:3]):
-        with pytest.raises(FederationError, match=f"{count} of 5 clients revealed .* 3 are"):
-            server.total()
-        server.receive(devices[client].reveal(CLIENTS[:4]))
-    expected = sum(codes(client, server.ranges()) for client in CLIENTS[:4])
-    assert np.array_equal(server.total(), expected)
-
-
 def test_clients_that_are_gone_after_masking_are_in_the_sum() -> None:
     parties = configured().begin(CLIENTS)
     for client in CLIENTS:
@@ -206,45 +184,6 @@ def test_the_server_receives_nothing_that_is_or_reveals_a_contribution(received:
     # No two clients share a mask.
     for a, b in combinations(survivors, 2):
         assert np.mean(runs[0][0][a] == runs[0][0][b]) < 0.001
-
-
-def test_what_is_revealed_leaves_every_single_vector_masked(received: list[Any]) -> None:
-    """After unmasking, the server knows the seeds of survivors and the keys of dropouts."""
-    survivors, late = CLIENTS[:3], CLIENTS[3]
-    parties, _, _ = run(configured(), survivors)
-    server, ranges = parties.server, parties.server.ranges()
-    replies = {m.client: m for m in received if isinstance(m, RevealedShares)}
-    for reply in replies.values():  # never both for one client
-        assert set(reply.seeds) == set(survivors)
-        assert set(reply.keys) == set(CLIENTS) - set(survivors)
-    weights = weights_at_zero([point_of(client) for client in replies])
-
-    def secret(owner: int, kind: str) -> bytes:
-        return combine({point_of(c): getattr(m, kind)[owner] for c, m in replies.items()}, weights)
-
-    def remove_pair(vector: np.ndarray, client: int, dropped: int) -> None:
-        public = server.public[client].masking
-        key = agree(secret(dropped, "keys"), public, mask_purpose(client, dropped))
-        add_keystream(vector, key, -mask_sign(client, dropped))
-
-    for client, vector in vectors(received).items():
-        add_keystream(vector, secret(client, "seeds"), sign=-1)
-        for dropped in set(CLIENTS) - set(survivors):
-            remove_pair(vector, client, dropped)
-        assert np.mean(vector == codes(client, ranges)) < 0.05
-
-    # The vector of a client that comes back too late: its pairwise masks are known by now.
-    device = parties._devices[late]
-    device.hold(contribution(late))
-    limits = tuple(1e6 for _ in ranges)
-    vector = device.masked(limits).vector
-    for other in set(CLIENTS) - {late}:
-        key = agree(secret(late, "keys"), server.public[other].masking, mask_purpose(late, other))
-        add_keystream(vector, key, -mask_sign(late, other))
-    assert np.mean(vector == codes(late, limits)) < 0.05
-    # Its own mask is all that hides it.
-    add_keystream(vector, device._seed, sign=-1)
-    assert np.array_equal(vector, codes(late, limits))
 
 
 def test_the_server_holds_no_secret_of_a_client(received: list[Any]) -> None:
@@ -394,20 +333,6 @@ def test_the_server_refuses_messages_of_another_form() -> None:
         server.receive(dataclasses.replace(reply, keys={11: (5).to_bytes(33, "big")}))
     with pytest.raises(FederationError, match="secure aggregation: the shares of client 11"):
         server.total()
-
-
-def test_early_messages_are_refused() -> None:
-    server = PairwiseServer(CLIENTS, 3, (2,))
-    key = b"k" * 32
-    for bad in (
-        PublicKeys(0, key, b"short"),
-        SealedShares(0, {}),
-        Maxima(0, (1.0,)),
-        MaskedVector(0, np.zeros(2, np.uint32)),
-        RevealedShares(0, {}, {}),
-    ):
-        with pytest.raises(ValueError, match="client 0 is refused"):
-            server.receive(bad)
 
 
 def test_clients_without_shares_are_not_part_of_the_masks() -> None:

@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from flsuite.aggregators.part import Named, refuse_conflicts
 from flsuite.aggregators.transforms.base import Payload
 from flsuite.errors import FlsuiteError
-from flsuite.exchange import LowRank, Quantize, TopK
+from flsuite.exchange import Quantize, TopK
 from flsuite.exchange.codes import pack, packed_size, unpack
 from flsuite.state import nbytes
 from tests.exchange.compressions import (
     LENET,
-    NARROW_CNN,
     assert_same,
     packed,
     payload_of,
@@ -67,20 +65,6 @@ def test_a_tensor_without_negative_values_has_the_same_values_and_one_bit_less(b
     assert nbytes(unsigned) == 4 + -(-1001 * (bits - 1) // 8)
     assert nbytes(signed) == size == 4 + -(-1001 * bits // 8)
     assert torch.equal(a.change["w"][:-1], b.change["w"][:-1])
-
-
-@pytest.mark.parametrize(("backbone", "shape"), [LENET, NARROW_CNN])
-def test_a_change_and_a_fisher_diagonal_take_less_than_the_model_in_float32(
-    backbone: Any, shape: tuple[int, ...]
-) -> None:
-    state = state_of(backbone, shape)
-    fisher = {name: value.square() for name, value in state.items()}
-    message, _, metrics = sent(Quantize(16), payload_of(state, {"fisher": fisher}))
-
-    assert nbytes(message) < 0.97 * nbytes(state)
-    small = sum(int((f < f.max() / 65534).sum()) for f in fisher.values())
-    share = small / sum(f.numel() for f in fisher.values())
-    assert metrics["quantized_to_zero/fisher"] == pytest.approx(share, abs=1e-4)
 
 
 def test_zeros_tiny_numbers_integers_and_other_dtypes() -> None:
@@ -203,19 +187,3 @@ def test_bits_outside_2_to_16_are_refused(bits: int) -> None:
 def test_nothing_to_send_is_refused() -> None:
     with pytest.raises(FlsuiteError, match="Quantize: clients send nothing"):
         Quantize().template(Payload({}, {}))
-
-
-@pytest.mark.parametrize(("parts", "match"), [
-    ((Quantize(), TopK()), "TopK needs dense changes, but Quantize"),
-    ((Quantize(), Quantize()), "Quantize needs rounded matrices, but Quantize"),
-    ((LowRank(), LowRank(rank=2)), "LowRank needs matrices, but LowRank packs"),
-    ((TopK(), TopK()), "TopK needs dense changes"),
-    ((TopK(), Quantize()), None),
-])  # fmt: skip
-def test_codecs_follow_each_other_where_they_can(parts: tuple[Any, ...], match: str | None) -> None:
-    named = [Named("trainer.aggregator.transforms", part) for part in parts]
-    if match is None:
-        refuse_conflicts(named)
-    else:
-        with pytest.raises(FlsuiteError, match=match):
-            refuse_conflicts(named)

@@ -62,18 +62,6 @@ def test_fewer_shares_do_not_give_the_secret(threshold: int) -> None:
                 assert combine(shares, weights_at_zero(points)) != secret
 
 
-def test_fewer_shares_fit_every_secret() -> None:
-    """With t - 1 shares there is a polynomial of degree t - 1 through them for any secret."""
-    shares = split_secret(SECRETS[-1], 3, (1, 2, 3))
-    other = secrets.token_bytes(32)
-    # The value at 3 for which the shares at 1 and 2 give the other secret.
-    weights = weights_at_zero((1, 2, 3))
-    rest = sum(int.from_bytes(shares[p], "big") * weights[p] for p in (1, 2))
-    third = (int.from_bytes(other, "big") - rest) * pow(weights[3], -1, PRIME) % PRIME
-    forged = {1: shares[1], 2: shares[2], 3: third.to_bytes(SHARE_BYTES, "big")}
-    assert combine(forged, weights) == other
-
-
 def test_two_sharings_of_a_secret_have_nothing_in_common() -> None:
     first, second = (split_secret(SECRETS[0], 2, range(1, 5)) for _ in range(2))
     assert not set(first.values()) & set(second.values())

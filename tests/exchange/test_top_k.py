@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from flsuite.aggregators.transforms.base import Payload
 from flsuite.errors import FlsuiteError
@@ -63,24 +62,6 @@ def test_what_rounding_leaves_out_waits() -> None:
     sent(TopK(0.5), payload_of(change), memory)
     assert memory["residual"].tolist() == [float(change["w"][0]) - 1.0, 0.0]
     assert memory["residual"].dtype == torch.float32
-
-
-def test_error_feedback_reaches_an_optimum_that_plain_top_1_cannot() -> None:
-    """Gradient descent on two coordinates, the second one far flatter than the first.
-
-    The first coordinate oscillates, so its step is always larger.
-    """
-
-    def distance(keeps_residual: bool) -> float:
-        w, memory = torch.tensor([10.0, 1.0]), dict[str, Any]()
-        for step in range(100):
-            push: Tensor = torch.tensor([(-1.0) ** step, -0.05 * float(w[1])])
-            notes = memory if keeps_residual else {}
-            w = w + sent(TopK(0.5), payload_of({"w": push}), notes)[1].change["w"]
-        return abs(float(w[1]))
-
-    assert distance(keeps_residual=False) == 1.0
-    assert distance(keeps_residual=True) < 0.1
 
 
 def test_with_fraction_1_the_very_payload_travels() -> None:
