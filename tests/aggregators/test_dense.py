@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import DENSE, FedAvg, OTFusion
+from flsuite.aggregators import DENSE, FedAvg
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.dense_generator import (
     Ensemble,
@@ -24,7 +24,7 @@ from flsuite.aggregators.rules.dense_generator import (
 )
 from flsuite.messages import ClientUpdate
 from flsuite.random import torch_generator
-from flsuite.state import State, StateLayout, clone
+from flsuite.state import State, clone
 from tests.aggregators.chains import OUTPUTS, SHAPE, chain_layout, image_batch, random_net
 from tests.aggregators.federations import ServerHalf, fold, server_of
 from tests.conftest import equal_states
@@ -315,13 +315,3 @@ def test_a_missing_tool_is_named_before_the_first_round(caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO, "flsuite"):
         dense(net, replace(complete, missing={"score": "set data.server_samples"}))
     assert "keeps the student of its last epoch, and set" in caplog.text
-
-
-def test_models_without_a_chain_are_welcome() -> None:
-    """A rule that matches neurons refuses the same model."""
-    server = server_of(
-        {}, StateLayout((), 3, no_chain="it has a BatchNorm2d"), tools=tools(normed())
-    )
-    with pytest.raises(FlsuiteError, match="it has a BatchNorm2d"):
-        OTFusion().prepare(server)
-    DENSE().prepare(server)

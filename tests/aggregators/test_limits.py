@@ -18,8 +18,6 @@ from flsuite.aggregators import (
     Aggregator,
     ClipUpdates,
     ControlVariates,
-    DPFedAvg,
-    FedAdam,
     FedAvg,
     GaussianMechanism,
     Mean,
@@ -94,9 +92,3 @@ def test_a_server_step_of_rate_one_takes_the_mean() -> None:
             continue
         below, above = (torch.nextafter(value, value + sign) for sign in (-1.0, 1.0))
         assert bool(((below <= other) & (other <= above)).all()), name
-
-
-def test_a_mechanism_that_does_nothing_before_a_server_step_is_fedadam() -> None:
-    adam = FedAdam(lr=0.05, beta1=0.5, weighting="uniform")
-    private = DPFedAvg(math.inf, noise_multiplier=0.0, server_optimizer=adam.server_optimizer)
-    assert_same_run(ended(adam, batchnorm="local"), ended(private, batchnorm="local"))

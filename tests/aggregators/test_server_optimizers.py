@@ -28,13 +28,6 @@ def server_steps(
     return found
 
 
-def test_fedavgm_by_hand() -> None:
-    """Deltas 2 and 1: v = 2, then 0.5 * 2 + 1 = 2; the state moves by 0.1 v."""
-    assert server_steps(
-        FedAvgM(lr=0.1, momentum=0.5), 1.0, [(2.0, 4.0), (2.4, 2.0)]
-    ) == pytest.approx([1.2, 1.4])
-
-
 def test_momentum_goes_on_in_a_round_without_updates() -> None:
     """For example an empty Poisson cohort: v = 2, then 0.5 * 2; buffers stay."""
     server = configured(FedAvgM(momentum=0.5), "w")

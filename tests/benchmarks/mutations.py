@@ -85,7 +85,7 @@ MUTATIONS = [
         "aggregators/staleness.py",
         "value.double() + (now.double() - base.double())",
         "value.double() - (now.double() - base.double())",
-        "aggregators/test_staleness.py",
+        "aggregators/test_robust_rules.py",
     ),
     Mutation(
         "the staleness of arrivals is off by one",
