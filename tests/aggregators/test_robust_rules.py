@@ -319,6 +319,10 @@ def test_fltrust_without_any_trust_keeps_the_model(caplog: pytest.LogCaptureFixt
     tools = trusting({"w": start["w"] + 1.0})
     assert_same_bits(folded(FLTrust(), updates, start, tools), start)
     assert "round 1: FLTrust trusts no client" in caplog.text
+    # An update whose weights are rounded in another way points nowhere.
+    rounded = [late(0, {"w": start["w"] * (1 + torch.finfo(start["w"].dtype).eps)})]
+    ahead = trusting({"w": start["w"] + start["w"]})
+    assert_same_bits(folded(FLTrust(), rounded, start, ahead), start)
     # A server that has not moved has no direction.
     assert_same_bits(folded(FLTrust(), updates, start, trusting(start)), start)
 

@@ -40,8 +40,9 @@ class FLTrust(ParameterRule):
         norm, norms = own.norm(), cohort.parameters.squared_norms().sqrt()
 
         cosines = cohort.parameters.products(own) / norm / norms
-        # A zero change has no direction, so its trust is 0.
-        trust = cosines.where((norms > 0) & (norm > 0), 0.0).clamp(min=0.0, max=1.0)
+        # A change of zero, or of rounding alone, has no direction, so its trust is 0.
+        has_direction = (norms > 0) & (norm > 0) & ~cohort.parameters.are_rounding()
+        trust = cosines.where(has_direction, 0.0).clamp(min=0.0, max=1.0)
         total = trust.sum().item()
         weights = torch.where(trust > 0, trust * norm / norms, 0.0)
         server.metrics["server_norm"] = norm.item()

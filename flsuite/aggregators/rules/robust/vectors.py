@@ -41,6 +41,14 @@ class Vectors:
             total += self._changes(block).square().sum(1)
         return total
 
+    def are_rounding(self) -> Tensor:
+        """Return whether a change stays within the rounding of all values, bool ``(clients,)``."""
+        within = torch.ones(len(self), dtype=torch.bool)
+        for block in self._blocks():
+            rounding = torch.finfo(self.start.dtype).eps * self.start[block].double().abs()
+            within &= (self._changes(block).abs() <= rounding).all(1)
+        return within
+
     def products(self, vector: Tensor) -> Tensor:
         """Return the inner product of every change with a vector, float64 ``(clients,)``."""
         total = torch.zeros(len(self), dtype=torch.float64)
