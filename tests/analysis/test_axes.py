@@ -39,29 +39,11 @@ def test_the_common_grid_has_the_last_value_at_or_before_each_point() -> None:
     assert grid["other"].tolist() == [0.2, 0.2, 0.4, 0.3]
 
 
-def test_of_values_at_one_point_the_last_one_holds() -> None:
-    tied = pd.Series([0.1, 0.2, 0.3], index=[1.0, 1.0, 2.0])
-    assert aligned({"tied": tied}, "virtual_s")["tied"].tolist() == [0.2, 0.3]
-
-
-def test_runs_that_share_no_range_have_no_grid() -> None:
-    apart = {"early": series(at1=0.1), "late": series(at2=0.1)}
-    assert aligned(apart, "virtual_s").empty
-
-
-def test_a_run_without_the_score_does_not_narrow_the_grid() -> None:
-    none = pd.Series([], index=pd.Index([], dtype=float), dtype=float)
-    grid = aligned({"one": series(at1=0.1, at2=0.2), "none": none}, "virtual_s")
-    assert grid["one"].tolist() == [0.1, 0.2] and grid["none"].isna().all()
-
-
 @pytest.mark.parametrize(
     ("x", "label", "points"),
     [
         ("round", "round", [1, 2]),
         ("virtual_s", "virtual seconds", [0.5, 1.5]),
-        ("wall_s", "seconds", [7.0, 8.0]),
-        ("client_updates", "client updates", [4, 9]),
         ("bytes", "MB sent and received", [2.0, 3.5]),
     ],
 )

@@ -88,12 +88,6 @@ def test_one_common_seed_has_a_difference_and_no_test(tmp_path: Path) -> None:
     assert "need two common seeds" in comparison_note(table, "accuracy", "last")
 
 
-def test_methods_without_a_common_seed_are_no_pair(tmp_path: Path) -> None:
-    write(tmp_path, "FedAvg", {1: 0.5})
-    write(tmp_path, "FedProx", {2: 0.8})
-    assert compare(load(tmp_path), score="last").empty
-
-
 @pytest.mark.parametrize("ahead", [0.0, 0.01])
 def test_equal_differences_have_no_p_value(tmp_path: Path, ahead: float) -> None:
     """Their spread is that of rounding, and a p-value would be next to zero."""
@@ -124,17 +118,6 @@ def test_the_default_score_is_that_of_a_report(tmp_path: Path, capsys: Capture) 
     report([str(tmp_path)])
     assert "-0.1000" in capsys.readouterr().out
     assert compare(load(tmp_path))["difference"].tolist() == pytest.approx([-0.1])
-
-
-def test_runs_without_the_score_change_nothing(tmp_path: Path) -> None:
-    """Runs of another model, with a monitor of its own, lie in the same folder."""
-    write(tmp_path, "FedAvg", {1: 0.5, 2: 0.6})
-    write(tmp_path, "FedProx", {1: 0.7, 2: 0.9})
-    alone = compare(load(tmp_path))
-    rows: list[Row] = [("global", split, "acc", [0.1, 0.2]) for split in ("test", "val")]
-    made_run(tmp_path / "other", settings("FedAvg", 1, monitor="acc"), rows)
-    both = compare(load(tmp_path))
-    assert both["difference"].tolist() == alone["difference"].tolist() == pytest.approx([-0.125])
 
 
 def test_no_validation_scores_is_said(tmp_path: Path) -> None:

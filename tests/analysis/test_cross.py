@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 
 from flsuite.analysis import (
-    cross_figure,
     cross_markdown,
     cross_matrices,
     cross_table,
@@ -77,16 +76,6 @@ def test_means_of_a_panel_for_each_fraction_with_the_honest_runs_in_both(runs: P
     assert table["last_std"].tolist() == pytest.approx([0.02 / 2**0.5] * len(table))
 
 
-def test_a_number_in_the_columns_has_a_panel_per_attack_and_none_in_front(runs: Path) -> None:
-    matrices = cross_matrices(
-        table_of(runs, rows="aggregator", columns="attack.fraction"), "accuracy"
-    )
-
-    assert list(matrices) == ["PixelBackdoor", "SignFlip"]
-    assert list(matrices["SignFlip"].columns) == ["none", "0.1", "0.25"]
-    assert matrices["SignFlip"].loc["Krum"].tolist() == pytest.approx([0.53, 0.13, 0.28])
-
-
 def test_a_setting_that_is_left_open_is_a_panel_of_its_own(tmp_path: Path) -> None:
     for decay in (None, 0.9):
         content = settings("FedAvg", 1, attack=attack("SignFlip", 0.1), lr_decay=decay)
@@ -94,18 +83,6 @@ def test_a_setting_that_is_left_open_is_a_panel_of_its_own(tmp_path: Path) -> No
 
     table = table_of(tmp_path, rows="aggregator", columns="attack")
     assert list(cross_matrices(table, "accuracy")) == ["lr_decay=None", "lr_decay=0.9"]
-
-
-def test_numbers_are_sorted_by_size(tmp_path: Path) -> None:
-    for clients in (100, 20, 3):
-        content = settings("FedAvg", 1)
-        content["data"]["init_args"]["clients"] = clients
-        write(tmp_path / str(clients), content, clients / 100)
-
-    matrices = cross_matrices(
-        table_of(tmp_path, rows="aggregator", columns="data.clients"), "accuracy"
-    )
-    assert matrices[""].loc["FedAvg"].to_dict() == {"3": 0.03, "20": 0.2, "100": 1.0}
 
 
 def test_markdown_has_means_with_spreads_and_empty_cells(runs: Path) -> None:
@@ -119,17 +96,6 @@ def test_markdown_has_means_with_spreads_and_empty_cells(runs: Path) -> None:
     assert "|  | none | PixelBackdoor | SignFlip |\n|---|---|---|---|\n" in text
     assert "| FedAvg | 0.830 ± 0.014 | 0.530 ± 0.014 | 0.430 ± 0.014 |" in text
     assert "|  | PixelBackdoor |\n|---|---|\n| FedAvg | 0.500 ± 0.000 |" in text
-
-
-def test_the_figure_has_a_heat_map_per_panel_with_its_numbers(runs: Path) -> None:
-    table = table_of(runs, rows="aggregator", columns="attack")
-    figure = cross_figure(table, "accuracy")
-
-    titles = [panel.get_title() for panel in figure.axes if panel.get_title()]
-    assert titles == ["fraction=0.1", "fraction=0.25"]
-    numbers = [text.get_text() for text in figure.axes[1].texts]
-    assert numbers == ["0.83", "0.68", "0.58", "0.53", "0.38", "0.28"]
-    assert figure.axes[0].images[0].get_clim() == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from flsuite.analysis import (
     target_figure,
     target_table,
 )
-from flsuite.analysis.labels import Flat, Variation, flatten, label_of, method_of, partition_of
+from flsuite.analysis.labels import Flat, Variation, flatten, label_of, method_of
 from flsuite.errors import FlsuiteError
 from flsuite.runs.table import MetricsTable
 from tests.analysis.made_runs import made_grid, made_run, settings
@@ -43,19 +43,6 @@ def drawn(figure: Figure) -> list[float]:
     """Return the heights of all lines of a figure, once it could be drawn."""
     figure.draw_without_rendering()
     return [float(y) for panel in figure.axes for line in panel.lines for y in line.get_ydata()]
-
-
-def test_partitions_side_by_side_have_one_range_and_figures_are_sharp(results: Results) -> None:
-    for figure in (
-        partitions_figure(results),
-        curves_figure(results, metrics=("accuracy",)),
-        curves_figure(results, metrics=("accuracy", "loss")),
-    ):
-        columns: dict[str, set[tuple[float, float]]] = {}
-        for panel in figure.axes:
-            columns.setdefault(panel.get_ylabel(), set()).add(panel.get_ylim())
-        assert all(len(ranges) == 1 for ranges in columns.values()), columns
-        assert len(figure.axes) >= 2 and figure.dpi == 150
 
 
 def test_the_table_is_tidy(results: Results) -> None:
@@ -81,14 +68,6 @@ def test_wide_has_a_column_per_number(results: Results) -> None:
     assert by_scope.loc["global", "test/loss"] == pytest.approx(0.57)
     assert by_scope.loc["1", "val/accuracy"] == pytest.approx(0.53)
     assert np.isnan(by_scope.loc["1", "test/loss"]) and by_scope.loc["0", "virtual_s"] == 4
-
-
-def test_runs_of_one_place_are_relative_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made_run(tmp_path / "runs" / "a", settings("FedAvg", 1), [("global", "test", "loss", [1.0])])
-    monkeypatch.chdir(tmp_path)
-    assert set(load("runs")["run"]) == {"runs/a"}
 
 
 def test_a_method_is_named_by_what_differs(tmp_path: Path) -> None:
@@ -120,24 +99,6 @@ def test_a_sweep_names_methods_and_its_trials_are_no_results(tmp_path: Path) -> 
     assert set(found["seed"]) == {1}
     labels = [group.label for group in group_runs(find_runs([tmp_path]))]
     assert labels == ["prox-tuned, alpha=0.05", "prox-tuned, alpha=0.3"]
-
-
-def test_grid_values_outside_of_the_data_name_the_partition(tmp_path: Path) -> None:
-    rows = [("global", "test", "accuracy", [0.5])]
-    for rounds in (3, 9):
-        folder = tmp_path / f"FedAvg-rounds={rounds}-0a1b2c3d" / "seed-1"
-        made_run(folder, settings("FedAvg", 1, rounds=rounds), rows)
-    found = load(tmp_path)
-    assert set(found["method"]) == {"FedAvg"}
-    assert set(found["partition"]) == {"rounds=3", "rounds=9"}
-
-
-def test_two_sweeps_with_one_name_for_two_methods_keep_them_apart(tmp_path: Path) -> None:
-    rows = [("global", "test", "accuracy", [0.5])]
-    for sweep, rounds in (("one", 3), ("other", 9)):
-        folder = tmp_path / sweep / "mine-0a1b2c3d" / "seed-1"
-        made_run(folder, settings("FedAvg", 1, rounds=rounds), rows)
-    assert set(load(tmp_path)["method"]) == {"FedAvg, rounds=3", "FedAvg, rounds=9"}
 
 
 # Figures
@@ -203,12 +164,6 @@ def test_gains_need_a_method_to_compare_with(results: Results) -> None:
         gain_figure(apart)
 
 
-def test_a_small_loss_is_a_gain(tmp_path: Path) -> None:
-    for method, loss in (("FedAvg", 0.5), ("LocalOnly", 0.75)):
-        made_run(tmp_path / method, settings(method, 1), [("0", "test", "loss", [loss])])
-    assert client_gains(load(tmp_path), "loss")["gain"].tolist() == [0.25]
-
-
 def test_partitions_and_their_skew(results: Results) -> None:
     # 70 % cats and 30 % dogs against 0 % and 100 %, with 37.5 % and 62.5 % overall.
     counts = pd.DataFrame({"cat": [30, 0], "dog": [10, 40]})
@@ -231,15 +186,6 @@ def test_gamma_has_a_panel_per_part(results: Results) -> None:
     assert drawn(figure)[:3] == pytest.approx([3, 1.5, 1])
     with pytest.raises(FlsuiteError, match="add the callback GradientDissimilarity"):
         gamma_figure(results[results["split"] == "test"])
-
-
-def test_a_method_keeps_its_color_in_all_panels_of_gamma(results: Results) -> None:
-    """Here, one partition has no gamma, and one method lacks a part of it."""
-    is_left_out = (results["partition"] == SHARP) & (results["split"] == "train")
-    is_left_out |= (results["method"] == "FedAvg") & (results["metric"] == "gamma")
-    first, second, _ = gamma_figure(results[~is_left_out]).axes
-    assert len(first.lines) == 1 and len(second.lines) == 2
-    assert first.lines[0].get_color() == second.lines[1].get_color()
 
 
 def test_the_way_to_a_target_on_every_axis(results: Results) -> None:
@@ -312,35 +258,11 @@ def test_samples_of_a_flow_lie_in_the_plane_of_the_features() -> None:
     assert np.allclose(left, right)
 
 
-def test_one_metric_and_one_list_of_places_will_do(tmp_path: Path) -> None:
-    grid = made_grid(tmp_path, ("FedAvg",), seeds=(1,))
-    results = load([grid])
-    assert len(results) == len(load(grid))
-    assert len(curves_figure(results, "accuracy").axes) == 2
-
-
 def test_wrong_requests_of_figures_are_one_line(results: Results) -> None:
     with pytest.raises(FlsuiteError, match="the table has no rows"):
         curves_figure(results[results["seed"] == 99])
     with pytest.raises(FlsuiteError, match="target must be a number, got 'accuracy'"):
         target_figure(results, "accuracy", 0.7)  # type: ignore[arg-type]
-
-
-def test_other_data_is_named_by_its_class_and_the_same_class_by_its_content() -> None:
-    def data(name: str, content: str) -> Flat:
-        own = {"data": {"class_path": f"my_data.{name}"}, "content": content}
-        module = {"class_path": "flsuite.data.FromDataModule", "init_args": own}
-        return dict(flatten({"data": module, "aggregator": {"class_path": "flsuite.FedAvg"}}))
-
-    one, other, changed = data("One", "1a"), data("Other", "2b"), data("One", "3c")
-    assert partition_of(one, Variation([one, other])) == "One"
-    assert partition_of(one, Variation([one, changed])) == "content=1a"
-
-
-def test_a_label_begins_with_the_algorithm() -> None:
-    first = dict(flatten({"lr": 0.1, "aggregator": {"class_path": "flsuite.FedAvg"}}))
-    second = dict(flatten({"lr": 0.2, "aggregator": {"class_path": "flsuite.FedProx"}}))
-    assert label_of(first, Variation([first, second])) == "FedAvg, lr=0.1"
 
 
 def test_a_method_is_named_with_the_parts_that_it_was_given() -> None:

@@ -121,15 +121,3 @@ def test_a_comparison_is_by_the_score_that_picks_a_round(tmp_path: Path) -> None
         path.write_text(path.read_text().replace("monitor: r2", "monitor: gone"))
         path.write_text(path.read_text().replace("monitor: mae", "monitor: gone"))
     assert default_metrics(group_runs(find_runs([tmp_path])), ["test"], 4) == ["r2"]
-
-
-def test_a_monitor_of_validation_data_alone_still_marks_its_round(tmp_path: Path) -> None:
-    rows: list[Row] = [
-        ("global", "val", "accuracy", [0.1, 0.9, 0.2]),
-        ("global", "test", "loss", [3.0, 2.0, 1.0]),
-    ]
-    figure = run_figure(made_run(tmp_path / "run", settings("FedAvg", 1), rows))
-    (legend,) = figure.legends
-    words = [text.get_text() for text in legend.get_texts()]
-    assert words == ["validation", "test", "picked on validation (round 2)"]
-    assert all(panel.lines[1].get_xdata()[0] == 2 for panel in figure.axes)

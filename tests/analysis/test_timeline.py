@@ -38,14 +38,6 @@ def frame(rows: list[TimelineRow]) -> pd.DataFrame:
     return table.astype({"round": "Int64", "staleness": "Int64", "weight": float})
 
 
-def test_the_legend_of_the_staleness_is_above_all_points() -> None:
-    above = drawn(timeline_figure(frame(ASYNCHRONOUS))).axes[0]
-    legend = above.get_legend()
-    assert legend is not None
-    highest = above.transData.transform([(0, 6)])[0, 1]
-    assert legend.get_window_extent().y0 > highest
-
-
 def bars(panel: Axes) -> dict[tuple[float, float, float], Rectangle]:
     """Return the bars by line, start and end."""
     return {
@@ -107,16 +99,6 @@ def test_the_color_of_a_merge_is_its_staleness() -> None:
     assert above.get_position().x1 == pytest.approx(panel.get_position().x1), "times are aligned"
 
 
-def test_the_panel_above_has_mean_and_largest_staleness() -> None:
-    rows = [
-        TimelineRow(n, n, 0, 0.0, 1.0 + n, "merged", 2, 1.0 + n, staleness)
-        for n, staleness in enumerate((0, 1, 5))
-    ]
-    mean, largest = timeline_figure(frame(rows)).axes[0].lines
-    assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([3.0], [2.0])
-    assert list(largest.get_ydata()) == [5.0]
-
-
 def many(clients: int, fits: int) -> pd.DataFrame:
     """Return fits of one second each, on each client one after the other."""
     return frame(
@@ -148,23 +130,6 @@ def test_clients_and_seconds_can_be_chosen() -> None:
     whole = timeline_figure(many(clients=2, fits=3), seconds=70)
     assert whole.get_suptitle() == "who trains when: 2 clients, 3 virtual seconds"
     assert len(aggregations(whole.axes[0])) == 3
-
-
-def test_a_cohort_that_starts_together_is_drawn_whole() -> None:
-    figure = timeline_figure(many(clients=500, fits=2), clients=500)
-    assert len(figure.axes[0].patches) == 500
-
-
-def test_fits_that_take_no_time_are_drawn() -> None:
-    rows = [TimelineRow(n, n, 0, 0.0, 0.0, "merged", 1, 0.0, 0) for n in range(3)]
-    assert len(drawn(timeline_figure(frame(rows))).axes[0].patches) == 3
-
-
-def test_nothing_merged_is_drawn_too() -> None:
-    rows = [TimelineRow(0, 7, 0, 0.0, 1.0, "dropped"), TimelineRow(1, 9, 0, 0.0, 2.0, "failed")]
-    (panel,) = drawn(timeline_figure(frame(rows))).axes
-    assert len(panel.patches) == 2 and aggregations(panel) == []
-    assert [label.get_text() for label in panel.get_yticklabels()] == ["7", "9"]
 
 
 def test_bad_requests_are_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from flsuite.client import runner as module
 from flsuite.client.placement import gpus, on_one_gpu, require_one_gpu
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
-from flsuite.engines import InProcess, Processes
+from flsuite.engines import InProcess
 from flsuite.errors import FlsuiteError
 from flsuite.runs.preparation import worker_setup
 from tests.client.test_scaler import classifier, trainer
@@ -25,14 +25,11 @@ from tests.conftest import digits
     [
         ({}, 3, [0, 1, 2]),
         ({"accelerator": "gpu"}, 2, [0, 1]),
-        ({"accelerator": "cuda", "devices": "auto"}, 2, [0, 1]),
         ({"devices": -1}, 2, [0, 1]),
-        ({"devices": 1}, 3, [0]),
         ({"devices": "1"}, 3, [0]),
         ({"devices": 2}, 3, [0, 1]),
         ({"devices": [2]}, 3, [2]),
         ({"devices": "2,0"}, 3, [2, 0]),
-        ({"devices": "1,"}, 3, [1]),
         ({"accelerator": "cpu", "devices": 1}, 3, []),
         ({"accelerator": "gpu", "devices": 1}, 0, []),
     ],
@@ -48,11 +45,9 @@ def test_the_argument_devices_keeps_its_meaning(
     ("devices", "reason"),
     [
         (4, r"got 4 \(.*machine only has: \[0, 1, 2\]"),
-        ([0, 3], r"got \[0, 3\] \(.*machine only has"),
         ([0, 0], "must be unique"),
         ([-1], "machine only has"),
         ("all", "got 'all'"),
-        (True, "got True"),
     ],
 )
 def test_gpus_that_are_not_there_are_refused(
@@ -92,24 +87,6 @@ def test_a_worker_and_the_server_take_their_gpu(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(KeyboardInterrupt):
         FederatedTrainer(accelerator="gpu")
     assert asked == [[0]]
-
-
-def test_a_worker_keeps_its_number_when_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers: list[int] = []
-    spawn = Processes._spawn
-    monkeypatch.setattr(
-        Processes, "_spawn", lambda self, number: (numbers.append(number), spawn(self, number))[1]
-    )
-    engine = Processes(2)
-    made = trainer(engine=engine)
-    run = made.prepare(classifier(), digits(clients=3))
-    engine.start(worker_setup(made, run))
-    try:
-        engine._pool[1].process.kill()
-        engine._replace(1)
-    finally:
-        engine.stop()
-    assert numbers == [0, 1, 1]
 
 
 def test_several_gpus_need_workers(monkeypatch: pytest.MonkeyPatch) -> None:

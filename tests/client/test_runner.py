@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import SGD
 from torchmetrics import SumMetric
 
@@ -14,7 +14,7 @@ from flsuite.data import IID
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
 from flsuite.messages import Broadcast, FitRequest
-from flsuite.models import CNN, MLP, Classifier
+from flsuite.models import MLP, Classifier
 from flsuite.state import clone
 from tests.client.workers import outcome, runner
 from tests.conftest import classifier, digits, equal_states, trainer
@@ -42,36 +42,6 @@ class _Half(Objective):
 
     def callbacks(self, client: Any) -> list[Callback]:
         return [self.callback(client)] if client.id in self.clients else []
-
-
-class FewSteps(Classifier):
-    """Lets the first client take two steps."""
-
-    def on_train_start(self) -> None:
-        if self.trainer.train_dataloader.client == 0:
-            self.trainer.fit_loop.epoch_loop.max_steps = 2
-
-
-class Accumulates(Classifier):
-    def configure_callbacks(self) -> list[Callback]:
-        return [GradientAccumulationScheduler({0: 1, 1: 2})]
-
-
-class Collects(Classifier):
-    """Keeps the losses of an epoch in a list, as many LightningModules do."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.losses: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.detach())
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.log("total", torch.stack(self.losses).sum())
-        self.losses.clear()
 
 
 class Metered(Classifier):
@@ -122,12 +92,10 @@ def fit(
     [
         (Classifier, lambda: Aggregator(objective=_Half(_Freezes, [0]))),
         (Classifier, lambda: Aggregator(objective=_Half(_Clips, [0]))),
-        (FewSteps, FedAvg),
-        (Accumulates, FedAvg),
         (Buffered, FedAvg),
         (Replaced, FedAvg),
     ],
-    ids=["freezes", "clips", "max_steps", "accumulates", "changes a buffer", "replaces a buffer"],
+    ids=["freezes", "clips", "changes a buffer", "replaces a buffer"],
 )
 def test_what_one_client_changes_does_not_reach_the_next(model: Any, aggregator: Any) -> None:
     """With a worker per client, no client follows another one in the first round."""
@@ -137,14 +105,6 @@ def test_what_one_client_changes_does_not_reach_the_next(model: Any, aggregator:
         assert not made.federation.log.failures
         states.append(made.federation.state)
     assert equal_states(*states)
-
-
-def test_a_list_of_the_model_starts_empty_in_every_fit() -> None:
-    for engine in (InProcess(), Processes(workers=2)):
-        made = fit(engine, Collects)
-        for update in made.federation.log.updates:
-            per_epoch = update.steps / 2
-            assert update.metrics["total"] < 2.5 * per_epoch, "of one epoch, not of an aborted fit"
 
 
 def test_the_next_fit_of_a_worker_does_not_change_an_update() -> None:
@@ -209,29 +169,6 @@ def test_the_users_model_is_not_left_frozen() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-class _NormOfStart(Callback):
-    """Scales gradients by the norm of the global weights, which depends on the memory order."""
-
-    def __init__(self, client: Any) -> None:
-        self.client = client
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        norm = sum(value.norm() for value in self.client.global_state.values())
-        for parameter in pl_module.parameters():
-            parameter.grad.mul_(1 + 0.1 * norm)
-
-
-def test_the_memory_format_of_weights_survives_the_way_to_a_worker() -> None:
-    states = []
-    for engine in (InProcess(), Processes(workers=2)):
-        made = trainer(
-            rounds=2, engine=engine, aggregator=Aggregator(objective=_Half(_NormOfStart))
-        )
-        made.fit(Classifier(CNN(), lambda p: torch.optim.SGD(p, lr=0.01)), digits(clients=3))
-        states.append(made.federation.state)
-    assert equal_states(*states)
-
-
 def test_a_checkpoint_callback_of_the_model_is_refused() -> None:
     class Own(Classifier):
         def configure_callbacks(self) -> list[Callback]:
@@ -239,27 +176,6 @@ def test_a_checkpoint_callback_of_the_model_is_refused() -> None:
 
     with pytest.raises(FlsuiteError, match="ModelCheckpoint belongs to a single fit"):
         fit(InProcess(), Own)
-
-
-class _Notes(Callback):
-    seen: list[tuple[int, int, bool]] = []
-
-    def __init__(self, client: Any) -> None:
-        self.client = client
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        _Notes.seen.append((self.client.id, self.client.round, "x" in self.client.memory))
-        if self.client.round == 1:
-            self.client.memory["x"] = torch.ones(1, requires_grad=True) * 2
-        else:
-            self.client.memory.clear()
-
-
-def test_a_memory_that_a_client_clears_does_not_come_back() -> None:
-    _Notes.seen = []
-    made = trainer(rounds=3, aggregator=Aggregator(objective=_Half(_Notes)))
-    made.fit(classifier(), digits(clients=1, partition=IID()))
-    assert _Notes.seen == [(0, 1, False), (0, 2, True), (0, 3, False)]
 
 
 @pytest.mark.parametrize("engine", [InProcess(), Processes(workers=2)], ids=["in_process", "two"])
@@ -304,13 +220,3 @@ def test_the_training_loss_is_not_divided_by_accumulated_batches() -> None:
         made.fit(Classifier(MLP((8,)), lambda params: SGD(params, lr=0.0)), digits(clients=2))
         losses.append(float(made.callback_metrics["train/loss"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-class Misspelt(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {}["loss"]
-
-
-def test_an_error_of_a_model_names_its_line() -> None:
-    with pytest.raises(FlsuiteError, match=r"KeyError: 'loss' \(test_runner\.py, line \d+\)"):
-        trainer(rounds=1).fit(Misspelt(MLP((8,)), lambda p: SGD(p, lr=0.1)), digits(clients=2))

@@ -88,31 +88,6 @@ def test_a_fit_does_not_depend_on_the_scale_that_another_has_found(
     assert busy.setup.trainer_kwargs["plugins"].scaler.get_scale() == LARGE
 
 
-class Watch(Callback):
-    """Records the loss of the backward pass and of the step."""
-
-    supports_local_loop = True
-    losses: list[float] = []
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
-        Watch.losses.append(float(loss.detach()))
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        Watch.losses.append(float(outputs["loss"]))
-
-
-def test_hooks_see_what_lightning_shows_them() -> None:
-    seen = []
-    for lean in (True, False):
-        Watch.losses = []
-        fit(half_precision(FedAvg(), lean), 0, Watch())
-        seen.append(Watch.losses)
-    assert seen[0] == seen[1]
-    assert seen[0][0] == pytest.approx(LARGE * seen[0][1])
-
-
 def test_a_small_scale_gives_the_steps_of_float32() -> None:
     mixed = fit(half_precision(FedAvg(), plugins=half(2.0**10)), 0)
     full = fit(half_precision(FedAvg(), plugins=None), 0)
@@ -138,15 +113,6 @@ def test_engines_agree() -> None:
         states.append(made.federation.state)
         assert all(u.metrics["skipped_steps"] > 0 for u in made.federation.log.updates)
     assert equal_states(*states)
-
-
-def test_scores_are_of_half_precision() -> None:
-    made = trainer(plugins=half(2.0**10), max_epochs=5)
-    made.fit(classifier(), digits(clients=3))
-    assert made.run is not None
-    with made.run.evaluator.precision():
-        assert torch.get_autocast_dtype("cpu") == torch.float16
-    assert made.test()[0]["accuracy"] > 0.5
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", 16])

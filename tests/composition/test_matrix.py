@@ -1,6 +1,5 @@
 """Everything composes: a combination of parts runs, or is refused before round 1 with a reason."""
 
-import random
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -25,13 +24,6 @@ from tests.composition.cells import (
 from tests.conftest import mostly_long
 
 
-def sampled(count: int, seed: int) -> list[Cell]:
-    """Return combinations of choices of all dimensions, drawn by the seed."""
-    rng = random.Random(seed)
-    choices = {dimension: list(named) for dimension, named in CHOICES.items()}
-    return [{name: rng.choice(named) for name, named in choices.items()} for _ in range(count)]
-
-
 def parted(cells: Sequence[Cell], parts: int) -> list[Sequence[Cell]]:
     return [cells[k::parts] for k in range(parts)]
 
@@ -51,7 +43,6 @@ def of_each_mechanism(cells: Sequence[Cell]) -> list[Cell]:
 
 PAIRS = list(pairs())
 REFUSED = list({tuple(cell.items()): cell for cell in PAIRS if conflict(cell)}.values())
-COMBINATIONS = sampled(100, seed=24)
 COVERING = covering()  # together, they have every pair
 FEW = of_each_mechanism(COVERING)
 OTHERS = [cell for cell in COVERING if cell not in FEW]
@@ -82,12 +73,6 @@ def test_every_pair_is_refused_or_in_a_combination_that_runs() -> None:
     "cells", mostly_long({str(n): cells for n, cells in enumerate(parted(REFUSED, 4))}, "0")
 )
 def test_a_pair_that_does_not_go_together_is_refused(cells: Sequence[Cell]) -> None:
-    run_each(cells)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("cells", parted(COMBINATIONS, 10), ids=range(10))
-def test_each_combination_runs_or_is_refused(cells: Sequence[Cell]) -> None:
     run_each(cells)
 
 

@@ -97,16 +97,6 @@ def test_an_injected_death_needs_processes(costs: dict[str, float]) -> None:
     assert "dies" not in Auto(workers=1).declarations.survives, "a dry run of a sweep refuses it"
 
 
-def test_what_it_chose_for_another_run_is_not_recorded(costs: dict[str, float]) -> None:
-    made, records = trainer(rounds=10, engine=Auto()), []
-    for stacked in (0.1, 10.0):
-        costs["stacked"] = stacked
-        run = made.prepare(model(), digits(clients=6))
-        choose_engine(run, made.engine, worker_setup(made, run), None)
-        records.append(run.settings.get("engine", {}).get("class_path"))
-    assert records == ["flsuite.engines.Vectorized", None]
-
-
 def test_a_resumed_run_keeps_its_stacks_and_has_workers_again(
     costs: dict[str, float], tmp_path: Path
 ) -> None:

@@ -35,12 +35,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
-def in_fork(code: str, *keep: int) -> int:
-    """Run code in a fork, and return its exit status."""
-    child = _run_in_fork(None, ["-c", code], keep)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @LINUX
 def test_a_fork_is_like_a_new_process() -> None:
     prepare_workers()
@@ -68,13 +62,6 @@ os.write({write}, b'done')
         signal.signal(signal.SIGUSR1, before)
         for number in (read, write, other):
             os.close(number)
-
-
-@LINUX
-def test_the_code_after_a_fork_is_the_parents(capfd: pytest.CaptureFixture) -> None:
-    assert in_fork("raise SystemExit") == 0
-    assert in_fork("raise ValueError('of the fork')") == 1
-    assert "ValueError: of the fork" in capfd.readouterr().err
 
 
 @LINUX
@@ -125,13 +112,6 @@ def test_no_server_is_started_by_a_module_in_the_middle_of_its_import(
     prepare_workers_early()
     Processes(1)
     assert len(started) >= 1
-
-
-def test_a_server_that_runs_is_not_checked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check looks at every module, and may fork."""
-    prepare_workers()
-    monkeypatch.delattr(forkserver, "_can_fork")
-    prepare_workers()
 
 
 def test_threads_that_start_a_server_at_once_leave_no_patch_behind() -> None:

@@ -21,11 +21,9 @@ from flsuite.aggregators import (
     Mean,
     Objective,
 )
-from flsuite.aggregators.part import Server, ServerTools
-from flsuite.aggregators.rules.base import sum_by_parts
 from flsuite.aggregators.uplink import part_size
 from flsuite.callbacks import FederationCallback, RoundProgress
-from flsuite.engines import InProcess, Processes, Ray
+from flsuite.engines import InProcess, Processes
 from flsuite.engines.base import jobs_of
 from flsuite.exchange import Quantize
 from flsuite.messages import (
@@ -37,7 +35,7 @@ from flsuite.messages import (
     Outcome,
 )
 from flsuite.runs.preparation import worker_setup
-from flsuite.state import State, StateLayout, mean_of
+from flsuite.state import State, mean_of
 from tests.conftest import classifier, digits, equal_states, trainer
 
 CLIENTS = 45  # two clients in each part, and one in the last
@@ -171,14 +169,6 @@ def test_workers_and_this_process_sum_alike(workers: int, spoiled: Any) -> None:
         assert len(made.federation.log.updates) == CLIENTS - 2
 
 
-def test_a_part_whose_worker_dies_is_trained_again_client_by_client(
-    whole: Any, tmp_path: Path
-) -> None:
-    made = fit(engine=Processes(2), callbacks=[Dies(tmp_path, times=1)])
-    assert len(list(tmp_path.iterdir())) == 1, "it has happened"
-    assert equal_states(made.federation.state, whole.federation.state)
-
-
 def test_each_client_of_a_part_has_a_second_try(whole: Any, tmp_path: Path) -> None:
     callback = Dies(tmp_path, times=1, clients=(4, 5))
     made = fit(engine=Processes(2), callbacks=[callback])
@@ -246,37 +236,6 @@ def test_who_needs_every_update_has_it(kwargs: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("cohort", "size"), [(1, 1), (39, 1), (40, 2), (100, 5), (10_000, 16)])
 def test_parts_follow_from_the_size_of_the_cohort(cohort: int, size: int) -> None:
     assert part_size(cohort) == size
-
-
-def test_the_sum_by_parts_is_the_sum() -> None:
-    torch.manual_seed(0)
-    updates = [
-        ClientUpdate(
-            client=n,
-            round=1,
-            samples=n + 1,
-            steps=1,
-            class_counts=torch.zeros(1, dtype=torch.int64),
-            state={"w": torch.randn(7), "count": torch.tensor(n % 5)},
-            part=n // 3,
-        )
-        for n in range(10)
-    ]
-    server = Server(updates[0].state, StateLayout(("w",), 10), ServerTools())
-    sums, seen = sum_by_parts(Mean(), server, updates, lambda update: update.state)
-    by_hand = sum(update.state["w"].double() for update in updates)
-    assert torch.allclose(sums["w"], by_hand, rtol=1e-12)
-    assert sums["count"] == 4
-    assert [update.client for update in seen] == list(range(10))
-    assert not any(update.state for update in seen)
-
-
-@pytest.mark.long
-def test_ray_sums_as_this_process_does(spoiled: Any) -> None:
-    pytest.importorskip("ray", reason="needs flsuite[ray]")
-    there = fit(callbacks=[Spoils()], engine=Ray(workers=2))
-    assert equal_states(spoiled.federation.state, there.federation.state)
-    assert [f.client for f in there.federation.log.failures] == [3, 8]
 
 
 def test_a_stack_has_whole_parts_of_one_broadcast() -> None:

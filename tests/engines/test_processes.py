@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from flsuite.aggregators import Aggregator, FedAvg, Objective
+from flsuite.aggregators import FedAvg
 from flsuite.aggregators.uplink import Uplink
 from flsuite.client.setup import WorkerSetup
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, Natural, PublishedSplits
@@ -178,26 +178,6 @@ def test_workers_share_the_dataset() -> None:
 
 
 # What travels
-
-
-def test_classes_that_only_this_process_knows_travel() -> None:
-    seen = 0.25
-
-    class Note(Callback):
-        def __init__(self, client: Any) -> None:
-            self.client = client
-
-        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            self.client.metrics["seen"] = seen
-
-    class Local(Objective):
-        def callbacks(self, client: Any) -> list[Callback]:
-            return [Note(client)]
-
-    algorithm = Aggregator(objective=Local())
-    made = trainer(rounds=1, aggregator=algorithm, engine=Processes(workers=2))
-    made.fit(model(), images())
-    assert all(update.metrics["seen"] == 0.25 for update in made.federation.log.updates)
 
 
 # What goes wrong

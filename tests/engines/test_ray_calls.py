@@ -13,15 +13,11 @@ import flsuite.engines.ray as ray_engine
 from flsuite.client.jobs import JobRunner
 from flsuite.engines import InProcess, Ray
 from flsuite.engines.ray_cluster import Needs
-from flsuite.engines.ray_worker import RayWorker, pack, unpack
-from flsuite.engines.wire import dump_without_data
-from flsuite.engines.worker import Fatal
+from flsuite.engines.ray_worker import pack, unpack
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import (
-    Broadcast,
     ClientFailure,
     ClientResult,
-    FitRequest,
     Outcome,
     OwnScores,
     ScoreRequest,
@@ -269,18 +265,6 @@ def test_tensors_survive_the_store(name: str) -> None:
     assert copied["rest"] == [1, None]
     copied["w"].zero_()
     assert all(same_tensors(one, before) for one in (shared["w"], TENSORS[name]))
-
-
-def test_a_fit_that_writes_to_the_dataset_ends_the_run() -> None:
-    made, state = worker_setup()
-    worker = RayWorker(threads=1, path=[], sees_gpus=True)
-    assert unpack(worker.prepare(pack((made.data, dump_without_data(made))))) is None
-    for callbacks, is_refused in (((), False), ((Writes(),), True)):
-        broadcast = Broadcast(1, state, {}, callbacks)
-        orders = [FitRequest(0, 2, broadcast, {})]
-        answer = unpack(worker.work(int(is_refused), pack(broadcast), pack([orders])))
-        assert isinstance(answer, Fatal) == is_refused
-    assert answer.is_user_error and "client(s) 2 wrote to the dataset in place" in answer.message
 
 
 def node(alive: bool = True, **resources: float) -> dict[str, Any]:

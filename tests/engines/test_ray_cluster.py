@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from flsuite.aggregators import IFCA, Aggregator, Ditto
 from flsuite.commands.main import main
 from flsuite.engines import InProcess, Ray
-from flsuite.errors import FlsuiteError
 from flsuite.messages import (
     ClientResult,
     Outcome,
 )
 from tests.conftest import equal_states, trainer
 from tests.engines.test_processes import (
-    LINUX,
-    SIZES,
-    Unreadable,
     images,
     model,
     outcomes,
     requests,
-    within,
     worker_setup,
 )
 
@@ -51,12 +45,6 @@ class Machines:
 
     def engine(self, **kwargs: Any) -> Ray:
         return Ray(address=self.cluster.address, **kwargs)
-
-    def kill_second(self) -> None:
-        self.cluster.remove_node(self.second, allow_graceful=False)
-
-    def replace_second(self) -> None:
-        self.second = self.cluster.add_node(**NODE)
 
 
 @pytest.fixture(scope="module")
@@ -123,38 +111,6 @@ class Trouble(Callback):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Hangs(Trouble):
-    """Hangs on every node but one."""
-
-    def __init__(self, folder: Path, spared: str) -> None:
-        super().__init__(folder, tuple(range(len(SIZES))))
-        self.spared = spared
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if ray.get_runtime_context().get_node_id() != self.spared:
-            super().on_train_end(trainer, pl_module)
-
-    def happen(self) -> None:
-        time.sleep(600)
-
-
-class Maps(Callback):
-    """Fails unless the training tensors lie in the store's memory, which the node shares."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loader: Any = trainer.train_dataloader
-        if not all(_in_store(t.data_ptr()) for t in (loader.data.train.x, loader.data.train.y)):
-            raise RuntimeError("a copy")
-
-
-def _in_store(address: int) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        low, high = (int(bound, 16) for bound in line.split()[0].split("-"))
-        if low <= address < high:
-            return "plasma" in line
-    return False
-
-
 def states(results: list[Outcome]) -> dict[int, Any]:
     return {o.update.client: o.update.state for o in results if isinstance(o, ClientResult)}
 
@@ -202,13 +158,6 @@ def test_an_outcome_belongs_to_this_process(both_ready: Ray) -> None:
     )
 
 
-@LINUX
-def test_workers_share_the_dataset(both_ready: Ray) -> None:
-    _, state = worker_setup()
-    results = outcomes(both_ready, requests(state, callbacks=(Maps(),)))
-    assert len(states(results)) == len(SIZES), results
-
-
 # Deaths
 
 
@@ -225,24 +174,6 @@ def test_the_clients_of_a_worker_that_dies_go_to_another(
     assert same_states(states(results), reference)
     (line,) = [r.getMessage() for r in caplog.records if "and is replaced" in r.getMessage()]
     assert line.startswith("round 1: the worker of client") and "3" in line
-
-
-def test_a_node_that_is_killed_in_mid_round_and_comes_back(
-    machines: Machines, both_ready: Ray, reference: dict[int, Any], tmp_path: Path
-) -> None:
-    _, state = worker_setup()
-    here = ray.get_runtime_context().get_node_id()
-    submitted = requests(state, callbacks=(Hangs(tmp_path, here),))
-    both_ready.submit(submitted)
-    while not list(tmp_path.iterdir()):
-        time.sleep(0.05)
-    machines.kill_second()
-    results = within(60, lambda: [both_ready.collect(n) for n in list(both_ready.pending)])
-    assert same_states(states(results), reference)
-
-    machines.replace_second()
-    while [actor.is_ready for actor in both_ready._actors] != [True, True]:
-        both_ready._wait()
 
 
 # Other drivers of the same cluster. From here on, the engine above is closed.
@@ -263,35 +194,6 @@ def test_a_second_driver_ends_with_the_same_weights(
     assert equal_states(*weights)
     assert scores[0] == scores[1] and "test/adapted/accuracy_client_mean" in scores[0]
     assert not ray.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"gpus_per_worker": 0.25}, "2 CPUs and 0 GPUs on 2 node"),
-        ({"cpus_per_worker": 2}, "room for 0"),
-    ],
-)
-def test_resources_that_do_not_exist_are_refused_at_once(
-    machines: Machines, engine: Ray, arguments: dict[str, Any], message: str
-) -> None:
-    engine.stop()
-    with pytest.raises(FlsuiteError, match=message) as error:
-        machines.engine(**arguments).start(worker_setup()[0])
-    assert "\n" not in str(error.value) and not ray.is_initialized()
-
-
-def test_a_worker_that_cannot_start_ends_the_run(machines: Machines, engine: Ray) -> None:
-    engine.stop()
-    made, state = worker_setup()
-    made.model.glass = Unreadable()  # type: ignore[assignment]
-    broken = machines.engine(workers=1)
-    broken.start(made)
-    try:
-        with pytest.raises(RuntimeError, match=r"a worker failed:(.|\n)*made of glass"):
-            outcomes(broken, requests(state))
-    finally:
-        broken.stop()
 
 
 # A cluster of this machine alone

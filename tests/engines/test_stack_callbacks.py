@@ -3,19 +3,16 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.optim import SGD, Adagrad, Adam
+from torch.optim import SGD, Adam
 
 from flsuite.aggregators import FedAvg
 from flsuite.aggregators.objectives import Objective
-from flsuite.data import IID
 from flsuite.engines import InProcess, Vectorized
-from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientContext
 from flsuite.models import MLP, Classifier
 from tests.aggregators.federations import assert_same_models
@@ -106,23 +103,6 @@ def test_the_optimizer_has_the_state_of_one_client(keep: bool, stacks: list[int]
     close(stacks, 1e-5, FedAvg(), table_model(momentum=0.9), data=table_data(8), **settings)
 
 
-class BeginsAnew(Callback):
-    """Zeroes the momentum at the start of each epoch."""
-
-    supports_stack = True
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        for one in momenta(trainer.optimizers[0]):
-            one.zero_()
-
-
-@pytest.mark.parametrize("batch_size", [4, 64], ids=["some batches", "one batch"])
-def test_the_momentum_can_change_before_an_epoch(batch_size: int, stacks: list[int]) -> None:
-    data = images(IID(), batch_size=batch_size)
-    model = Classifier(InDouble(), partial(SGD, lr=0.1, momentum=0.9))
-    close(stacks, 1e-12, None, model, data, callbacks=[BeginsAnew()])
-
-
 class Remembers(Objective):
     """Keeps the momentum of each client, whose fit may end before others' fits."""
 
@@ -154,41 +134,6 @@ def test_what_a_client_keeps_of_its_momentum_is_its_own(stacks: list[int]) -> No
             assert other["momenta"][key].untyped_storage().nbytes() == value.nbytes
 
 
-class Looks(Callback):
-    """Does nothing."""
-
-    supports_stack = True
-
-    def on_before_optimizer_step(self, *args: Any) -> None:
-        return None
-
-
-def test_adagrad_has_a_state_before_its_first_step(stacks: list[int]) -> None:
-    model = Classifier(InDouble(), partial(Adagrad, lr=0.1, initial_accumulator_value=0.5))
-    close(stacks, 1e-12, None, model, images(), callbacks=[Looks()])
-
-
-class DrawsItsRate(Objective):
-    """Draws a number where it makes a client's callbacks."""
-
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        factor = 1 + float(torch.rand(()))
-        return [Scales(lambda trainer, module: factor)]
-
-
-def test_what_callbacks_draw_depends_on_the_round_alone(tmp_path: Path, stacks: list[int]) -> None:
-    def run(name: str, rounds: int) -> Any:
-        torch.rand(len(name))  # a generator in another state
-        settings: dict[str, Any] = {"data": table_data(), "run_dir": str(tmp_path / name)}
-        engine = Vectorized(clients=2)
-        return fitted(engine, FedAvg(objective=DrawsItsRate()), rounds=rounds, **settings)
-
-    whole = run("whole", 2)
-    run("parts", 1)
-    assert_same_models(whole, run("parts", 2))
-    assert stacks
-
-
 class FailsOnce(Objective):
     """Raises an error where it makes the callbacks of one client."""
 
@@ -204,20 +149,6 @@ class FailsOnce(Objective):
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_a_client_without_callbacks_fails_alone(damaged: int, stacks: list[int]) -> None:
     close(stacks, 1e-5, FedAvg(objective=FailsOnce(damaged)), data=table_data(8))
-
-
-class SeesBatches(FailsOnce):
-    """Needs a hook that a stack does not call."""
-
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        callback = Callback()
-        callback.on_train_batch_end = lambda *args, **kwargs: None  # type: ignore[method-assign]
-        return [*super().callbacks(client), callback]
-
-
-def test_a_damaged_first_client_hides_no_reason() -> None:
-    with pytest.raises(FlsuiteError, match="does more in a client's steps than a stack can"):
-        fitted(Vectorized(clients=4), FedAvg(objective=SeesBatches(0)), data=table_data(8))
 
 
 class Acts(Callback):

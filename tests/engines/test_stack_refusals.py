@@ -97,10 +97,6 @@ def test_a_model_that_needs_fits_of_its_own_is_refused(kind: Any, reason: str) -
     assert reason in refusal(kind)
 
 
-def test_one_batch_per_epoch_is_not_all_of_them() -> None:
-    assert "limit_train_batches is 1" in refusal(Classifier, limit_train_batches=1)
-
-
 def test_hooks_on_gradients_stay_in_this_process() -> None:
     """A worker's copy of the model would not have them."""
     assert "hooks on the gradients" in refusal(PrunedByHook, Processes(workers=2))

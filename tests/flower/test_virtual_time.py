@@ -10,7 +10,7 @@ pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'"
 from flsuite.aggregators import FedAvg, FedBuff
 from flsuite.errors import FlsuiteError
 from flsuite.flower.server import serve
-from flsuite.schedules import Asynchronous, Bernoulli, Schedule, Stragglers, Synchronous
+from flsuite.schedules import Asynchronous, Schedule, Stragglers, Synchronous
 from tests.conftest import classifier, equal_states, state, table, trainer
 from tests.flower.grid import Nodes, both, node_app, unscaled
 
@@ -24,11 +24,9 @@ REFUSED = (
     "schedule",
     [
         Asynchronous(2),
-        Synchronous(availability=Bernoulli()),
-        Synchronous(2, over_selection=1.5, speeds=Stragglers()),
         Synchronous(deadline=1.0, speeds=Stragglers()),
     ],
-    ids=["asynchronous", "availability", "over_selection", "deadline"],
+    ids=["asynchronous", "deadline"],
 )
 def test_a_schedule_that_nodes_cannot_follow_is_refused(schedule: Schedule, tmp_path: Path) -> None:
     grid = Nodes(5, node_app(classifier))

@@ -16,7 +16,6 @@ from flsuite.aggregators import (
     ControlVariates,
     FedAvg,
     FedBuff,
-    FisherAveraging,
     Mean,
     Rule,
     Statistic,
@@ -24,7 +23,6 @@ from flsuite.aggregators import (
 from flsuite.aggregators.uplink import Uplink
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import Broadcast, ClientFailure, ClientResult, ClientUpdate
-from flsuite.models import MLP, NFClassifier
 from flsuite.schedules import Asynchronous
 from flsuite.server.arrivals import RoundLog, _count_refused
 from flsuite.state import StateLayout
@@ -103,23 +101,6 @@ def test_a_faulty_client_is_refused_and_named_and_the_round_goes_on(
     assert equal_states(ours, theirs)
 
 
-def test_a_fisher_of_another_shape_is_refused() -> None:
-    class Cut(FisherAveraging):
-        def callbacks(self, client: Any) -> list[Callback]:
-            def cut(extras: Any) -> None:
-                if client.id == 0:
-                    name = next(iter(extras["fisher"]))
-                    extras["fisher"][name] = extras["fisher"][name][:1]
-
-            return [*super().callbacks(client), _Spoils(client, cut)]
-
-    made = trainer(rounds=1, aggregator=Cut())
-    model = NFClassifier(feature_dim=8, couplings=1, flow_width=8, backbone=MLP(hidden=(16,)))
-    made.fit(model, digits(clients=2))
-    (failure,) = made.federation.log.failures
-    assert failure.client == 0 and "extras.fisher." in failure.reason
-
-
 @dataclass(frozen=True)
 class Counts(Mean):
     """Sends a number and a tensor that it may or may not declare."""
@@ -147,28 +128,6 @@ def test_a_rule_is_a_part_and_not_a_method_of_an_aggregator() -> None:
             type("Own", (FedAvg,), {name: lambda *args: None})
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda s: s.pop("w"), "lacks w"),
-        (lambda s: s.update(extra=torch.zeros(1)), "unknown entries extra"),
-        (lambda s: s.update(w=torch.zeros(3)), r"w has shape \(3,\); \(2,\) is expected"),
-        (lambda s: s.update(w=torch.zeros(2, dtype=torch.float64)), "w has dtype torch.float64"),
-        (lambda s: s.update(w=torch.tensor([0.0, float("inf")])), "w is not finite"),
-    ],
-)
-def test_updates_are_checked_on_arrival(change: Any, words: str) -> None:
-    state = {"w": torch.zeros(2)}
-    counts = torch.zeros(2, dtype=torch.int64)
-    update = ClientUpdate(
-        client=0, round=1, samples=4, steps=1, class_counts=counts, state=dict(state)
-    )
-    assert update.mismatch(state, {}) is None and update.fault() is None
-    change(update.state)
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(update.mismatch(state, {}) or update.fault())
-
-
 _COUNTS = torch.tensor([3, 1])
 
 
@@ -176,7 +135,6 @@ _COUNTS = torch.tensor([3, 1])
     ("claim", "words"),
     [
         *(({name: 10**400}, "more than 2") for name in ("steps", "bytes_up", "bytes_down")),
-        ({"samples": 10**400}, r"it claims more than 2\*\*53 training samples"),
         ({"samples": 10**18}, r"it claims more than 2\*\*53 training samples"),
         ({"seconds": 1e300}, "its seconds are 1e"),
         ({"samples": 5}, "it claims 5 training samples, and 4 is the most"),
@@ -184,7 +142,6 @@ _COUNTS = torch.tensor([3, 1])
         ({"class_counts": torch.tensor([1.0, float("nan")])}, "class counts are torch.float32"),
         ({"class_counts": _COUNTS.to_sparse()}, "torch.sparse_coo"),
         ({"class_counts": torch.tensor([-1, 4])}, "not between 0 and its 4 samples"),
-        ({"class_counts": torch.tensor([10**18, 0])}, "not between 0 and its 4 samples"),
         ({"class_counts": torch.ones(1, 2, dtype=torch.int64)}, "are not a vector"),
     ],
 )

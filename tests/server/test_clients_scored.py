@@ -43,14 +43,6 @@ def test_the_score_of_every_round_is_of_the_same_clients(split: str, personal: A
     assert everybody[ROUNDS] == pytest.approx(sum(column[ROUNDS] for column in own) / ALL)
 
 
-def test_the_picked_round_is_the_best_of_the_compared_scores(personal: Any) -> None:
-    validation = numbers(personal, "global", "val", "accuracy_client_mean")
-    picked = max(validation, key=lambda n: (validation[n], -n))
-    assert personal.run.summary.best["round"] == picked
-    test = numbers(personal, "global", "test", "accuracy")
-    assert personal.run.summary.best["accuracy"] == test[picked]
-
-
 def test_clients_of_a_shared_model_are_compared_likewise() -> None:
     made = fit(())
     mean = numbers(made, "global", "test", "accuracy_client_mean")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators import FedPer, LocalOnly
-from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, PublishedSplits
+from flsuite.data import DataSpec, DataSplit, FederatedDataModule, PublishedSplits
 from flsuite.data.rows import RaggedIndex
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import scores
@@ -67,15 +67,6 @@ def test_a_clients_scores_are_those_of_its_slice(split: Any) -> None:
     )
 
 
-def test_a_few_clients_are_scored_where_few_are_asked_for() -> None:
-    made = evaluator(digits(clients=6, partition=IID()))
-    scored = made.shared(clone(made.model.state_dict()), "test", range(2), details=True)
-    assert scored.keys() == {GLOBAL, "0", "1"}
-    assert [name for name in scored[GLOBAL] if name.startswith("accuracy/")] == [
-        f"accuracy/{c}" for c in range(10)
-    ]
-
-
 def test_evaluation_leaves_the_model_in_training_mode_and_ignores_batches() -> None:
     whole, parts = evaluator(digits()), evaluator(digits(), batch_size=7)
     state = clone(whole.model.state_dict())
@@ -122,16 +113,6 @@ def test_every_client_is_scored_with_its_own_head(personal: FederatedTrainer) ->
     assert np.mean(own) > np.mean(whole), "a head of its own knows the client's classes"
 
 
-def test_test_after_fit_gives_the_last_rounds_scores(personal: FederatedTrainer) -> None:
-    scored = {row[5:8]: row[8] for row in personal.run.folder.table.rows}
-    everybody, *clients = personal.test()
-    assert len(clients) == 6
-    assert everybody["accuracy"] == scored[GLOBAL, "test", "accuracy"]
-    assert [row["accuracy"] for row in clients] == [
-        scored[str(c), "test", "accuracy"] for c in range(6)
-    ]
-
-
 class WithPublishedValidation(FederatedDataModule):
     """Forty training, ten test and twelve validation samples of three classes."""
 
@@ -153,15 +134,6 @@ def test_the_publishers_validation_split_belongs_to_nobody() -> None:
     own = made.own(2, clone(made.model.state_dict()), "val")
     assert own is not None and own.part == {}
     assert own.whole["accuracy"] == scored[GLOBAL]["accuracy"]
-
-
-def test_local_validation_splits_are_put_together() -> None:
-    made = evaluator(WithPublishedValidation(clients=4, val_fraction=0.5))
-    arrays = made.data.val
-    assert arrays is not None and len(arrays) == 20
-    assert arrays.rows.values.equal(torch.arange(20))
-    scored = made.shared(clone(made.model.state_dict()), "val", range(4))
-    assert [scored[str(c)]["samples"] for c in range(4)] == [5, 5, 5, 5]
 
 
 def test_without_validation_data_there_are_no_scores() -> None:
