@@ -39,27 +39,6 @@ def test_the_common_grid_has_the_last_value_at_or_before_each_point() -> None:
     assert grid["other"].tolist() == [0.2, 0.2, 0.4, 0.3]
 
 
-@pytest.mark.parametrize(
-    ("x", "label", "points"),
-    [
-        ("round", "round", [1, 2]),
-        ("virtual_s", "virtual seconds", [0.5, 1.5]),
-        ("bytes", "MB sent and received", [2.0, 3.5]),
-    ],
-)
-def test_curves_are_drawn_on_every_axis(
-    x: str, label: str, points: list[float], tmp_path: Path
-) -> None:
-    first, second = "1,0.5,7,4,2000000,global,test,", "2,1.5,8,9,3500000,global,test,"
-    rows = [f"{first}accuracy,0.25", f"{second}accuracy,0.75", f"{first}loss,3", f"{second}loss,2"]
-    (tmp_path / "metrics.csv").write_text(HEADER + "\n".join(rows) + "\n")
-    left, right = curves_figure({"run": tmp_path}, x=x).axes
-    assert left.get_xlabel() == right.get_xlabel() == label
-    assert list(left.lines[0].get_xdata()) == points
-    assert list(left.lines[0].get_ydata()) == [0.25, 0.75]
-    assert list(right.lines[0].get_ydata()) == [3, 2]
-
-
 def test_an_axis_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FlsuiteError, match="x must be one of round, virtual_s, wall_s"):
         curves_figure({"run": tmp_path}, x="epoch")

@@ -137,15 +137,6 @@ def test_a_score_that_no_run_has_is_named(results: Results) -> None:
         curves_figure(pd.DataFrame({"value": [1]}))
 
 
-def test_the_heat_map_has_clients_as_rows(results: Results) -> None:
-    figure = clients_figure(results[results["partition"] == MILD])
-    images = [panel.images[0].get_array() for panel in figure.axes if panel.images]
-    assert np.asarray(images[0]) == pytest.approx(
-        np.array([[0.31, 0.41, 0.51], [0.41, 0.51, 0.61]])
-    )
-    assert len(images) == 2
-
-
 def test_gains_by_hand(results: Results) -> None:
     gains = client_gains(results)
     assert len(gains) == 2 * 3 * 2 and set(gains["method"]) == {"FedAvg"}

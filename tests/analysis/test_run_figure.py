@@ -34,14 +34,12 @@ def regression(folder: Path, seed: int = 1, **others: Any) -> Path:
     ("names", "monitor", "expected"),
     [
         (["loss", "auroc", "accuracy"], "accuracy", ["accuracy", "loss", "auroc"]),
-        (["mae", "mae_client_mean", "mae_worst", "mae_std"], "mae", ["mae"]),
         (["accuracy", "accuracy/3", "all_clients/accuracy"], "accuracy", ["accuracy"]),
         (
             ["task_accuracy", "task_accuracy/0", "pixels_worst"],
             "x",
             ["task_accuracy", "pixels_worst"],
         ),
-        ([], "accuracy", []),
         (
             ["accuracy", "accuracy_client_mean", "accuracy_std", "loss"],
             "accuracy_client_mean",

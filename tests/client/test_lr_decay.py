@@ -15,6 +15,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.models import MLP, Classifier, FusedSpaceFed
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
+from tests.engines.test_vectorized import Scheduled
 
 
 @pytest.mark.parametrize(
@@ -146,21 +147,7 @@ def test_scaffold_takes_each_rounds_rate() -> None:
         torch.testing.assert_close(value, mean_gradient[name], rtol=1e-3, atol=1e-5)
 
 
-class Scheduled(Classifier):
-    """Sets its rate itself."""
-
-    def __init__(self) -> None:
-        super().__init__(MLP(hidden=(4,)))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
-        }
-
-
 def test_a_model_that_schedules_its_own_rate_is_refused() -> None:
     made = trainer(rounds=1, lr_decay=ExponentialDecay())
     with pytest.raises(FlsuiteError, match="Scheduled"):
-        made.fit(Scheduled(), digits())
+        made.fit(Scheduled(MLP(hidden=(4,))), digits())

@@ -31,9 +31,9 @@ from flsuite.client.fits import Starts
 from flsuite.client.jobs import JobRunner
 from flsuite.engines import Engine, InProcess, Processes, Vectorized
 from flsuite.messages import Broadcast, ClientUpdate, FitRequest
-from flsuite.models import ACVAE, CNN, MLP, Classifier
+from flsuite.models import ACVAE, MLP, Classifier
 from flsuite.runs.preparation import worker_setup
-from flsuite.state import Sums, Tree, clone, moved
+from flsuite.state import Sums, Tree, moved
 from tests.client.workers import runner
 from tests.conftest import classifier, digits, equal_states, trainer
 from tests.plain import Net
@@ -210,16 +210,3 @@ def test_metrics_of_a_plain_model_follow_it() -> None:
     made = trainer(rounds=2, accelerator="gpu")
     made.fit(Net(), points())
     assert 0 <= made.callback_metrics["test/accuracy"] <= 1
-
-
-@needs_gpu
-def test_a_resumed_run_ends_like_a_whole_one(tmp_path: Path) -> None:
-    model = Classifier(CNN(channels=(4, 8), hidden=(16,)))
-    settings = {"accelerator": "gpu", "deterministic": True, "run_dir": str(tmp_path)}
-    whole = trainer(rounds=3, accelerator="gpu", deterministic=True)
-    whole.fit(Classifier(CNN(channels=(4, 8), hidden=(16,))), digits())
-    trainer(rounds=2, **settings).fit(model, digits())
-    resumed = trainer(rounds=3, **settings)
-    resumed.fit(Classifier(CNN(channels=(4, 8), hidden=(16,))), digits(), ckpt_path="last")
-    assert equal_states(resumed.federation.state, whole.federation.state)
-    assert clone(whole.federation.state)

@@ -9,15 +9,12 @@ from lightning.pytorch import Trainer
 
 from flsuite import FederatedTrainer
 from flsuite.aggregators import FedAvg
-from flsuite.client import runner as module
 from flsuite.client.placement import gpus, on_one_gpu, require_one_gpu
 from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines import InProcess
 from flsuite.errors import FlsuiteError
-from flsuite.runs.preparation import worker_setup
-from tests.client.test_scaler import classifier, trainer
-from tests.conftest import digits
+from tests.client.test_scaler import classifier
 
 
 @pytest.mark.parametrize(
@@ -98,24 +95,3 @@ def test_several_gpus_need_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         require_one_gpu({"devices": devices})
     with pytest.raises(FlsuiteError, match=message):
         InProcess().start(WorkerSetup(None, None, None, 0, {}, {"devices": 2}))  # type: ignore[arg-type]
-
-
-def test_the_device_is_in_use_before_a_fit_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generator of a GPU that is not in use yet would not take the seed."""
-    made = trainer()
-    setup = worker_setup(made, made.prepare(classifier(), digits(clients=3)))
-    order: list[str] = []
-    create, seed = module.ClientTrainer.__init__, module.seed_process
-
-    def start(self: Any, *args: Any, **kwargs: Any) -> None:
-        order.append("trainer")
-        create(self, *args, **kwargs)
-
-    monkeypatch.setattr(module.ClientTrainer, "__init__", start)
-    monkeypatch.setattr(module, "seed_process", lambda *args: (order.append("seed"), seed(*args)))
-    assert made.run is not None
-    engine = InProcess()
-    engine.start(setup)
-    engine.submit(made.run.requests(made.schedule.start(made.federation.clock)))
-    engine.collect(engine.pending[0])
-    assert order == ["trainer", "seed"]

@@ -35,14 +35,6 @@ class LastBatchCounts(Callback):
                 parameter.grad = None
 
 
-class FreezesHalfWay(Callback):
-    """Freezes the first layer in the second epoch, and leaves it frozen."""
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.current_epoch == 1:
-            next(pl_module.parameters()).requires_grad_(False)
-
-
 def _drop_gradients(trainer: Trainer, module: LightningModule, *args: Any) -> None:
     for parameter in list(module.parameters())[:1]:
         parameter.grad = None
@@ -54,7 +46,6 @@ STOCK = {
     "ema": lambda: EMAWeightAveraging(decay=0.9),
     "lambda": lambda: LambdaCallback(on_before_optimizer_step=_drop_gradients),
     "is_last_batch": LastBatchCounts,
-    "freezes": FreezesHalfWay,
 }
 
 

@@ -274,14 +274,11 @@ def node(alive: bool = True, **resources: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("nodes", "cpus", "gpus", "room"),
     [
-        ([node(CPU=4), node(CPU=3)], 1, 0, 7),
         ([node(CPU=4), node(CPU=3)], 2, 0, 3),
         ([node(CPU=4), node(False, CPU=4)], 1, 0, 4),
-        ([node(CPU=16, GPU=2)], 1, 0.25, 8),
         ([node(CPU=16, GPU=2)], 1, 0.4, 4),
         ([node(CPU=3, GPU=2)], 1, 0.25, 3),
         ([node(CPU=16, GPU=4), node(CPU=16)], 1, 2, 2),
-        ([node(CPU=2)], 0.5, 0, 4),
         ([node(CPU=1, GPU=1)], 0.1, 0.1, 10),
         ([node()], 1, 0, 0),
     ],

@@ -1,7 +1,6 @@
 """Clients in actors of Ray, on one cluster of two nodes for the module."""
 
 import logging
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 
 from flsuite.aggregators import IFCA, Aggregator, Ditto
 from flsuite.commands.main import main
 from flsuite.engines import InProcess, Ray
 from flsuite.messages import (
     ClientResult,
-    Outcome,
 )
 from tests.conftest import equal_states, trainer
+from tests.engines.test_parts import Dies
 from tests.engines.test_processes import (
     images,
     model,
@@ -26,6 +24,7 @@ from tests.engines.test_processes import (
     requests,
     worker_setup,
 )
+from tests.engines.test_ray_calls import reference, same  # noqa: F401
 
 pytestmark = pytest.mark.long
 
@@ -80,45 +79,6 @@ def both_ready(engine: Ray) -> Ray:
     return engine
 
 
-@pytest.fixture(scope="module")
-def reference() -> dict[int, Any]:
-    """Return the state of each client after a fit in this process."""
-    torch.set_num_threads(1)
-    engine = InProcess()
-    made, state = worker_setup()
-    engine.start(made)
-    return {
-        outcome.update.client: outcome.update.state
-        for outcome in outcomes(engine, requests(state))
-        if isinstance(outcome, ClientResult)
-    }
-
-
-class Trouble(Callback):
-    """Does something bad where some clients train, up to ``times`` times."""
-
-    def __init__(self, folder: Path, clients: tuple[int, ...], times: int = 1) -> None:
-        self.folder, self.clients, self.times = folder, clients, times
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loader: Any = trainer.train_dataloader
-        done = len(list(self.folder.iterdir()))
-        if loader.client in self.clients and done < self.times:
-            (self.folder / str(done)).touch()
-            self.happen()
-
-    def happen(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def states(results: list[Outcome]) -> dict[int, Any]:
-    return {o.update.client: o.update.state for o in results if isinstance(o, ClientResult)}
-
-
-def same_states(a: dict[int, Any], b: dict[int, Any]) -> bool:
-    return a.keys() == b.keys() and all(equal_states(a[client], b[client]) for client in a)
-
-
 def node_of(handle: Any) -> str:
     """Return the node of an actor."""
     return described(handle)["Address"]["NodeID"]
@@ -135,7 +95,8 @@ def described(handle: Any) -> dict[str, Any]:
 
 
 def test_outcomes_are_the_same_bit_for_bit_and_in_order(
-    both_ready: Ray, reference: dict[int, Any]
+    both_ready: Ray,
+    reference: dict[int, Any],  # noqa: F811
 ) -> None:
     assert len({node_of(actor.handle) for actor in both_ready._actors}) == 2
     _, state = worker_setup()
@@ -163,15 +124,15 @@ def test_an_outcome_belongs_to_this_process(both_ready: Ray) -> None:
 
 def test_the_clients_of_a_worker_that_dies_go_to_another(
     both_ready: Ray,
-    reference: dict[int, Any],
+    reference: dict[int, Any],  # noqa: F811
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     _, state = worker_setup()
     with caplog.at_level(logging.WARNING, logger="flsuite"):
-        results = outcomes(both_ready, requests(state, callbacks=(Trouble(tmp_path, (3,)),)))
+        results = outcomes(both_ready, requests(state, callbacks=(Dies(tmp_path, 1, (3,)),)))
     assert len(list(tmp_path.iterdir())) == 1, "it has happened"
-    assert same_states(states(results), reference)
+    assert same(results, reference)
     (line,) = [r.getMessage() for r in caplog.records if "and is replaced" in r.getMessage()]
     assert line.startswith("round 1: the worker of client") and "3" in line
 

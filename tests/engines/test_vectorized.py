@@ -27,6 +27,7 @@ from flsuite.aggregators import (
     FedAvg,
     FedBABU,
     FedBuff,
+    FedDyn,
     FedProto,
     FedProx,
     FedRep,
@@ -355,6 +356,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rounds": 3,
     },
     "what is taken from the global model": {"aggregator": FedALA(), "rounds": 3},
+    "the dynamic regularizer": {"aggregator": FedDyn()},
 }
 
 

@@ -19,17 +19,16 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from flsuite.aggregators import Aggregator
-from flsuite.callbacks import FederationCallback
 from flsuite.data import FederatedDataModule, TaskSequence
 from flsuite.flower.app import client_app, make_client_app
 from flsuite.flower.client import Site
 from flsuite.flower.server import serve
-from flsuite.messages import ClientFailure
 from flsuite.models import ACVAE, CNN, Classifier, FusedSpaceFed
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import WithoutOne, classifier, digits, equal_states, state, trainer
 from tests.engines.test_processes import TinyConv
 from tests.plain import Reader
+from tests.server.test_federation import Recorder
 
 
 def travelled(message: Message) -> Message:
@@ -186,17 +185,6 @@ def bits(tensor: Tensor) -> tuple[Any, ...]:
     """Return type, shape and bytes of a tensor, for comparison bit for bit."""
     tensor = tensor.detach().contiguous()
     return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-class Recorder(FederationCallback):
-    """Records which clients fail."""
-
-    def __init__(self) -> None:
-        self.failures: list[ClientFailure] = []
-
-    def on_client_end(self, run: Any, outcome: Any) -> None:
-        if isinstance(outcome, ClientFailure):
-            self.failures.append(outcome)
 
 
 def check_round_without_client_1(

@@ -1,6 +1,5 @@
 """Flower's own processes on this machine."""
 
-import ipaddress
 import os
 import signal
 import socket
@@ -9,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -127,55 +125,3 @@ def under_flower(
     )
     assert (run / "checkpoints" / "model.ckpt").exists(), said + flower.logs()
     return left_in(run)
-
-
-def make_keys(folder: Path) -> None:
-    """Write an authority, a certificate for this machine, and a key pair for each of two nodes."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
-    pem, openssh, plain = (
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.OpenSSH,
-        serialization.NoEncryption(),
-    )
-    authority, server = (
-        ec.generate_private_key(ec.SECP384R1()),
-        ec.generate_private_key(ec.SECP384R1()),
-    )
-    names = [
-        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        for name in ("test authority", "localhost")
-    ]
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    now = datetime.now(timezone.utc)
-    for name, key, file in ((names[0], authority, "ca"), (names[1], server, "server")):
-        made = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(names[0])
-            .public_key(key.public_key())
-        )
-        made = made.serial_number(x509.random_serial_number()).not_valid_before(
-            now - timedelta(days=1)
-        )
-        made = made.not_valid_after(now + timedelta(days=1))
-        made = made.add_extension(
-            x509.BasicConstraints(ca=file == "ca", path_length=None), critical=True
-        )
-        made = made if file == "ca" else made.add_extension(address, critical=False)
-        (folder / f"{file}.crt").write_bytes(
-            made.sign(authority, hashes.SHA256()).public_bytes(pem)
-        )
-    (folder / "server.key").write_bytes(
-        server.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
-    )
-    for node in range(2):
-        key = ec.generate_private_key(ec.SECP384R1())
-        (folder / f"node{node}").write_bytes(key.private_bytes(pem, openssh, plain))
-        public = key.public_key().public_bytes(
-            serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-        )
-        (folder / f"node{node}.pub").write_bytes(public)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'")
@@ -19,6 +18,7 @@ from flsuite.flower.records import to_state, unpack
 from flsuite.flower.server import serve
 from tests.conftest import classifier, equal_states, state, trainer
 from tests.flower.grid import Nodes, bits, both, node_app, personal, unscaled
+from tests.server.test_federation import Breaks
 
 
 def leaves(tree: Any) -> Iterator[Tensor]:
@@ -71,20 +71,6 @@ def test_another_run_on_the_same_nodes_starts_afresh() -> None:
         serve(grid, made, personal(), unscaled())
         runs.append(state(made))
     assert equal_states(*runs)
-
-
-class Breaks(Callback):
-    """Breaks the fit of client 1 in round 2."""
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loader: Any = trainer.train_dataloader
-        if (loader.client, loader.round) == (1, 2):
-            if self.how == "raise":
-                raise RuntimeError("the scanner is on fire")
-            next(pl_module.parameters()).data[0] = float("nan")
 
 
 @pytest.mark.parametrize("how", ["raise", "nan"])

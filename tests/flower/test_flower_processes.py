@@ -8,7 +8,7 @@ pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'"
 
 from tests.conftest import equal_states
 from tests.flower.example import our_own
-from tests.flower.processes import Processes, free_port, make_keys, under_flower
+from tests.flower.processes import Processes, free_port, under_flower
 
 MODEL = "--model ACVAE --model.latent_dim 4 --model.width 4 --data.standardize false"
 CLASS_PRIORS = f"{MODEL} --trainer.aggregator CMGA"
@@ -30,40 +30,16 @@ def test_flowers_own_simulation_gives_the_same_model(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_superlink_and_two_supernodes_give_the_same_model(tmp_path: Path) -> None:
-    """Use TLS and node authentication, and private encoders that stay on the nodes."""
-    make_keys(tmp_path)
+    """Use private encoders that stay on the nodes."""
     arguments = f"{CLASS_PRIORS} --trainer.rounds 2"
-    certificate = (
-        "--ssl-ca-certfile",
-        "ca.crt",
-        "--ssl-certfile",
-        "server.crt",
-        "--ssl-keyfile",
-        "server.key",
-    )
     with Processes(tmp_path) as flower:
-        flower.connect(f'root-certificates = "{tmp_path / "ca.crt"}"')
-        flower.start(
-            "flower-superlink", *certificate, "--enable-supernode-auth", "--port", str(flower.port)
-        )
+        flower.connect("insecure = true")
+        flower.start("flower-superlink", "--insecure", "--port", str(flower.port))
         flower.wait("list", "test")
         for node in range(2):
-            flower.flwr("supernode", "register", f"node{node}.pub", "test")
-            link = (
-                "--superlink",
-                f"127.0.0.1:{flower.port}",
-                "--root-certificates",
-                "ca.crt",
-                "--port",
-                str(free_port()),
-            )
-            own = (
-                "--auth-supernode-private-key",
-                f"node{node}",
-                "--node-config",
-                f"partition-id={node} num-partitions=2",
-            )
-            flower.start("flower-supernode", *link, *certificate, *own)
+            link = "--superlink", f"127.0.0.1:{flower.port}", "--port", str(free_port())
+            own = "--node-config", f"partition-id={node} num-partitions=2"
+            flower.start("flower-supernode", "--insecure", *link, *own)
         theirs, their_table = under_flower(flower, arguments)
     ours, our_table = our_own(arguments, tmp_path)
     assert equal_states(ours, theirs) and our_table == their_table
