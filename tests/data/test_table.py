@@ -92,6 +92,7 @@ def test_a_folder_is_one_table(tmp_path: Path) -> None:
     assert torch.equal(source.train.x, whole.train.x) and torch.equal(source.test.y, whole.test.y)
 
 
+@pytest.mark.long  # needs pyarrow
 def test_parquet(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     content = frame()
