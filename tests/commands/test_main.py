@@ -26,7 +26,7 @@ from flsuite.models import MLP, Classifier
 from flsuite.runs.table import MetricsTable
 from flsuite.trainer import FederatedTrainer
 from tests.commands.command import QUICKSTART, Capture, cli, files, refused
-from tests.conftest import equal_states
+from tests.conftest import equal_states, mostly_long
 
 SHORT = ("fit", "--config", QUICKSTART, "--trainer.rounds", "1")
 SMALL = ("--trainer.max_epochs", "1", "--model.backbone.hidden", "[4]")
@@ -116,7 +116,11 @@ def test_the_saved_config_makes_the_same_weights(finished: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("command", "split", "ckpt_path"),
-    [("test", "test", None), ("test", "test", "best"), ("validate", "val", "last")],
+    [
+        pytest.param("test", "test", None, marks=pytest.mark.long),
+        ("test", "test", "best"),
+        ("validate", "val", "last"),
+    ],
 )
 def test_scores_from_the_saved_config(
     command: str, split: str, ckpt_path: str | None, run_folder: Path, capsys: Capture
@@ -275,7 +279,6 @@ def test_a_users_own_classes_go_by_their_short_names(tmp_path: Path) -> None:
         )
         sys.modules.pop("my_own_classes")
         assert cli("test", "--config", "run/config.yaml") == 0
-        assert cli("partition", "--config", "run/config.yaml", "--output", "drawn") == 0
     finally:
         sys.modules.pop("my_own_classes", None)
 
@@ -366,8 +369,18 @@ BAD_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize(("args", "words"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_a_bad_argument_is_one_line(args: tuple[str, ...], words: str, capsys: Capture) -> None:
+# Their reasons are those of classes that have tests of their own.
+LONG = {
+    "more_clients_than_samples",
+    "more_classes_than_classes",
+    "participation_zero",
+    "no_rounds",
+}
+
+
+@pytest.mark.parametrize("case", mostly_long(BAD_ARGUMENTS, *BAD_ARGUMENTS.keys() - LONG))
+def test_a_bad_argument_is_one_line(case: tuple[tuple[str, ...], str], capsys: Capture) -> None:
+    args, words = case
     assert words in refused(capsys, *SHORT, *args)
 
 
@@ -433,33 +446,29 @@ def test_an_empty_config_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     assert "empty.yaml is not a config" in refused(capsys, "fit", "--config", "empty.yaml")
 
 
+@pytest.mark.long
 def test_a_damaged_file_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "breastmnist.npz").write_bytes(b"PK\x03\x04" + np.random.default_rng(0).bytes(5000))
     damaged = ("--data", "MedMNIST", "--data.name", "breastmnist", "--data.root", ".")
     assert "breastmnist.npz is damaged" in refused(capsys, *SHORT, *damaged)
 
 
-@pytest.mark.parametrize("run_dir", ["file", "file/below"])
-def test_a_file_in_the_way_of_the_folder_is_one_line(
-    run_dir: str, tmp_path: Path, capsys: Capture
-) -> None:
-    (tmp_path / "file").write_text("precious")
-    assert run_dir in refused(capsys, *SHORT, "--run_dir", run_dir)
+PLACES = {
+    "link": ("link", "link is a link to a missing place; name another folder"),
+    "below": ("link/below", "link is a link to a missing place; name another folder"),
+    "long": ("a" * 300, "aaa...: File name too long; choose a shorter name"),
+    "file": ("file", "to file/checkpoints: Not a directory; name another folder"),
+    "below a file": ("file/below", "file/below/checkpoints: Not a directory; name another folder"),
+}
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        ("link", "link is a link to a missing place; name another folder"),
-        ("link/below", "link is a link to a missing place; name another folder"),
-        ("a" * 300, "aaa...: File name too long; choose a shorter name"),
-    ],
-    ids=["link", "below", "long"],
-)
+@pytest.mark.parametrize("case", mostly_long(PLACES, "below", "long", "below a file"))
 def test_a_place_that_no_folder_can_have_is_one_line(
-    place: str, message: str, tmp_path: Path, capsys: Capture
+    case: tuple[str, str], tmp_path: Path, capsys: Capture
 ) -> None:
+    place, message = case
     (tmp_path / "link").symlink_to("missing")
+    (tmp_path / "file").write_text("precious")
     line = refused(capsys, *SHORT, "--run_dir", place)
     assert line.endswith(message) and len(line) < 250
 
@@ -501,22 +510,29 @@ def test_a_folder_with_a_run_is_left_alone(run_folder: Path, capsys: Capture) ->
     assert "already holds a run" in refused(capsys, *SHORT, "--run_dir", str(run_folder))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (("--trainer.aggregator", "FedAdam"), "aggregator is 'flsuite.aggregators.FedAdam' here"),
-        (("--model.optimizer.lr", "0.2"), "model.optimizer.lr is 0.2 here and 0.1 there"),
-        (("--seed_everything", "2"), "seed is 2 here and 1 there"),
-    ],
-    ids=["aggregator", "optimizer", "seed"],
-)
+OTHERS = {
+    "aggregator": (
+        ("--trainer.aggregator", "FedAdam"),
+        "aggregator is 'flsuite.aggregators.FedAdam' here",
+    ),
+    "optimizer": (
+        ("--model.optimizer.lr", "0.2"),
+        "model.optimizer.lr is 0.2 here and 0.1 there",
+    ),
+    "seed": (("--seed_everything", "2"), "seed is 2 here and 1 there"),
+}
+
+
+@pytest.mark.parametrize("case", mostly_long(OTHERS, "optimizer"))
 def test_resuming_with_another_config_names_the_difference(
-    change: tuple[str, ...], words: str, run_folder: Path, capsys: Capture
+    case: tuple[tuple[str, ...], str], run_folder: Path, capsys: Capture
 ) -> None:
+    change, words = case
     resume = ("--run_dir", str(run_folder), "--ckpt_path", "last", "--trainer.rounds", "5")
     assert words in refused(capsys, "fit", "--config", QUICKSTART, *resume, *change)
 
 
+@pytest.mark.long
 def test_a_setting_that_no_client_can_train_with_leaves_no_folder(capsys: Capture) -> None:
     scaffold = ("--trainer.aggregator", "SCAFFOLD", "--model.optimizer.momentum", "0.9")
     assert "momentum" in refused(capsys, *SHORT, *scaffold)
@@ -531,6 +547,7 @@ def test_the_command_itself_prints_one_line(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_the_usual_logger_writes_into_the_runs_folder(tmp_path: Path) -> None:
     assert cli(*SHORT, *SMALL, "--trainer.logger", "true", "--run_dir", "run") == 0
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

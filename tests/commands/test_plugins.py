@@ -116,6 +116,7 @@ def test_clients_and_partition_of_a_plain_data_module(capsys: Capture) -> None:
     assert cli("fit", "--model", "my_package.Net", *wrapped, *split, *rounds) == 0
 
 
+@pytest.mark.long
 def test_what_each_client_adds_to_a_model_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = ("--data", "FromDataModule", "--data.data", "my_package.MyData")
     split = ("--data.clients", "2", "--trainer.rounds", "1", "--run_dir", "run")

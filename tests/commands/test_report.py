@@ -347,6 +347,7 @@ def test_a_second_callback_of_a_class_makes_another_group(tmp_path: Path) -> Non
     assert len(group_runs(find_runs([tmp_path]))) == 3
 
 
+@pytest.mark.long
 def test_where_a_wrapped_set_lies_is_no_difference(tmp_path: Path) -> None:
     for seed in (1, 2):
         wrapped = digits(standardize=False, root=str(tmp_path / f"place{seed}"))

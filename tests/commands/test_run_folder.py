@@ -19,6 +19,7 @@ FIT = (
 RUN = "runs/quickstart/one"
 
 
+@pytest.mark.long
 def test_a_folder_is_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -57,7 +57,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", mostly_long(RUNS, "asynchronous", "clients_are_lost"))
+@pytest.mark.parametrize("run", mostly_long(RUNS, "clients_are_lost"))
 def test_the_fits_are_those_of_the_run(
     run: tuple[str, tuple[str, ...]], tmp_path: Path, capsys: Capture
 ) -> None:

@@ -155,8 +155,9 @@ def test_status_shows_scores(folder: Path, capsys: Capture) -> None:
 
 @pytest.mark.long
 def test_an_edited_sweep_runs_the_new_cells_alone(
-    folder: Path, tmp_path: Path, capsys: Capture
+    finished: Path, tmp_path: Path, capsys: Capture
 ) -> None:
+    folder = Path(shutil.copytree(finished, tmp_path / "runs" / "quickstart"))
     before = files(folder)
     assert cli("sweep", "--config", write_quickstart("[10.0]"), *SHORT) == 0
     captured = capsys.readouterr()
