@@ -103,16 +103,18 @@ def test_a_sweep_killed_three_times_equals_the_unbroken_one(finished: Path, tmp_
     assert max(launches) > 1, "no kill has hit a cell"
 
 
-@pytest.mark.long
-def test_a_cell_is_what_flsuite_fit_makes_of_its_arguments(finished: Path, tmp_path: Path) -> None:
-    sweep = read_sweep(write_quickstart(), SMALL)
-    cell = Queue(sweep, finished).known()[1]
-    assert (cell.method, cell.seed) == ("FedProx", 2)
-    assert cli("fit", *fit_arguments(sweep, cell, tmp_path)) == 0
-    (weights, table), name = results_of(tmp_path)[str(cell.folder)], str(cell.folder)
-    assert equal_states(weights, results_of(finished)[name][0])
-    assert table.equals(results_of(finished)[name][1])
-    config = yaml.safe_load((finished / cell.folder / "config.yaml").read_text())
+def test_a_cell_is_what_flsuite_fit_makes_of_its_arguments(tmp_path: Path) -> None:
+    prox = "{class_path: FedProx, init_args: {mu: 0.1}}"
+    name = write_sweep("s.yaml", f"{{P: {{trainer.aggregator: {prox}}}}}", seeds="[2]")
+    assert cli("sweep", "--config", name, "--data.partition.alpha", "0.1") == 0
+    sweep, folder = read_sweep(name, {"data.partition.alpha": 0.1}), tmp_path / "runs" / "s"
+    (cell,) = Queue(sweep, folder).known()
+    assert (cell.method, cell.seed) == ("P", 2)
+    assert cli("fit", *fit_arguments(sweep, cell, tmp_path / "fit")) == 0
+    ((weights, table),) = results_of(tmp_path / "fit").values()
+    assert equal_states(weights, results_of(folder)[str(cell.folder)][0])
+    assert table.equals(results_of(folder)[str(cell.folder)][1])
+    config = yaml.safe_load((folder / cell.folder / "config.yaml").read_text())
     assert config["trainer"]["aggregator"]["init_args"]["mu"] == 0.1
     assert config["data"]["init_args"]["partition"]["init_args"]["alpha"] == 0.1
 
