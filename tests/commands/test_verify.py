@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -113,6 +114,10 @@ def test_a_packed_run_is_verified_where_its_folder_is_gone(run: Path, capsys: An
     data[len(data) // 2] ^= 1
     Path("b.zip").write_bytes(bytes(data))
     assert "b.zip" in refused(capsys, "verify", "b.zip")
+    with zipfile.ZipFile("a.zip") as packed, zipfile.ZipFile("c.zip", "w") as changed:
+        for name in packed.namelist():
+            changed.writestr(name, packed.read(name) + b"\n" * name.startswith("content/"))
+    assert "c.zip was changed" in refused(capsys, "verify", "c.zip")
 
 
 def change_settings(run: Path, **changes: Any) -> None:
