@@ -46,6 +46,8 @@ def require_run(command: str, folder: Path) -> Path:
         hint = f"; did you mean {' or '.join(runs)}?" if runs else "; see flsuite ls"
         if folder.is_file() and folder.suffix in (".yaml", ".yml"):
             hint = f"; did you mean --config {folder}?"
+        if lacking == "config.yaml":
+            hint = "; if it was killed at its start, remove it and start the run again"
         raise FlsuiteError(f"{command}: {folder} is not a run, it {fault}{hint}")
     config = read_yaml(folder / "config.yaml")
     if not isinstance(config, dict):

@@ -77,6 +77,10 @@ def test_a_fit_of_a_run_is_a_resume(capsys: Capture) -> None:
     make_run(Path("run"))
     assert "flsuite resume run" in refused(capsys, "fit", "run")
     assert "resume: name the folder of a run" in refused(capsys, "resume", "--trainer.rounds", "3")
+    Path("run", "config.yaml").unlink()  # the table is written first
+    assert "has no config.yaml; if it was killed at its start, remove" in refused(
+        capsys, "resume", "run"
+    )
 
 
 def test_a_run_from_python_says_so(tmp_path: Path) -> None:
