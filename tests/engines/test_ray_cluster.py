@@ -26,7 +26,7 @@ from tests.engines.test_processes import (
 )
 from tests.engines.test_ray_calls import reference, same  # noqa: F401
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # a cluster starts slowly
 
 ray: Any = pytest.importorskip("ray", reason="needs the extra: pip install 'flsuite[ray]'")
 ROOT = Path(__file__).parents[2]

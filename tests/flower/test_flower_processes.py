@@ -28,6 +28,7 @@ def test_flowers_own_simulation_gives_the_same_model(tmp_path: Path) -> None:
     assert equal_states(ours, theirs) and our_table == their_table
 
 
+@pytest.mark.timeout(600)  # five processes that each import torch and Flower
 @pytest.mark.long
 def test_a_superlink_and_two_supernodes_give_the_same_model(tmp_path: Path) -> None:
     """Use private encoders that stay on the nodes."""

@@ -80,6 +80,7 @@ def test_two_sweeps_on_one_folder_run_each_cell_once(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("done.json"))) == 2
 
 
+@pytest.mark.timeout(600)  # four sweeps one after the other
 @pytest.mark.long
 def test_a_sweep_killed_three_times_equals_the_unbroken_one(finished: Path, tmp_path: Path) -> None:
     folder, name = tmp_path / "runs" / "quickstart", write_quickstart()
