@@ -15,22 +15,6 @@ def as_tuples(arrivals: list[Arrival]) -> list[tuple[float, int, int, int]]:
     return [(a.seconds, a.client, a.version, a.staleness) for a in arrivals]
 
 
-def test_three_clients_worked_out_by_hand() -> None:
-    """Fits of 1, 2 and 5 seconds. At time 2 and 4 and 5 two arrive at once."""
-    schedule = Asynchronous(concurrency=3, buffer_size=1, speeds=PerClient(1, 2, 5))
-    simulation = simulate(schedule, 8, clients=3)
-    assert as_tuples(simulation.arrivals) == [
-        (1, 0, 0, 0),
-        (2, 1, 0, 1),
-        (2, 0, 1, 1),
-        (3, 0, 3, 0),
-        (4, 1, 3, 1),
-        (4, 0, 4, 1),
-        (5, 2, 0, 6),
-        (5, 0, 6, 1),
-    ]
-
-
 def test_a_buffer_of_two_worked_out_by_hand() -> None:
     """The version changes with every second arrival. Other clients start at once."""
     schedule = Asynchronous(concurrency=3, buffer_size=2, speeds=PerClient(1, 2, 5))

@@ -2,14 +2,11 @@
 
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from flsuite import FlsuiteError
-from flsuite.commands.parsing import OneLineParser, plain_errors
-from flsuite.runs.settings import describe
 from flsuite.schedules import Always, Availability, Bernoulli, OnOff
 
 # Client 0 from 1 to 4 and from 6 to 8, client 1 from 2 to 10 in three pieces, client 2 never.
@@ -57,12 +54,6 @@ def test_all_clients_are_there_without_a_trace() -> None:
     assert leaves(Always(), 1, 5.0, 2.0) is None
 
 
-def test_nobody_drops_out_without_dropout() -> None:
-    availability = Bernoulli(0.0)
-    availability.configure(10, seed=0)
-    assert {availability.leaves(client, 4, 0.0, 1.0) for client in range(10)} == {None}
-
-
 def test_the_share_of_dropouts_and_their_times() -> None:
     availability = Bernoulli(0.3)
     availability.configure(1, seed=0)
@@ -95,46 +86,14 @@ def test_a_dropout_is_a_function_of_seed_client_and_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "clients"),
-    [
-        (0.0, []),
-        (1.0, [0]),
-        (2.0, [0, 1]),
-        (3.9, [0, 1]),
-        (4.0, [1]),  # the end is excluded
-        (5.0, [1]),  # touching intervals are one
-        (6.0, [0, 1]),
-        (8.0, [1]),
-        (9.0, [1]),  # an empty interval contains no time
-        (10.0, []),
-        (99.0, []),
-    ],
-)
-def test_who_is_available(seconds: float, clients: list[int], trace: Path) -> None:
-    assert available(on_off(trace), seconds) == clients
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(0.0, 1.0), (1.0, 2.0), (1.5, 2.0), (2.0, 6.0), (5.9, 6.0), (6.0, None), (99.0, None)],
-)
-def test_the_next_start_is_that_of_a_joined_interval(
-    seconds: float, expected: float | None, trace: Path
-) -> None:
-    assert on_off(trace).next_start(seconds) == expected
-
-
-@pytest.mark.parametrize(
     ("client", "started", "seconds", "expected"),
     [
         (0, 1.0, 2.0, None),
         (0, 1.0, 3.0, None),  # the fit ends when the interval does
         (0, 1.0, 3.5, 4.0),
         (0, 3.0, 5.0, 4.0),  # the client returns before the fit would end, but has dropped out
-        (0, 6.5, 2.0, 8.0),
         (1, 2.0, 8.0, None),  # through two joints
         (1, 2.0, 8.5, 10.0),
-        (1, 9.5, 100.0, 10.0),
         (0, 2.0, 0.0, None),  # seconds that are measured
         (0, 4.5, 1.0, 4.5),  # not available at the start
         (2, 4.5, 1.0, 4.5),
@@ -146,14 +105,6 @@ def test_when_a_client_drops_out(
     assert leaves(on_off(trace), client, started, seconds) == expected
 
 
-def test_overlaps_are_joined_whatever_their_order(trace: Path) -> None:
-    content = "client,start,end\n0,5,6\n0,0,9\n0,8,12\n0,13,14\n0,2,3\n"
-    availability = on_off(trace, content, clients=1)
-    assert [availability.next_start(t) for t in (0.0, 13.0)] == [13.0, None]
-    assert leaves(availability, 0, 0.5, 100.0) == 12.0
-    assert [available(availability, t) for t in (7.0, 11.9, 12.0, 13.0)] == [[0], [0], [], [0]]
-
-
 def test_a_trace_in_which_nobody_is_ever_there(trace: Path) -> None:
     for period in (None, 5.0):
         availability = on_off(trace, "client,start,end\n0,2,2\n", period=period)
@@ -162,34 +113,6 @@ def test_a_trace_in_which_nobody_is_ever_there(trace: Path) -> None:
 
 
 # OnOff with a period
-
-
-@pytest.mark.parametrize(
-    ("seconds", "clients", "following"),
-    [
-        (0.0, [], 1.0),
-        (6.0, [0, 1], 13.0),  # no client starts before the trace repeats
-        (10.0, [], 13.0),
-        (12.0, [], 13.0),
-        (13.0, [0], 14.0),
-        (16.0, [1], 18.0),
-        (12.0 * 7 + 6.5, [0, 1], 12.0 * 8 + 1),
-    ],
-)
-def test_the_trace_starts_again(
-    seconds: float, clients: list[int], following: float, trace: Path
-) -> None:
-    availability = on_off(trace, period=12.0)
-    assert available(availability, seconds) == clients
-    assert availability.next_start(seconds) == following
-
-
-def test_dropouts_when_the_trace_has_started_again(trace: Path) -> None:
-    availability = on_off(trace, period=12.0)
-    assert leaves(availability, 0, 13.0, 3.0) is None
-    assert leaves(availability, 0, 13.0, 4.0) == 16.0
-    assert leaves(availability, 1, 9.0, 50.0) == 10.0  # absent from 10 to 14
-    assert leaves(availability, 0, 22.0, 1.0) == 22.0
 
 
 def test_an_interval_goes_on_where_the_trace_starts_again(trace: Path) -> None:
@@ -276,14 +199,8 @@ def test_a_period_out_of_range_is_named(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", r"trace\.csv is empty"),
         ("client,seconds\n0,1\n", r"expected the columns client, start, end"),
-        (
-            "client,start,end\n0,1,2\n0,1,x\n",
-            r"row 2, column 'end'.*got 'x'$",
-        ),
         ("client,start,end\n0,3,2\n", "row 1, column 'end': expected at least"),
-        ("client,start,end\n3,1,2\n", "row 1, column 'client': expected a number"),
     ],
 )
 def test_a_file_that_is_no_trace_is_one_clear_line(content: str, message: str, trace: Path) -> None:
@@ -292,27 +209,3 @@ def test_a_file_that_is_no_trace_is_one_clear_line(content: str, message: str, t
     trace.unlink()
     with pytest.raises(FlsuiteError, match=r"there is no file .*trace\.csv"):
         OnOff(str(trace))
-
-
-def test_a_config_is_described_as_it_was_written(trace: Path) -> None:
-    def parsed(config: Any) -> Availability:
-        parser = OneLineParser()
-        parser.add_subclass_arguments(Availability, "availability")
-        with plain_errors():
-            return parser.instantiate(parser.parse_object({"availability": config})).availability
-
-    trace.write_text(INTERVALS)
-    for name, arguments, described in (
-        ("Always", {}, {}),
-        ("Bernoulli", {}, {"dropout": 0.1}),
-        ("OnOff", {"path": str(trace)}, {"period": None}),
-        ("OnOff", {"path": str(trace), "period": 20}, {"period": 20.0}),
-    ):
-        made = parsed({"class_path": name, "init_args": arguments})
-        if isinstance(made, OnOff):  # the content decides, not the folder of the file
-            described["path"] = f"trace.csv, content {made.content_digest}"
-        assert describe(made) == {
-            "class_path": f"flsuite.schedules.{name}",
-            "init_args": described,
-        }
-        assert made.__class__ is OnOff or describe(parsed(describe(made))) == describe(made)

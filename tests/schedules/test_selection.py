@@ -68,12 +68,6 @@ def tell(selection: Selection, losses: list[float], round: int = 1, seconds: flo
         selection.arrived(update, seconds * (client + 1))
 
 
-def test_of_all_clients_those_with_the_highest_loss() -> None:
-    selection, launcher = configured(PowerOfChoice(1.0))
-    tell(selection, [0.1, 0.9, 0.5, 0.7, 0.2, 0.3])
-    assert selection.choose(3, Clock(1), launcher, 0) == [1, 2, 3]
-
-
 def test_of_some_candidates_those_with_the_highest_loss() -> None:
     selection, launcher = configured(PowerOfChoice(3))
     for round in range(1, 20):
@@ -110,12 +104,6 @@ def test_a_share_is_rounded_up_from_the_exact_number(share: float, number: int) 
     selection = PowerOfChoice(share)
     selection.configure([1] * 100, 1)
     assert selection._number == number
-
-
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_clients_that_have_not_trained_get_their_turn(make: Callable[[], Selection]) -> None:
-    made = run(FedAvg(), 8, schedule=Synchronous(2, sampling=make()))
-    assert set(made.schedule.sampling.last) == {0, 1, 2, 3}
 
 
 def test_the_utility_grows_with_samples_loss_and_age_and_falls_with_time() -> None:

@@ -69,12 +69,8 @@ def test_a_draw_is_a_function_of_seed_client_and_number(trace: Path) -> None:
         (0, 0.5, 5.0),  # the first one after it, although it comes first in the file
         (0, 4.0, 5.0),
         (0, 4.1, 1.0),  # none is left, so the trace repeats
-        (0, 11.9, 1.0),
         (0, 12.0, 1.0),  # the trace lasts until 12, the last end of all clients
         (0, 12.5, 5.0),
-        (0, 16.0, 5.0),
-        (0, 16.1, 1.0),
-        (1, 0.0, 1.0),
         (1, 2.5, 4.0),
         (1, 8.5, 1.0),
         (1, 12.0, 1.0),
@@ -130,8 +126,6 @@ def test_a_missing_file_is_named(trace: Path) -> None:
             "client,speed\n0,1\n",
             r"trace\.csv: expected .* got client, speed$",
         ),
-        ("client,seconds,note\n0,1,x\n", "got client, seconds, note$"),
-        ("client,start\n0,1\n", "got client, start$"),
         ("client,client\n0,1\n", "more than one column named 'client'"),
         ("client,seconds\n0,1\n0,1,2\n", r"trace\.csv cannot be read as CSV"),
         (
@@ -142,11 +136,7 @@ def test_a_missing_file_is_named(trace: Path) -> None:
             "client,seconds\n0,1\n0,\n",
             "row 2, column 'seconds'.*got a missing value",
         ),
-        ("client,seconds\n0,1\n0\n", "row 2, column 'seconds'.*got a missing"),
-        ("client,seconds\n0,nan\n", "row 1, column 'seconds'.*got a missing"),
-        ("client,seconds\n0,nan\n0,x\n", "row 1, column 'seconds'.*got a mi"),
         ("client,seconds\n0,inf\n", "row 1, column 'seconds'.*got inf$"),
-        ("client,seconds\n0,1\n0,-inf\n", "row 2, column 'seconds'.*got -inf$"),
         ("client,seconds\n0,True\n", "row 1, column 'seconds'.*got 'True'$"),
         (
             "client,seconds\n0,1\n0,-2.5\n",
@@ -154,7 +144,6 @@ def test_a_missing_file_is_named(trace: Path) -> None:
         ),
         ("client,seconds\na,1\n", "row 1, column 'client'.*got 'a'$"),
         ("client,seconds\n0.5,1\n", "row 1, column 'client'.*got 0.5$"),
-        ("client,seconds\n-1,1\n", "row 1, column 'client': expected a number"),
         (
             "client,start,end\n0,1,2\n0,5,3\n",
             "row 2, column 'end'.*got 3$",
@@ -167,7 +156,6 @@ def test_a_missing_file_is_named(trace: Path) -> None:
         ),
         ("client,seconds\n0,1\n1e300,1\n", "row 2, column 'client': expected a number"),
         ("client,seconds\n0,1\n0,2\n", r"trace\.csv has no row for client 1"),
-        ("client,start,end\n1,0,3\n", r"trace\.csv has no row for client 0"),
     ],
 )
 def test_a_file_that_is_no_trace_is_one_clear_line(content: str, message: str, trace: Path) -> None:
