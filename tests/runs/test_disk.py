@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import resource
-import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -59,64 +58,6 @@ def check_going_on(folder: Path, unbroken: Any) -> None:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return fit(tmp_path_factory.mktemp("whole"))
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 1 MB of its own, where the system allows it."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "flsuite", str(path)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a file system")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def fill(disk: Path) -> None:
-    """Write until nothing fits any more."""
-    with (disk / "filler").open("wb", buffering=0) as file:
-        while True:
-            try:
-                file.write(bytes(4096))
-            except OSError:
-                return
-
-
-def test_a_full_disk_is_one_line_and_the_run_goes_on(disk: Path, unbroken: Any) -> None:
-    with pytest.raises(FederationError) as caught:
-        fit(disk / "run", deed=lambda: fill(disk))
-    message = str(caught.value)
-    assert message.startswith(f"cannot write to {disk / 'run'}/")
-    assert "(No space left on device); the last" in message
-    assert "is kept: free some space" in message
-    (disk / "filler").unlink()
-    check_going_on(disk / "run", unbroken)
-
-
-def test_a_folder_that_turns_read_only_is_one_line(disk: Path, unbroken: Any) -> None:
-    def remount(mode: str) -> None:
-        subprocess.run(["mount", "-o", f"remount,{mode}", str(disk)], check=True)
-
-    with pytest.raises(FederationError, match=r"\(Read-only file system\); the last ch"):
-        fit(disk / "run", deed=lambda: remount("ro"))
-    with pytest.raises(FederationError, match="Read-only file system"):
-        fit(disk / "run", "last")
-    remount("rw")
-    check_going_on(disk / "run", unbroken)
-
-
-def test_the_command_says_it_in_one_line(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(name: str) -> list[str]:
-        small = ["--trainer.rounds", "2", "--trainer.max_epochs", "1"]
-        folder = str(disk / name)
-        assert cli("fit", "--config", QUICKSTART, *small, "--run_dir", folder) in (1, 2)
-        return capsys.readouterr().err.splitlines()
-
-    fill(disk)
-    lines = run("run")
-    assert lines[-1].startswith(f"flsuite: error: cannot write to {disk / 'run'}")
-    assert "No space left on device" in lines[-1]
 
 
 def _fails_in_round_3(target: Any, name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -1,8 +1,6 @@
 """The folder of a run is claimed by one process, and nobody's files are lost."""
 
-import multiprocessing
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -69,28 +67,6 @@ def test_folders_of_runs_that_start_together_differ() -> None:
     assert len(new_run_dir("name", 1).name.split("-")[2]) == 3, "milliseconds"
 
 
-def test_of_runs_that_start_in_one_folder_one_goes_on(tmp_path: Path) -> None:
-    ends: list[Any] = []
-
-    def run(rounds: int) -> None:
-        try:
-            ends.append(fit(tmp_path / "run", rounds).round)
-        except FlsuiteError as error:
-            ends.append(str(error))
-
-    fit(tmp_path / "warm")
-    threads = [threading.Thread(target=run, args=(n,)) for n in (2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    lines = [end for end in ends if isinstance(end, str)]
-    assert len(lines) == 1
-    assert "already holds a run" in lines[0] or "another process is writing to" in lines[0]
-    rounds = yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text())["rounds"]
-    assert rounds in ends, "the record is of the run that went on"
-
-
 def test_a_run_that_is_just_beginning_is_not_taken_for_files_of_the_user(tmp_path: Path) -> None:
     beginning = RunFolder(tmp_path)
     with beginning.locked():
@@ -123,30 +99,17 @@ def test_the_second_run_looks_while_the_first_one_writes(
     assert len(refusals) == 1 and said in refusals[0]
 
 
-class _Waits(FederationCallback):
+class _Resumes(FederationCallback):
     affects = "nothing"
-
-    def __init__(self, started: Any, go_on: Any) -> None:
-        self.started, self.go_on = started, go_on
 
     def on_round_start(self, run: Any, round: int, clients: Any) -> None:
         if round == 2:
-            self.started.set()
-            self.go_on.wait(60)
+            fit(run.folder.path, 4, "last")
 
 
 def test_a_run_that_is_going_on_cannot_be_resumed_beside_it(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    started, go_on = context.Event(), context.Event()
-    child = threading.Thread(
-        target=fit, args=(tmp_path, 3), kwargs={"callbacks": [_Waits(started, go_on)]}
-    )
-    child.start()
-    assert started.wait(60)
     with pytest.raises(FlsuiteError, match="another process is writing to"):
-        fit(tmp_path, 4, "last")
-    go_on.set()
-    child.join()
+        fit(tmp_path, 3, callbacks=[_Resumes()])
     assert fit(tmp_path, 4, "last").round == 4
 
 

@@ -79,11 +79,6 @@ CASES: dict[str, dict[str, Any]] = {
         "aggregator": FedBuff,
         "schedule": lambda: Asynchronous(concurrency=3, buffer_size=2),
     },
-    "attack": {
-        "aggregator": FedAvg,
-        "attack": lambda: SignFlip(fraction=0.3),
-        "schedule": lambda: virtual(participation=4),
-    },
     "tasks": {"aggregator": FedAvg, "tasks": lambda: in_tasks, "schedule": virtual},
     "DPFedAvg": {
         "aggregator": lambda: DPFedAvg(noise_multiplier=1.0, clip=1.0),
@@ -223,24 +218,6 @@ def test_who_was_not_drawn_again_is_not_missed(name: str, tmp_path: Path) -> Non
     absent = next(c for c in range(12) if str(c) not in who_trained(parent, since=2))
     made = run("fork", without=[absent], fork=fork_of(parent, 2))
     assert equal_states(made.federation.state, parent.federation.state)
-
-
-def test_who_has_no_weight_is_not_missed(tmp_path: Path) -> None:
-    settings = {"rounds": 2, "schedule": virtual(), "aggregator": Weightless()}
-    with_it, without = (fit(tmp_path, f"{c}", without=c, **settings) for c in ([], [4]))
-    assert equal_states(with_it.federation.state, without.federation.state)
-
-
-class WeightlessMean(Mean):
-    """The mean in which client 4 has no weight."""
-
-    def weight(self, update: ClientUpdate) -> float:
-        return 0.0 if update.client == 4 else super().weight(update)
-
-
-class Weightless(FedAvg):
-    def __init__(self) -> None:
-        super().__init__(rule=WeightlessMean())
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "FedAdam", "FedBuff", "DPFedAvg"])

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import SGD
 
-from flsuite.aggregators import IFCA, FedAdam
-from flsuite.data import IID, Dirichlet
+from flsuite.aggregators import IFCA
+from flsuite.data import Dirichlet
 from flsuite.errors import FlsuiteError
 from flsuite.files import save_tensors
 from flsuite.models import MLP, Classifier
-from flsuite.models.backbones import Backbone
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.fork import Fork
 from flsuite.runs.kept import KeptTensors, with_shared
@@ -126,47 +124,6 @@ def test_entries_with_equal_bits_are_changed_each_for_itself(tmp_path: Path) -> 
     back = with_shared(stored, tmp_path / "round-2.ckpt")
     back["a"].add_(1)
     assert equal(back["b"], big(0))
-
-
-def test_a_fork_with_idle_layers_ends_like_its_parent(tmp_path: Path) -> None:
-    def run(name: str, **settings: Any) -> Any:
-        few = digits(clients=60, partition=IID(), train_samples=500)
-        made = trainer(
-            rounds=4,
-            run_dir=tmp_path / name,
-            enable_checkpointing=True,
-            aggregator=FedAdam(),
-            schedule=Synchronous(participation=1),
-            evaluate_every=1000,  # sixty clients have many scores
-            **settings,
-        )
-        made.fit(Classifier(WithExperts(), optimizer=partial(SGD, lr=0.1)), few)
-        return made
-
-    parent = run("parent", keep_rounds=1)
-    raw = torch.load(stored(tmp_path / "parent", 2), weights_only=True)["federation"]
-    assert "shared_with" in str(raw), "nothing is shared, so that this test shows nothing"
-    assert_same_models(run("fork", fork=Fork(str(tmp_path / "parent"), 2)), parent)
-
-
-class WithExperts(Backbone):
-    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        return Experts()
-
-
-class Experts(nn.Module):
-    """Layers of one shape, of which each sample trains one. A client of a few trains some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(24))
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.flatten(1)
-        chosen = (x.sum(1).abs() * 1000).long() % 24
-        out = torch.stack([self.experts[i](row) for i, row in zip(chosen.tolist(), x, strict=True)])
-        return self.head(out.relu())
 
 
 def test_a_resume_goes_on_sharing(parent: Any, tmp_path: Path) -> None:

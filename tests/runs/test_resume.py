@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flsuite.aggregators import FedAdam, FedAvgM
-from flsuite.callbacks import FederationCallback, RoundEarlyStopping
+from flsuite.callbacks import FederationCallback
 from flsuite.data import Digits, Dirichlet
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FlsuiteError
@@ -200,24 +200,6 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
     model = tmp_path / "a" / "checkpoints" / "model.ckpt"
     with pytest.raises(FlsuiteError, match="not a checkpoint of a run"):
         trainer(rounds=2, run_dir=tmp_path / "a").fit(classifier(), digits(2), ckpt_path=str(model))
-
-
-def test_early_stopping_stops_on_validation_and_survives_a_resume(tmp_path: Path) -> None:
-    def fit(rounds: int, ckpt_path: str | None = None) -> FederatedTrainer:
-        made = trainer(
-            rounds=rounds,
-            run_dir=tmp_path,
-            callbacks=[RoundEarlyStopping(patience=2, min_delta=1.0)],
-        )
-        made.fit(classifier(), digits(2), ckpt_path=ckpt_path)
-        return made
-
-    assert fit(2).round == 2
-    resumed = fit(9, "last")
-    assert resumed.round == 3, "one round waited before the resume, one after it"
-    assert any(metric.startswith("accuracy/") for *_, metric, _ in resumed.run.folder.table.rows), (
-        "details of the last round"
-    )
 
 
 def test_memories_past_the_budget_come_back_from_disk(tmp_path: Path) -> None:

@@ -108,11 +108,6 @@ def test_a_model_is_scored_before_any_fit() -> None:
     assert scores["accuracy"] == pytest.approx(expected["test_accuracy"])
 
 
-def test_a_folder_that_is_named_must_have_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(FlsuiteError, match=r"there is no last\.ckpt in"):
-        trainer(run_dir=str(tmp_path)).test(classifier(), digits())
-
-
 # The folder
 
 

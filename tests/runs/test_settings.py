@@ -24,13 +24,10 @@ from flsuite.aggregators import (
     LocalOnly,
     Proximal,
 )
-from flsuite.analysis import group_runs
 from flsuite.arguments import MISSING, create, stored_argument
-from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping
-from flsuite.data.spec import DataSpec
+from flsuite.callbacks import GradientDissimilarity
 from flsuite.errors import FlsuiteError
 from flsuite.models import Backbone, Classifier
-from flsuite.models.base import ClientModel
 from flsuite.runs.settings import describe
 from tests.conftest import classifier, digits, trainer
 
@@ -112,23 +109,6 @@ def test_an_attribute_of_an_arguments_name_may_hold_another_thing(a: Any, b: Any
     assert one != other and (one[name], other[name]) == (a[name], b[name])
 
 
-class Built(ClientModel):
-    """Makes layers of its argument, under the same name, when it is built."""
-
-    def __init__(self, body: int = 8) -> None:
-        super().__init__()
-        self.body: Any = body
-
-    def build(self, spec: DataSpec) -> None:
-        self.body = nn.Linear(3, self.body)
-
-
-def test_an_argument_that_becomes_layers_later_is_described_as_given() -> None:
-    model = create(Built, body=4)
-    model.build(DataSpec((3,), 2))
-    assert describe(model)["init_args"] == {"body": 4}
-
-
 class Wrapped(FedAvg):
     def __init__(self, mu: float = 0.1, **kwargs: Any) -> None:
         self._mu = SimpleNamespace(value=mu)
@@ -152,11 +132,6 @@ def test_layers_are_not_described_by_their_weights() -> None:
         "in_features": 3,
         "out_features": 4,
         "bias": "Parameter(4,)",
-    }
-    assert describe(create(nn.Linear, in_features=3, out_features=4, bias=False))["init_args"] == {
-        "in_features": 3,
-        "out_features": 4,
-        "bias": False,
     }
 
 
@@ -211,13 +186,6 @@ def test_other_ways_to_pick_a_round_are_refused(tmp_path: Path) -> None:
             fit(tmp_path, rounds=2, **{"monitor": "accuracy", name: after})
 
 
-def test_numpy_numbers_are_numbers(tmp_path: Path) -> None:
-    fit(tmp_path, data=digits(clients=np.int64(2)))
-    with pytest.raises(FlsuiteError, match=r"data\.clients is 3 here and 2 there"):
-        fit(tmp_path, rounds=2, data=digits(clients=np.int64(3)))
-    assert fit(tmp_path, rounds=2, data=digits(clients=2)).round == 2
-
-
 @pytest.mark.parametrize(
     ("value", "plain"),
     [
@@ -245,21 +213,6 @@ def test_a_batch_size_changed_after_the_set_up_trains_and_is_recorded(tmp_path: 
     assert steps == {update.client: update.steps for update in expected}
     settings = yaml.safe_load((tmp_path / "changed" / "settings.yaml").read_text())
     assert settings["data"]["init_args"]["batch_size"] == 8
-
-
-def test_reports_group_by_callbacks_that_change_results(tmp_path: Path) -> None:
-    callbacks: dict[str, list[Callback]] = {
-        "plain": [],
-        "watched": [GradientDissimilarity()],
-        "scaled": [Scales(0.5)],
-        "scaled_more": [Scales(0.9)],
-        "stopped": [RoundEarlyStopping(patience=3)],
-    }
-    for name, chosen in callbacks.items():
-        fit(tmp_path / name, callbacks=chosen)
-    groups = group_runs([tmp_path / name for name in callbacks])
-    together = sorted(sorted(folder.name for folder in group.runs) for group in groups)
-    assert together == [["plain", "watched"], ["scaled"], ["scaled_more"], ["stopped"]]
 
 
 def test_weights_that_a_model_brings_along_are_a_setting(tmp_path: Path) -> None:

@@ -165,24 +165,6 @@ def test_a_timeline_is_read_as_it_was_added(tmp_path: Path) -> None:
     assert str(read["staleness"].dtype) == "Int64"
 
 
-def test_a_resumed_timeline_ends_as_one_that_was_never_stopped(tmp_path: Path) -> None:
-    killed = TimelineTable(tmp_path / "timeline.csv")
-    killed.create()
-    killed.add(ROWS[:2])
-    size = killed.append()
-    killed.add(ROWS[2:])
-    killed.append()
-    whole = (tmp_path / "timeline.csv").read_bytes()
-
-    resumed = TimelineTable(tmp_path / "timeline.csv")
-    resumed.resume(size)
-    resumed.add(ROWS[2:4])
-    resumed.append()
-    resumed.add(ROWS[4:])
-    resumed.append()
-    assert (tmp_path / "timeline.csv").read_bytes() == whole
-
-
 def test_fits_that_end_at_the_same_time_still_do_when_they_are_read(tmp_path: Path) -> None:
     table = TimelineTable(tmp_path / "timeline.csv")
     table.create()
@@ -214,12 +196,6 @@ def test_a_table_that_is_there_is_replaced_only_on_request(
     assert path.read_text() == "mine\n"
     kind(path).create(overwrite=True)
     assert path.read_text() == ",".join(kind.columns) + "\n"
-
-
-@pytest.mark.parametrize("kind", [MetricsTable, TimelineTable])
-def test_a_shorter_table_is_not_resumed(kind: type[AppendedTable], tmp_path: Path) -> None:
-    with pytest.raises(FlsuiteError, match=r"table\.csv has 0 bytes, but had 90"):
-        kind(tmp_path / "table.csv").resume(90)
 
 
 def test_a_table_of_an_earlier_version_is_not_gone_on_with(tmp_path: Path) -> None:
