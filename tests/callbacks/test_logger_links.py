@@ -203,7 +203,6 @@ CASES = [
     pytest.param(MLflow, 1, id="MLflow-lost", marks=pytest.mark.long),
     pytest.param(WandbOffline, 1, id="WandbOffline-lost"),
     pytest.param(WandbOnline, 1, id="WandbOnline-lost"),
-    pytest.param(WandbOnline, LOGGED, id="WandbOnline-ahead", marks=pytest.mark.long),
 ]
 
 

@@ -1,20 +1,15 @@
 """CSV, TensorBoard and MLflow: one log for a run, however often it is resumed."""
 
-import csv
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger
+from lightning.pytorch.loggers import Logger, MLFlowLogger
 
 from flsuite.callbacks.logger_links import _mlflow_name, _read_rows
 from tests.conftest import classifier, digits, trainer
-
-
-class KilledError(Exception):
-    pass
 
 
 def run_in_parts(folder: Path, make: Callable[[], Logger], *parts: int) -> None:
@@ -24,39 +19,11 @@ def run_in_parts(folder: Path, make: Callable[[], Logger], *parts: int) -> None:
         made.fit(classifier(), digits(3, train_samples=120), ckpt_path="last")
 
 
-def csv_rows(folder: Path) -> list[dict[str, str]]:
-    (path,) = folder.glob("log/lightning_logs/version_*/metrics.csv")
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_csv_rows_are_there_after_each_round_and_rows_of_lost_rounds_go(tmp_path: Path) -> None:
-    """A run that dies after a round was logged, and before it was saved, logs it again."""
-    seen: list[int] = []
-
-    class Dying(CSVLogger):
-        def save(self) -> None:
-            super().save()
-            seen.append(len(csv_rows(tmp_path)))
-            if len(seen) == 2:
-                raise KilledError
-
-    with pytest.raises(KilledError):
-        run_in_parts(tmp_path, lambda: Dying(tmp_path / "log"), 3)
-    assert seen[:2] == [1, 2], "each round is on the disk at once"
-    assert len(csv_rows(tmp_path)) == 2
-
-    run_in_parts(tmp_path, lambda: CSVLogger(tmp_path / "log"), 3)
-    assert [row["step"] for row in csv_rows(tmp_path)] == ["1", "2", "3"]
-
-
 @pytest.mark.parametrize(
     ("name", "stored"),
     [
-        ("test/accuracy", "test/accuracy"),
         ("test/accuracy/0", "test/accuracy.0"),
         ("test/all_clients/accuracy", "test/all_clients.accuracy"),
-        ("client/3/test/accuracy", "client/3/test/accuracy"),
         ("client/3/test/task_accuracy/1", "client/3/test/task_accuracy.1"),
         ("test/accuracy/köln, (x)", "test/accuracy.k_ln_ _x_"),
         ("bytes", "bytes"),

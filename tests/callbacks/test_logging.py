@@ -73,24 +73,6 @@ def test_csv_logger_has_the_work_of_each_round(tmp_path: Path) -> None:
     assert seconds == sorted(seconds) and seconds[0] > 0
 
 
-def test_work_adds_up_from_round_to_round() -> None:
-    made = unsynchronised(rounds=6)
-    made.fit(classifier(), digits())
-    work = work_so_far(made)
-    assert [updates for _, updates, _ in work] == [2, 4, 6, 8, 10, 12]
-    assert [seconds for seconds, *_ in work] == sorted({seconds for seconds, *_ in work})
-    rows = made.run.folder.table.rows
-    per_round = [
-        sum(
-            row.value
-            for row in rows
-            if row.round == n and row.scope == "global" and row.metric in ("bytes_up", "bytes_down")
-        )
-        for n in range(1, 7)
-    ]
-    assert [sent for *_, sent in work] == [sum(per_round[:n]) for n in range(1, 7)]
-
-
 def test_the_mean_of_the_clients_losses_weighs_samples() -> None:
     made = trainer(rounds=1)
     made.fit(classifier(), digits())

@@ -15,7 +15,6 @@ from flsuite.callbacks import FederationCallback, RoundEarlyStopping, TaskMatrix
 from flsuite.data import Synthetic, TaskSequence
 from flsuite.data.federated import FederatedData
 from flsuite.data.tasks import TaskData
-from flsuite.engines import Processes
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 from flsuite.models import MLP, Classifier, NFClassifier
@@ -167,17 +166,6 @@ def test_the_picture_lies_in_the_runs_folder(tmp_path: Path) -> None:
     assert texts == {(0, 0): "0.90", (1, 0): "0.25", (0, 1): "0.50", (1, 1): "0.75"}
 
 
-def test_without_tasks_nothing_is_left(tmp_path: Path) -> None:
-    callback = TaskMatrix()
-    made = trainer(rounds=2, run_dir=str(tmp_path), callbacks=[callback])
-    made.fit(classifier(), sequence().data)
-    assert callback.matrix is None and callback.state_dict() == {}
-    assert (
-        not logged(made, "task", "forgetting", "backward", "forward")
-        and not (tmp_path / "tasks.png").exists()
-    )
-
-
 def test_some_clients_are_enough(plain: FederatedTrainer) -> None:
     some = fit(callbacks=[TaskMatrix(clients=2)])
     assert torch.equal(matrix(some), matrix(plain)[:2])
@@ -231,12 +219,6 @@ def test_broken_off_within_a_task_or_after_it_and_resumed(
         key: value for key, value in logged(whole, "task_accuracy").items() if key[0] > rounds
     }
     assert whole.test() == resumed.test()
-
-
-def test_workers_change_nothing(plain: FederatedTrainer) -> None:
-    elsewhere = fit(engine=Processes(workers=2))
-    same(plain, elsewhere)
-    assert logged(plain, "") == logged(elsewhere, "")
 
 
 @pytest.mark.parametrize(("rounds", "warned"), [(4, True), (5, False)])
@@ -324,15 +306,6 @@ def test_every_fit_begins_with_its_task(monkeypatch: pytest.MonkeyPatch) -> None
         assert own["previous.met"].nonzero().flatten().tolist() == sorted(
             c for group in groups for c in group
         )
-
-
-def test_without_tasks_a_model_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Told, "calls", [])
-    made = trainer(rounds=1)
-    made.fit(
-        Told(feature_dim=6, couplings=2, flow_width=8, backbone=MLP(hidden=(8,))), sequence().data
-    )
-    assert not Told.calls
 
 
 def test_the_round_that_is_picked_is_one_of_the_last_task(tmp_path: Path) -> None:
