@@ -99,6 +99,20 @@ def test_every_place_that_writes_is_covered(
     check_going_on(tmp_path / "run", unbroken)
 
 
+def test_the_command_says_it_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fails_in_round_3(AppendedTable, "append", errno.ENOSPC, monkeypatch)()  # in round 1, too
+    small = ["--trainer.rounds", "1", "--trainer.max_epochs", "1", "--data.clients", "2"]
+    run = str(tmp_path / "run")
+    assert cli("fit", "--config", QUICKSTART, *small, "--run_dir", run) == 1
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith(f"flsuite: error: cannot write to {run}")
+    )
+
+
 @contextlib.contextmanager
 def full_table(run: Path) -> Iterator[Callable[[], None]]:
     """Yield a deed after which no byte fits into the table."""
