@@ -35,7 +35,6 @@ from tests.conftest import classifier, equal_states, trainer
 from tests.engines.test_processes import Images
 from tests.engines.test_vectorized import InDouble
 
-pytestmark = pytest.mark.long
 pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
 pytest.importorskip("dp_accounting", reason="needs dp-accounting: pip install 'flsuite[privacy]'")
 
