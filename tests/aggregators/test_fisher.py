@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,14 @@ from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import FedAvg, FedFisher, FisherAveraging, FisherMerge, RegMean
 from flsuite.aggregators.part import ServerTools
 from flsuite.data import DataSpec, FederatedDataModule
+from flsuite.data.loader import TrainLoader
 from flsuite.engines import Processes
-from flsuite.messages import ClientUpdate
+from flsuite.messages import ClientContext, ClientUpdate
 from flsuite.metrics.fisher import predictive_diagonal
 from flsuite.models import NFClassifier
 from flsuite.models.backbones import MLP
 from flsuite.models.base import ClientModel
-from flsuite.state import State, StateLayout, nbytes
+from flsuite.state import State, StateLayout, clone, nbytes
 from tests.aggregators.federations import (
     Quadratic,
     Quadratics,
@@ -323,3 +325,45 @@ def test_merging_says_what_it_needs() -> None:
     for rule in (FisherMerge(), FedFisher(), RegMean(alpha=0.1)):
         with pytest.raises(FlsuiteError, match=r"\w+ needs the logits.*Unlikely"):
             trainer(aggregator=rule, rounds=1).fit(Unlikely(), small_data())
+
+
+class After(pl.Callback):
+    """Records everything that the pass could change."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        modes = [module.training for module in pl_module.modules()]
+        grads = [p.grad is None or p.grad.clone() for p in pl_module.parameters()]
+        self.seen.append((clone(pl_module.state_dict()), modes, torch.get_rng_state(), grads))
+
+
+def test_the_pass_leaves_modes_generators_and_gradients_as_they_were() -> None:
+    built = model()
+    module = small_data()
+    module.use_seed(0)
+    module.setup()
+    built.ensure_built(module.spec)
+    names = tuple(n for n, _ in built.named_parameters() if n.startswith("flow."))
+    layout = StateLayout((), 1, {"flow": names})
+    client = ClientContext(0, 1, 1, torch.ones(1), {}, {}, {}, layout=layout)
+    before, after = After(), After()
+    plain = pl.Trainer(
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+        precision="bf16-mixed",
+        callbacks=[before, *FisherAveraging().callbacks(client), after],
+    )
+    plain.fit(built, TrainLoader(module.federated, 0, 0, 1))
+    (state, modes, generator, grads), (state2, modes2, generator2, grads2) = (
+        before.seen[0],
+        after.seen[0],
+    )
+    assert equal_states(state, state2) and modes == modes2 and torch.equal(generator, generator2)
+    assert all(a is b or torch.equal(a, b) for a, b in zip(grads, grads2, strict=True))
+    assert client.extras["fisher"]

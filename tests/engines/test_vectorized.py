@@ -835,3 +835,11 @@ def test_what_cannot_be_stacked_is_refused(settings: dict[str, Any], reason: str
     with pytest.raises(FlsuiteError, match=reason) as error:
         fitted(**{"engine": Vectorized(), **settings})
     assert "Processes" in str(error.value)
+
+
+def test_a_kept_optimizer_state_has_no_more_memory_than_its_client() -> None:
+    model = Classifier(InDouble(), OPTIMIZERS["momentum"])
+    made = fitted(Vectorized(clients=4), data=images(), keep_optimizers=True, model=model)
+    leaves, _ = tree_flatten([made.federation.clients[k] for k in range(6)])
+    kept = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    assert kept and all(leaf.untyped_storage().nbytes() == leaf.nbytes for leaf in kept)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.exchange import PairwiseMasks, SumReport
+from flsuite.exchange.ciphers import add_keystream, agree
 from flsuite.exchange.fixed_point import decode_sum, encode_values, step
 from flsuite.exchange.pairwise import PairwiseParties
 from flsuite.exchange.pairwise_client import (
@@ -22,8 +23,12 @@ from flsuite.exchange.pairwise_client import (
     PublicKeys,
     RevealedShares,
     SealedShares,
+    mask_purpose,
+    mask_sign,
+    point_of,
 )
 from flsuite.exchange.pairwise_server import PairwiseServer
+from flsuite.exchange.shamir import combine, weights_at_zero
 
 State = dict[str, Tensor]
 CLIENTS = (0, 2, 3, 7, 11)
@@ -401,3 +406,42 @@ def test_it_travels_to_workers() -> None:
     masks = pickle.loads(pickle.dumps(configured()))
     _, sums, _ = run(masks)
     assert_equal(sums, plain_sum(CLIENTS))
+
+
+def test_what_is_revealed_leaves_every_single_vector_masked(received: list[Any]) -> None:
+    """After unmasking, the server knows the seeds of survivors and the keys of dropouts."""
+    survivors, late = CLIENTS[:3], CLIENTS[3]
+    parties, _, _ = run(configured(), survivors)
+    server, ranges = parties.server, parties.server.ranges()
+    replies = {m.client: m for m in received if isinstance(m, RevealedShares)}
+    for reply in replies.values():  # never both for one client
+        assert set(reply.seeds) == set(survivors)
+        assert set(reply.keys) == set(CLIENTS) - set(survivors)
+    weights = weights_at_zero([point_of(client) for client in replies])
+
+    def secret(owner: int, kind: str) -> bytes:
+        return combine({point_of(c): getattr(m, kind)[owner] for c, m in replies.items()}, weights)
+
+    def remove_pair(vector: np.ndarray, client: int, dropped: int) -> None:
+        public = server.public[client].masking
+        key = agree(secret(dropped, "keys"), public, mask_purpose(client, dropped))
+        add_keystream(vector, key, -mask_sign(client, dropped))
+
+    for client, vector in vectors(received).items():
+        add_keystream(vector, secret(client, "seeds"), sign=-1)
+        for dropped in set(CLIENTS) - set(survivors):
+            remove_pair(vector, client, dropped)
+        assert np.mean(vector == codes(client, ranges)) < 0.05
+
+    # The vector of a client that comes back too late: its pairwise masks are known by now.
+    device = parties._devices[late]
+    device.hold(contribution(late))
+    limits = tuple(1e6 for _ in ranges)
+    vector = device.masked(limits).vector
+    for other in set(CLIENTS) - {late}:
+        key = agree(secret(late, "keys"), server.public[other].masking, mask_purpose(late, other))
+        add_keystream(vector, key, -mask_sign(late, other))
+    assert np.mean(vector == codes(late, limits)) < 0.05
+    # Its own mask is all that hides it.
+    add_keystream(vector, device._seed, sign=-1)
+    assert np.array_equal(vector, codes(late, limits))
