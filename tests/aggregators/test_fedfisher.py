@@ -1,7 +1,8 @@
 """FedFisher against closed forms, and its client half in a federation."""
 
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from flsuite.data.partitions import Natural
 from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
+from flsuite.models.backbones import Backbone
 from flsuite.state import Layer, State, StateLayout
 from tests.aggregators.federations import ServerHalf, Updates, fold, server_of, signature
 from tests.conftest import classifier, digits, equal_states, trainer
@@ -371,3 +373,98 @@ def test_the_task_of_a_fisher_is_that_of_the_data(rule: Any) -> None:
             torch.testing.assert_close(fisher["layer"]["g"], (p * (1 - p)).mean(0).diag())
         else:
             torch.testing.assert_close(fisher["layer.bias"], (p * (1 - p)).mean(0))
+
+
+def test_a_client_of_no_weight_does_no_harm() -> None:
+    updates = [update(i, net_state(10 * i), fisher_of("kfac", 3 + i), 2) for i in range(2)]
+    empty = update(2, net_state(7), fisher_of("kfac", 9), 0)
+    without, _ = merge(NET, updates, "kfac")
+    new, _ = merge(NET, [*updates, empty], "kfac")
+    assert_close(
+        {k: v for k, v in new.items() if k != "count"},
+        {k: v for k, v in without.items() if k != "count"},
+        1e-12,
+    )
+
+
+def test_no_more_than_one_model_is_held() -> None:
+    held: list[int] = []
+
+    def stream() -> Iterator[ClientUpdate]:
+        before: list[Any] = []
+        for i in range(3):
+            state = net_state(10 * i)
+            gone = [reference() is None for reference in before]
+            held.append(len(gone) - sum(gone))
+            before = [*before, weakref.ref(state["0.weight"])]
+            yield update(i, state, fisher_of("kfac", i))
+            del state
+
+    ServerHalf(FedFisher(select=False), NET).aggregate(net_state(1), stream())
+    assert max(held) <= 1
+
+
+def test_the_best_of_the_scored_models_is_taken_and_logged() -> None:
+    updates = [update(i, net_state(10 * i), fisher_of("kfac", 3 + i), 2) for i in range(3)]
+    scored: list[State] = []
+
+    def score(state: State) -> float:
+        scored.append(state)
+        return (0.5, 0.6, 0.6, 0.7, 0.7, 0.1, 0.2)[len(scored) - 1]
+
+    new, made = merge(NET, updates, "kfac", "gd", steps=30, tools=ServerTools(score=score))
+    # The mean, 1, 2, 5, 10, 20 and 30 steps, each a whole model.
+    assert len(scored) == 7 and all(s.keys() == new.keys() for s in scored)
+    assert equal_states(scored[0], fedavg(updates)) and equal_states(new, scored[3])
+    assert made.metrics["selected_step"] == 5 and made.metrics["selected_score"] == 0.7
+    assert 0 < made.metrics["residual"] < 1 and made.metrics["server_seconds"] > 0
+
+
+class Normalised(Backbone):
+    """A network with BatchNorm."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(shape[0], 4), nn.BatchNorm1d(4), nn.Linear(4, outputs))
+
+
+def test_batch_norm_is_refused_by_kfac_and_covered_by_the_diagonal() -> None:
+    with pytest.raises(FlsuiteError, match=r"network.1 \(BatchNorm1d\) is neither"):
+        fit(FedFisher(), model=Classifier(Normalised()), data=GivenTable())
+    made, updates = fit(FedFisher("diag"), model=Classifier(Normalised()), data=GivenTable())
+    names = ("network.1.running_mean", "network.1.num_batches_tracked")
+    mean = fedavg(updates)
+    assert all(torch.equal(made.federation.state[name], mean[name]) for name in names)
+
+
+class Twice(Backbone):
+    """A network that calls a layer twice, and counts its batches of training."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        owner = self
+
+        class Network(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = nn.Linear(shape[0], 4)
+                self.layer = nn.Linear(4, 4)
+                self.last = nn.Linear(4, outputs)
+
+            def forward(self, x: Tensor) -> Tensor:
+                owner.batches += self.training
+                x = self.first(x).relu()
+                return self.last(self.layer(self.layer(x).relu()))
+
+        return Network()
+
+
+def test_a_layer_that_is_called_twice_is_refused_by_kfac_before_the_first_step() -> None:
+    backbone = Twice()
+    message = r"layer 'network.layer' is not covered: it is called 2 times in a forward pass; .*"
+    with pytest.raises(FlsuiteError, match=message + "use the diagonal Fisher"):
+        fit(FedFisher(), model=Classifier(backbone), data=GivenTable())
+    assert backbone.batches == 0
+    fit(FedFisher("diag"), model=Classifier(backbone), data=GivenTable())
+    assert backbone.batches > 0
