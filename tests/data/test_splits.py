@@ -3,16 +3,7 @@
 import numpy as np
 import torch
 
-from flsuite.data import (
-    IID,
-    DataSpec,
-    DataSplit,
-    FederatedDataModule,
-    Natural,
-    Partition,
-    PublishedSplits,
-    Synthetic,
-)
+from flsuite.data import IID, Natural, Synthetic
 from flsuite.data.federated import FederatedData
 from flsuite.data.splits import split_test_by_owner, split_test_like_train
 
@@ -35,26 +26,16 @@ def test_only_training_rows_decide_the_class_mix() -> None:
 # Owners
 
 
-class Owned(FederatedDataModule):
-    """Forty training and twelve test samples of two owners."""
-
-    def load(self) -> PublishedSplits:
-        train, test = (
-            DataSplit(torch.zeros(n, 2), torch.arange(n) % 2, torch.arange(n) % 4 // 2)
-            for n in (40, 12)
-        )
-        return PublishedSplits(DataSpec((2,), 2), train, test)
-
-
 def test_test_samples_follow_their_owner_only_where_owners_are_whole() -> None:
-    whole, cut = Owned(clients=2, partition=Natural()), Owned(clients=5, partition=IID())
+    whole = Synthetic(owners=2, clients=2, partition=Natural())
+    cut = Synthetic(owners=2, clients=5, partition=IID())
     for module in (whole, cut):
         module.setup()
     ids = whole.federated.test.ids
     assert ids is not None
     assert all(len(ids[whole.federated.test.rows[c]].unique()) == 1 for c in range(2))
     assert min(cut.federated.test.rows.lengths()) > 0
-    assert len(cut.federated.test.rows.values) == 12
+    assert len(cut.federated.test.rows.values) == len(cut.federated.test)
 
 
 def misplaced(data: FederatedData) -> int:
@@ -81,30 +62,6 @@ def test_test_rows_follow_an_owner_whose_training_rows_are_all_held_out() -> Non
     assert federated.test.rows.values.sort().values.equal(torch.arange(400))
 
 
-class OwnersOneAndTwo(Partition):
-    """Two clients, the owners 1 and 2; the rows of all other owners stay unused."""
-
-    def __call__(
-        self,
-        labels: np.ndarray,
-        clients: int,
-        rng: np.random.Generator,
-        ids: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
-        assert ids is not None
-        return [np.flatnonzero(ids == owner) for owner in (1, 2)]
-
-
-def test_test_rows_of_an_owner_that_no_client_has_go_to_nobody() -> None:
-    data = Synthetic(owners=4, clients=2, partition=OwnersOneAndTwo())
-    data.setup()
-    ids = data.federated.test.ids
-    assert ids is not None
-    for client in range(2):
-        rows = data.federated.test.rows[client]
-        assert rows.equal((ids == client + 1).nonzero().squeeze(1)) and len(rows)
-
-
 def test_owners_are_whole_only_if_their_rows_are_with_one_client() -> None:
     ids = np.array([5, 5, 7, 7, 9])
 
@@ -114,4 +71,5 @@ def test_owners_are_whole_only_if_their_rows_are_with_one_client() -> None:
 
     assert split([0, 1], [2, 3, 4]) == [[1], [0]]
     assert split([0], [2, 4]) == [[1], [0]], "unused rows do not matter"
+    assert split([0, 1], [2, 3]) == [[1], []], "test rows of an unused owner go to nobody"
     assert split([0, 1, 2], [3, 4]) is None

@@ -96,15 +96,6 @@ def test_a_norm_follows_each_convolution_of_the_cnn() -> None:
     assert [layer.num_features for layer in network if hasattr(layer, "num_features")] == [4, 6]
 
 
-def test_default_widths() -> None:
-    for default, explicit in (
-        (LeNet5(), LeNet5(channels=(6, 16), hidden=(120, 84))),
-        (LeNet5(bias=False), LeNet5(bias=False, channels=(6, 16), hidden=(120, 84))),
-        (CNN(), CNN(channels=(32, 64), hidden=(512,))),
-    ):
-        assert torch.equal(drawn(default, 0), drawn(explicit, 0))
-
-
 def test_two_layer_mlp_has_mcmahans_parameters() -> None:
     assert count(MLP(hidden=()).build((5,), 3)) == 18, "without hidden layers it is linear"
     assert count(MLP(hidden=(200, 200)).build(GREY, 10)) == 199_210

@@ -278,15 +278,6 @@ def test_reset_buffers() -> None:
     assert counters == [2, 2, 3], "a fit's own batches only"
 
 
-def test_the_policies_differ() -> None:
-    states = [
-        resnet(batchnorm=policy).made.federation.client_state(0)
-        for policy in ("average", "local", "reset")
-    ]
-    name = "network.norm.running_mean"
-    assert len({tuple(state[name].tolist()) for state in states}) == 3
-
-
 # Mixed precision
 
 

@@ -1,7 +1,5 @@
 """The conditional flow: density against autograd and torch.distributions, samples against it."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -121,28 +119,6 @@ def test_normflows_own_passes_agree() -> None:
     made = flow()
     z, y = batch()
     torch.testing.assert_close(made.log_prob(z, context=torch.eye(3)[y]), made.density(z, y)[1])
-
-
-def test_a_flow_learns_classes_apart() -> None:
-    """Two distant classes, one Gaussian each: the mean density comes near the true entropy."""
-    torch.manual_seed(0)
-    made = ConditionalFlow(2, 2, 4, 16)
-    centre = torch.tensor([[2.0, 0.0], [-2.0, 1.0]])
-    optimizer = torch.optim.Adam(made.parameters(), lr=1e-2)
-    for _ in range(100):
-        y = torch.randint(0, 2, (64,))
-        loss = -made.density(centre[y] + 0.5 * torch.randn(64, 2), y)[1].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    y = torch.arange(2).repeat_interleave(2000)
-    with torch.no_grad():
-        drawn = made.generate(torch.randn(4000, 2), y)
-        nll = -made.density(centre[y] + 0.5 * torch.randn(4000, 2), y)[1].mean()
-    entropy = 2 * (0.5 * math.log(2 * math.pi * math.e) + math.log(0.5))
-    assert float(nll) == pytest.approx(entropy, abs=0.15)
-    for c in range(2):
-        torch.testing.assert_close(drawn[y == c].mean(0), centre[c], atol=0.2, rtol=0)
 
 
 def test_the_flow_is_float32_under_autocast() -> None:
