@@ -10,8 +10,6 @@ from torch import Tensor
 
 from flsuite.data import (
     IID,
-    DataSpec,
-    DataSplit,
     Digits,
     Dirichlet,
     FederatedData,
@@ -26,6 +24,7 @@ from flsuite.data.loader import TrainLoader
 from flsuite.data.tasks import Arrangement, Groups, TaskData
 from flsuite.errors import FlsuiteError
 from flsuite.messages import POOLED
+from tests.models.test_classifier import Labels
 
 ARRANGEMENTS: tuple[Arrangement, ...] = ("disjoint", "shuffled", "heterogeneous")
 CLASSES, CLIENTS = 8, 4
@@ -304,14 +303,6 @@ def test_a_client_needs_one_class_of_a_group_only() -> None:
     kwargs = {"tasks": 2, "classes_per_task": 4, "arrangement": "disjoint"}
     views = [task_data(table(partition=Pathological(5)), **kwargs).at(round) for round in (1, 3)]
     assert min(view.samples(client) for view in views for client in range(CLIENTS)) > 0
-
-
-class Labels(FederatedDataModule):
-    """Data with two labels per sample."""
-
-    def load(self) -> PublishedSplits:
-        arrays = DataSplit(torch.randn(20, 3), (torch.arange(40) % 3 == 0).view(20, 2).byte())
-        return PublishedSplits(DataSpec((3,), 2, "multilabel"), arrays, arrays)
 
 
 def test_several_labels_per_sample_are_refused() -> None:

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from torch.distributions import Independent, Normal, kl_divergence
 
 from flsuite.aggregators import Centralized
-from flsuite.data import DataSpec, PublishedSplits, Synthetic
+from flsuite.data import DataSpec, Synthetic
 from flsuite.data.federated import FederatedData
 from flsuite.engines import Engine, InProcess, Vectorized
 from flsuite.errors import FlsuiteError
@@ -148,18 +148,8 @@ def test_trained_centrally_it_classifies_digits_and_samples_the_given_class() ->
     assert rows["kl"] > 0.1 and rows["reconstruction"] > 0
 
 
-class Squeezed(Synthetic):
-    """A table with features within [0, 1]."""
-
-    def load(self) -> PublishedSplits:
-        source = super().load()
-        for part in (source.train, source.test):
-            part.x = part.x.sigmoid()
-        return source
-
-
 def test_it_learns_a_table_and_a_plain_trainer_fits_it() -> None:
-    data = Squeezed(features=6, classes=3, samples=600, clients=2, batch_size=32)
+    data = Synthetic(features=6, classes=3, samples=600, clients=2, batch_size=32)
     model = ACVAE(
         latent_dim=4,
         hidden=(16,),
@@ -168,6 +158,8 @@ def test_it_learns_a_table_and_a_plain_trainer_fits_it() -> None:
         optimizer=lambda p: torch.optim.AdamW(p, lr=5e-3),
     )
     data.setup()
+    for split in (data.federated.train, data.federated.val, data.federated.test):
+        split.x.sigmoid_()
     before = float((data.federated.test.y == 0).float().mean())
     plain_trainer(max_epochs=8).fit(model, datamodule=data)
     model.eval()
@@ -183,10 +175,6 @@ def test_the_label_frequencies_of_a_fit_survive_as_weights() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"reconstruction": "l1"}, "reconstruction must be"),
-        ({"latent_dim": 0}, "latent_dim must be"),
-        ({"kl_weight": -1.0}, "kl_weight must be"),
-        ({"log_variance_limit": 0.0}, "log_variance_limit must be"),
         ({"class_prior": [1.0, 0.0, 1.0]}, "class_prior must be positive"),
         ({"class_prior": [1.0, 1.0]}, "2 numbers for 3 classes"),
         ({"spec": DataSpec((1, 8, 8), 3, "multilabel")}, "one class per sample"),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flsuite.callbacks import FederationCallback
 from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, Natural, PublishedSplits
 from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Task
@@ -22,6 +21,7 @@ from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.random import seed_process
 from flsuite.state import clone
 from flsuite.trainer import FederatedTrainer
+from tests.aggregators.federations import Updates
 from tests.conftest import classifier, digits, equal_states, trainer
 from tests.plain import plain_trainer
 
@@ -42,16 +42,6 @@ class TinyImages(FederatedDataModule):
 
 def tiny() -> TinyImages:
     return TinyImages(clients=3, partition=Natural(), batch_size=10, val_fraction=0.0)
-
-
-class Updates(FederationCallback):
-    """Keeps the clients' messages."""
-
-    def __init__(self) -> None:
-        self.rounds: dict[int, list[ClientUpdate]] = {}
-
-    def on_client_end(self, trainer: Any, outcome: Any) -> None:
-        self.rounds.setdefault(outcome.update.round, []).append(outcome.update)
 
 
 class Starts(pl.Callback):
@@ -87,7 +77,8 @@ def fit_resnet(**kwargs: Any) -> Fitted:
     updates = Updates()
     made = trainer(**{"rounds": 2, "callbacks": [updates, Starts()], **kwargs})
     made.fit(sgd(ResNet20(width=4)), tiny())
-    return Fitted(made, updates.rounds, dict(Starts.seen))
+    rounds = {n: [update for update in updates.all if update.round == n] for n in (1, 2)}
+    return Fitted(made, rounds, dict(Starts.seen))
 
 
 resnet = cache(fit_resnet)  # for tests that only look at it
@@ -220,7 +211,7 @@ def test_private_norms_stay_with_their_clients() -> None:
     federation = made.federation
     assert federation.entries.personal
     assert federation.state and not [name for name in federation.state if "norm" in name]
-    assert all(update.state.keys() == federation.state.keys() for update in updates.rounds[2])
+    assert all(update.state.keys() == federation.state.keys() for update in updates.all)
     one, two = federation.client_state(0), federation.client_state(1)
     private = [name for name in one if name not in federation.state]
     assert private and all("norm" in name for name in private)

@@ -11,16 +11,16 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from flsuite.aggregators import FedAvg, FedProx
-from flsuite.callbacks import FederationCallback
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, PublishedSplits
 from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.messages import ClientContext
 from flsuite.models import CNN, Classifier, FusedSpaceFed, ResNet20
 from flsuite.models.fusedspacefed import reconstruction_error
 from flsuite.runs.session import export_model
 from flsuite.schedules import Synchronous
 from flsuite.state import State, clone
 from flsuite.trainer import FederatedTrainer
+from tests.aggregators.federations import Updates
 from tests.conftest import equal_states, trainer
 from tests.plain import plain_trainer
 
@@ -45,16 +45,6 @@ class Images(FederatedDataModule):
         task = "multilabel" if self.labels else "multiclass"
         part = DataSplit(x.to(torch.uint8), y.to(torch.uint8) if self.labels else y)
         return PublishedSplits(DataSpec((1, 8, 8), 3, task), part, part)
-
-
-class Recorder(FederationCallback):
-    """Keeps every update, as the server reads it."""
-
-    def __init__(self) -> None:
-        self.seen: list[ClientUpdate] = []
-
-    def on_client_end(self, run: Any, outcome: Any) -> None:
-        self.seen.append(outcome.update)
 
 
 def small(**kwargs: Any) -> FusedSpaceFed:
@@ -220,23 +210,23 @@ def test_the_joint_loss_begins_after_the_extra_epochs_in_every_fit() -> None:
 
     So the loss of the extra epochs can be reported apart from the joint one.
     """
-    Watched.joint, recorder = [], Recorder()
+    Watched.joint, updates = [], Updates()
     model = Watched(backbone=SMALL, latent_dim=5, warmup_epochs=2)
     assert model.extra_epochs == 2
 
-    federate(model, rounds=2, max_epochs=3, callbacks=[recorder])
+    federate(model, rounds=2, max_epochs=3, callbacks=[updates])
 
     steps, clients, rounds = 2, 3, 2
-    assert [update.steps for update in recorder.seen] == [steps * (2 + 3)] * clients * rounds
+    assert [update.steps for update in updates.all] == [steps * (2 + 3)] * clients * rounds
     assert sorted(Watched.joint) == sorted([2, 3, 4] * steps * clients * rounds)
 
 
 def test_without_a_warm_up_joint_epochs_move_everything() -> None:
-    model, recorder = small(warmup_epochs=0), Recorder()
+    model, updates = small(warmup_epochs=0), Updates()
     model.ensure_built(SPEC)
     before = clone(model.state_dict())
-    federation = federate(model, callbacks=[recorder]).federation
-    assert [update.steps for update in recorder.seen] == [2] * 3
+    federation = federate(model, callbacks=[updates]).federation
+    assert [update.steps for update in updates.all] == [2] * 3
     first, second = federation.client_state(0), federation.client_state(1)
     moved = {name.split(".")[0] for name in before if not torch.equal(before[name], first[name])}
     assert moved == {"encoder", "decoder", "classifier"}
@@ -261,15 +251,15 @@ def tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
 
 def test_no_encoder_tensor_leaves_a_client_and_a_resume_keeps_them(tmp_path: Path) -> None:
     """Compared by name, key and value: the same weights under another name count too."""
-    recorder = Recorder()
+    updates = Updates()
 
     def fit(rounds: int, run_dir: Path, ckpt_path: str | None = None, **kwargs: Any) -> list[State]:
         made = trainer(rounds=rounds, run_dir=run_dir, keep_optimizers=True, **kwargs)
         made.fit(small(lambda_sp=0.1), Images(), ckpt_path=ckpt_path)
         return [made.federation.client_state(client) for client in range(3)]
 
-    states = fit(2, tmp_path / "whole", callbacks=[recorder])
-    assert len(recorder.seen) == 6
+    states = fit(2, tmp_path / "whole", callbacks=[updates])
+    assert len(updates.all) == 6
     encoders = [{k: v for k, v in own.items() if k.startswith("encoder.")} for own in states]
     sizes = {v.shape for v in encoders[0].values() if v.ndim > 1} | {
         (sum(v.numel() for v in encoders[0].values()),)
@@ -277,8 +267,8 @@ def test_no_encoder_tensor_leaves_a_client_and_a_resume_keeps_them(tmp_path: Pat
     shared = {v.shape for k, v in states[0].items() if k not in encoders[0]}
     own = sizes - shared  # shapes that only the encoder has, the latent's among them
     assert torch.Size((5, 64)) in own
-    last = {update.client: update for update in recorder.seen}
-    for update in recorder.seen:
+    last = {update.client: update for update in updates.all}
+    for update in updates.all:
         sent = list(tensors({"state": update.state, "extras": update.extras}))
         assert sent and not any("encoder" in name or tensor.shape in own for name, tensor in sent)
     for client, encoder in enumerate(encoders):
@@ -342,28 +332,6 @@ def test_exported_model_is_read_back(tmp_path: Path) -> None:
 
 
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "named"),
-    [
-        ({"autoencoder": "vae"}, "autoencoder"),
-        ({"fusion": "product"}, "fusion"),
-        ({"fusion_scale": -0.5}, "fusion_scale"),
-        ({"norm": "layer"}, "norm"),
-        ({"latent_dim": 0}, "latent_dim"),
-        ({"warmup_epochs": -1}, "warmup_epochs"),
-        ({"lambda_rec": -1.0}, "lambda_rec"),
-        ({"lambda_sp": float("nan")}, "lambda_sp"),
-        ({"lr": 0.0}, "lr"),
-        ({"autoencoder_lr": -0.1}, "autoencoder_lr"),
-        ({"momentum": -0.1}, "momentum"),
-        ({"weight_decay": -1.0}, "weight_decay"),
-    ],
-)
-def test_bad_arguments(kwargs: dict[str, Any], named: str) -> None:
-    with pytest.raises(FlsuiteError, match=named):
-        FusedSpaceFed(**kwargs)
 
 
 @pytest.mark.parametrize("shape", [(20,), (1, 3, 3)])

@@ -407,24 +407,6 @@ def test_it_builds_for_tables_images_and_colour() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"feature_dim": 1}, "feature_dim must be"),
-        ({"couplings": 0}, "couplings must be"),
-        ({"theta": 1.5}, "theta must be"),
-        ({"k_replay": -0.1}, "k_replay must be"),
-        ({"k_global": math.nan}, "k_global must be"),
-        ({"clip": -1.0}, "clip must be"),
-        ({"lr": 0.0}, "lr must be"),
-        ({"flow_lr": math.inf}, "flow_lr must be"),
-    ],
-)
-def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(FlsuiteError, match=f"NFClassifier: {said}"):
-        NFClassifier(**settings)
-
-
-@pytest.mark.parametrize(
     ("use", "said"),
     [
         (lambda: small().ensure_built(DataSpec((5,), 3, "multilabel")), "one class per sample"),
