@@ -86,17 +86,11 @@ def test_logits_and_columns(autoencoder: Any, fusion: Any) -> None:
 
 def test_fusion() -> None:
     x, other = batch()[0], torch.rand(6, 1, 8, 8)
-    added, stacked = built(fusion="sum"), built(fusion="concat")
-    half, both = (built(fusion=fusion, fusion_scale=0.5) for fusion in ("sum", "concat"))
-    for model, fused in (
-        (added, x + other),
-        (half, x + 0.5 * other),
-        (stacked, torch.cat([x, other], 1)),
-        (both, torch.cat([x, 0.5 * other], 1)),
-    ):
-        assert torch.equal(model.fuse(x, other), fused)
-    for model in (added, half):
-        assert torch.equal(model.classifier_inputs(x)[0], x)
+    for settings, scale in (({"fusion_scale": 0.5}, 0.5), ({}, 1.0)):
+        added, stacked = (built(fusion=fusion, **settings) for fusion in ("sum", "concat"))
+        assert torch.equal(added.fuse(x, other), x + scale * other)
+        assert torch.equal(stacked.fuse(x, other), torch.cat([x, scale * other], 1))
+        assert torch.equal(added.classifier_inputs(x)[0], x)
     assert torch.equal(stacked.classifier_inputs(x)[0], torch.cat([x, torch.zeros_like(x)], 1))
     assert torch.equal(added.eval().classifier_inputs(x)[1], x + added.reconstruct(x))
     first = f"{added.head}0.weight"
