@@ -161,13 +161,9 @@ def test_the_resident_model_is_as_it_was() -> None:
     assert [failure.client for failure in made.federation.log.failures] == [1]
     assert len(made.federation.log.updates) == 2
     assert_clean(model)
-    assert list(model.state_dict()) == list(classifier_names())
-
-
-def classifier_names() -> list[str]:
-    model = classifier()
-    trainer(rounds=1).prepare(model, few())
-    return list(model.state_dict())
+    plain = classifier()
+    trainer(rounds=1).prepare(plain, few())
+    assert list(model.state_dict()) == list(plain.state_dict())
 
 
 def test_layers_that_overwrite_their_inputs_do_so_again_afterwards() -> None:
@@ -258,7 +254,22 @@ class SteppedInPart(Classifier):
         return self.optimizer(list(self.parameters())[2:])
 
 
-def agrees_on_a_stack(monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> None:
+def in_part() -> Classifier:
+    return SteppedInPart(InPart(), optimizer=partial(SGD, lr=0.1))
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"aggregator": FedAvg},
+        {"aggregator": SCAFFOLD},
+        {"model": in_part, "gradient_clip_val": lambda: 0.05},
+    ],
+    ids=["FedAvg", "SCAFFOLD", "parameters that take no step count in the norm"],
+)
+def test_a_stack_takes_the_gradients_that_opacus_takes(
+    kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compare a stack with fits of single clients: batches of all sizes, some of them empty."""
     stacks: list[int] = []
     train = Stack._train
@@ -280,20 +291,6 @@ def agrees_on_a_stack(monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> None:
     for name, value in alone.federation.state.items():
         torch.testing.assert_close(stacked.federation.state[name], value, rtol=1e-5, atol=1e-6)
     assert numbers(stacked) == numbers(alone)
-
-
-@pytest.mark.parametrize("aggregator", [FedAvg, SCAFFOLD])
-def test_a_stack_takes_the_gradients_that_opacus_takes(
-    aggregator: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agrees_on_a_stack(monkeypatch, aggregator=aggregator)
-
-
-def test_parameters_that_take_no_step_count_in_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def model() -> Classifier:
-        return SteppedInPart(InPart(), optimizer=partial(SGD, lr=0.1))
-
-    agrees_on_a_stack(monkeypatch, model=model, gradient_clip_val=lambda: 0.05)
 
 
 class Slow(Callback):

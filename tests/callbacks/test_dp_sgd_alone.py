@@ -10,19 +10,15 @@ from torch import nn
 from flsuite import FlsuiteError
 from flsuite.callbacks import DPSGD
 from flsuite.callbacks.dp_sgd import _contiguous
-from flsuite.data import Digits, Dirichlet
+from flsuite.data import Digits
 from flsuite.data.loader import TrainLoader
-from tests.conftest import classifier, trainer
+from tests.conftest import classifier, digits, trainer
 
 
 def few(clients: int = 3, samples: int = 120, batch_size: int = 64) -> Digits:
-    return Digits(
-        clients=clients,
-        partition=Dirichlet(0.5),
-        train_samples=samples,
-        val_fraction=0.0,
-        batch_size=batch_size,
-    )
+    data = digits(clients, train_samples=samples, val_fraction=0.0)
+    data.batch_size = batch_size
+    return data
 
 
 def test_samples_are_drawn_independently() -> None:

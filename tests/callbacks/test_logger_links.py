@@ -1,6 +1,7 @@
 """Logs of runs that were killed: after a resume, every round is there exactly once."""
 
 import csv
+import logging
 import sqlite3
 import struct
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ from lightning.pytorch.loggers import (
 from matplotlib.figure import Figure
 
 from flsuite.callbacks import FederationCallback, RoundLogger
-from flsuite.callbacks.logger_links import TensorBoardLink
+from flsuite.callbacks.logger_links import TensorBoardLink, _mlflow_name, _read_rows
 from flsuite.callbacks.wandb_files import logged_rows
 from flsuite.runs.run import Run
 from flsuite.trainer import FederatedTrainer
@@ -29,10 +30,6 @@ from tests.callbacks.wandb_server import WandbServer
 from tests.conftest import classifier, digits, trainer
 
 LOGGED, ROUNDS = 3, 4
-
-
-class KilledError(Exception):
-    pass
 
 
 class Draws(FederationCallback):
@@ -51,7 +48,7 @@ class Dies(FederationCallback):
 
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
         if round == LOGGED:
-            raise KilledError
+            raise KeyboardInterrupt
 
 
 class Log(ABC):
@@ -135,14 +132,20 @@ class MLflow(Log):
         connection.close()
 
     def scores(self) -> list[tuple[int, float]]:
+        history = self.client.get_metric_history(self.run().info.run_id, "test/accuracy")
+        return [(metric.step, metric.value) for metric in history]
+
+    def run(self) -> Any:
+        experiment = self.client.get_experiment_by_name("flsuite")
+        assert experiment is not None, "not lightning_logs"
+        (run,) = self.client.search_runs([experiment.experiment_id])
+        return run
+
+    @property
+    def client(self) -> Any:
         from mlflow.tracking import MlflowClient
 
-        client = MlflowClient(self._uri)
-        experiment = client.get_experiment_by_name("flsuite")
-        assert experiment is not None, "not lightning_logs"
-        (run,) = client.search_runs([experiment.experiment_id])
-        history = client.get_metric_history(run.info.run_id, "test/accuracy")
-        return [(metric.step, metric.value) for metric in history]
+        return MlflowClient(self._uri)
 
     @property
     def _uri(self) -> str:
@@ -206,8 +209,8 @@ CASES = [
 ]
 
 
-def fit(folder: Path, logger: Logger | bool, *more: Any) -> FederatedTrainer:
-    made = trainer(rounds=ROUNDS, logger=logger, run_dir=folder, callbacks=[RoundLogger(), *more])
+def fit(folder: Path, logger: Logger | bool, *more: Any, rounds: int = ROUNDS) -> FederatedTrainer:
+    made = trainer(rounds=rounds, logger=logger, run_dir=folder, callbacks=[RoundLogger(), *more])
     made.fit(classifier(), digits(3, train_samples=120), ckpt_path="last")
     return made
 
@@ -229,7 +232,7 @@ def test_every_round_is_there_once(
     """The log of a killed run lacks rounds that are saved, or has one that is not."""
     server = request.getfixturevalue("wandb_server") if kind is WandbOnline else None
     log = kind(tmp_path / "log", server)
-    with pytest.raises(KilledError):
+    with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "run", log.make(), Draws(), Dies())
     log.wait()
     assert [round for round, _ in log.scores()] == [1, 2, 3]
@@ -256,7 +259,7 @@ class Logs(FederationCallback):
 
 def test_rows_that_a_callback_has_logged_stay(tmp_path: Path) -> None:
     log = CSV(tmp_path / "log")
-    with pytest.raises(KilledError):
+    with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "run", log.make(), Logs(), Dies())
     fit(tmp_path / "run", log.make(), Logs())
     with log._path.open(newline="") as file:
@@ -267,7 +270,7 @@ def test_rows_that_a_callback_has_logged_stay(tmp_path: Path) -> None:
 
 def test_a_logger_that_is_new_gets_the_earlier_rounds(tmp_path: Path) -> None:
     """So does one whose folder is gone."""
-    with pytest.raises(KilledError):
+    with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "run", False, Dies())
     log = TensorBoard(tmp_path / "log")
     made = fit(tmp_path / "run", log.make(), Draws())
@@ -280,11 +283,43 @@ def test_a_logger_that_is_new_gets_the_earlier_rounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_mlflow_has_the_pictures(tmp_path: Path) -> None:
-    log = MLflow(tmp_path)
+def test_mlflow_has_the_settings_and_the_pictures_and_starts_anew_where_its_run_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, other = MLflow(tmp_path), MLflow(tmp_path / "other")
     fit(tmp_path / "run", log.make())
     pictures = (tmp_path / "files").glob("*/artifacts/pictures/**/*.png")
     assert {path.stem for path in pictures} == {"partition", "heatmap", "confusion"}
+    run = log.run()
+    assert run.info.status == "FINISHED" and run.info.run_name == "FedAvg-3"
+    assert run.data.params["aggregator/class_path"] == "flsuite.aggregators.FedAvg"
+    assert "test/accuracy.0" in run.data.metrics
+
+    # Older versions of MLflow replace the handlers of the root logger.
+    monkeypatch.setattr(logging.getLogger("flsuite"), "handlers", [caplog.handler])
+    other.folder.mkdir()
+    fit(tmp_path / "run", other.make(), rounds=ROUNDS + 1)
+    assert "MLflow: the run is missing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("test/accuracy/0", "test/accuracy.0"),
+        ("test/all_clients/accuracy", "test/all_clients.accuracy"),
+        ("client/3/test/task_accuracy/1", "client/3/test/task_accuracy.1"),
+        ("test/accuracy/köln, (x)", "test/accuracy.k_ln_ _x_"),
+        ("bytes", "bytes"),
+    ],
+)
+def test_names_that_every_store_of_mlflow_takes(name: str, stored: str) -> None:
+    assert _mlflow_name(name) == stored
+
+
+def test_a_damaged_log_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_bytes(b"loss,step\n0.5,1\n\xff,2\n0.2,nan\n0.1,3")
+    rows = _read_rows(tmp_path)
+    assert rows == [{"loss": 0.5, "step": 1.0}, {"step": 2.0}], "half a row is none"
 
 
 def test_a_picture_that_cannot_be_stored_ends_no_run(

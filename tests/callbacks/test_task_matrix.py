@@ -13,15 +13,15 @@ from torch import Tensor
 from flsuite.analysis.partition import task_figure
 from flsuite.callbacks import FederationCallback, RoundEarlyStopping, TaskMatrix
 from flsuite.data import Synthetic, TaskSequence
-from flsuite.data.federated import FederatedData
 from flsuite.data.tasks import TaskData
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
-from flsuite.models import MLP, Classifier, NFClassifier
+from flsuite.models import MLP, NFClassifier
 from flsuite.runs.run import Run
 from flsuite.schedules import Synchronous
 from flsuite.state import State, clone
 from flsuite.trainer import FederatedTrainer
+from tests.aggregators.federations import assert_same_models
 from tests.conftest import classifier, equal_states, trainer
 
 CLIENTS, TASKS, LENGTH = 3, 3, 2
@@ -52,11 +52,10 @@ class Kept(FederationCallback):
         ]
 
 
-def sequence(**settings: Any) -> TaskSequence:
+def sequence(val_fraction: float = 0.0, root: str | None = None, **settings: Any) -> TaskSequence:
     """Return three tasks of two rounds and two of seven classes; one class is never met."""
-    data = Synthetic(
-        features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.0
-    )
+    source: dict[str, Any] = {"val_fraction": val_fraction, "root": root, "batch_size": 32}
+    data = Synthetic(features=6, classes=7, samples=700, clients=CLIENTS, **source)
     return TaskSequence(data, **{"tasks": TASKS, "rounds_per_task": LENGTH, **settings})
 
 
@@ -74,12 +73,6 @@ def fit(
 def data_of(made: FederatedTrainer) -> TaskData:
     assert made.federation is not None and isinstance(made.federation.data, TaskData)
     return made.federation.data
-
-
-def whole_data(made: FederatedTrainer) -> FederatedData:
-    """Return the data that the tasks were made from."""
-    wrapped = made.datamodule.data
-    return wrapped.federated
 
 
 def matrix(made: FederatedTrainer) -> Tensor:
@@ -189,35 +182,18 @@ def test_looking_changes_nothing(plain: FederatedTrainer, monkeypatch: pytest.Mo
 # Elsewhere, and in parts
 
 
-def same(a: FederatedTrainer, b: FederatedTrainer) -> None:
-    assert a.federation is not None and b.federation is not None
-    assert torch.equal(matrix(a), matrix(b)) and equal_states(
-        a.federation.state, b.federation.state
-    )
-    for client in range(CLIENTS):
-        assert equal_states(a.federation.client_state(client), b.federation.client_state(client))
-
-
-@pytest.fixture(scope="module")
-def whole() -> FederatedTrainer:
-    return fit(schedule=Synchronous(2))
-
-
 @pytest.mark.parametrize("rounds", [2, 3])
-def test_broken_off_within_a_task_or_after_it_and_resumed(
-    rounds: int, whole: FederatedTrainer, tmp_path: Path
-) -> None:
+def test_broken_off_within_a_task_or_after_it_and_resumed(rounds: int, tmp_path: Path) -> None:
+    whole = fit(schedule=Synchronous(2))
     fit(schedule=Synchronous(2), rounds=rounds, run_dir=str(tmp_path))
     resumed = fit(schedule=Synchronous(2), run_dir=str(tmp_path), ckpt_path="last")
-    same(whole, resumed)
-    ends = {
-        key: value
-        for key, value in logged(resumed, "task_accuracy").items()
-        if key[0] in ENDS and key[0] > rounds
-    }
-    assert ends and ends == {
-        key: value for key, value in logged(whole, "task_accuracy").items() if key[0] > rounds
-    }
+    assert torch.equal(matrix(whole), matrix(resumed))
+    assert_same_models(whole, resumed)
+    ours, theirs = (
+        {key: row for key, row in logged(made, "task_accuracy").items() if key[0] > rounds}
+        for made in (resumed, whole)
+    )
+    assert theirs and {key: row for key, row in ours.items() if key[0] in ENDS} == theirs
     assert whole.test() == resumed.test()
 
 
@@ -227,12 +203,9 @@ def test_a_run_that_ends_before_its_last_task_says_so(
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="flsuite"):
         made = fit(rounds=rounds)
-    said = [record.getMessage() for record in caplog.records if "last task" in record.getMessage()]
-    assert said == (
-        ["trainer.rounds is 4, but the last task starts in round 5: it is never learned"]
-        if warned
-        else []
-    )
+    said = [message for message in caplog.messages if "last task" in message]
+    line = "trainer.rounds is 4, but the last task starts in round 5: it is never learned"
+    assert said == [line] * warned
     assert matrix(made).shape == (CLIENTS, 3 if warned else 4, TASKS)
 
 
@@ -241,10 +214,7 @@ def test_a_run_that_ends_before_its_last_task_says_so(
 
 def test_a_client_with_a_model_of_its_own_is_scored_by_it() -> None:
     kept = Kept()
-    model = Classifier(
-        MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1), private=["network.3"]
-    )
-    made = fit(model, arrangement="disjoint", callbacks=[kept])
+    made = fit(classifier(private=["network.3"]), arrangement="disjoint", callbacks=[kept])
     assert made.federation is not None and made.federation.entries.personal
     torch.testing.assert_close(matrix(made), by_hand(kept, data_of(made)))
     assert all(
@@ -255,7 +225,7 @@ def test_a_client_with_a_model_of_its_own_is_scored_by_it() -> None:
 def test_the_score_of_a_round_is_on_the_classes_seen(plain: FederatedTrainer) -> None:
     made = plain
     (kept,) = [callback for callback in made.run.callbacks if isinstance(callback, Kept)]
-    data, whole = data_of(made), whole_data(made)
+    data, whole = data_of(made), made.datamodule.data.federated
     numbers, sizes = logged(made, "accuracy"), []
     for round in range(1, 7):
         task = (round - 1) // LENGTH
@@ -311,10 +281,7 @@ def test_every_fit_begins_with_its_task(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_round_that_is_picked_is_one_of_the_last_task(tmp_path: Path) -> None:
     """Pick among the last task's rounds, although early tasks score best: few classes are easy."""
     made = trainer(rounds=6, run_dir=str(tmp_path / "run"))
-    data = Synthetic(
-        features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.2
-    )
-    made.fit(classifier(lr=0.3), TaskSequence(data, TASKS, 2, LENGTH, "disjoint"))
+    made.fit(classifier(lr=0.3), sequence(0.2, arrangement="disjoint"))
     rows = made.run.folder.table.rows
     validation = {row[0]: row[8] for row in rows if row[5:8] == ("global", "val", "accuracy")}
     assert [row[8] for row in rows if row[5:8] == ("global", "train", "task")] == [0, 0, 1, 1, 2, 2]
@@ -328,10 +295,7 @@ def test_a_run_that_is_stopped_within_a_task_has_a_row_for_it() -> None:
     """Stop in round 3, within the first task of four rounds."""
     stop = RoundEarlyStopping(patience=2, min_delta=1.0)
     made = trainer(rounds=12, callbacks=[stop])
-    data = Synthetic(
-        features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, val_fraction=0.2
-    )
-    made.fit(classifier(), TaskSequence(data, TASKS, 2, 4, "disjoint"))
+    made.fit(classifier(), sequence(0.2, arrangement="disjoint", rounds_per_task=4))
     assert made.round == 3
     assert matrix(made).shape == (CLIENTS, 2, TASKS)
     assert {key[0] for key in logged(made, "task_accuracy")} == {3}
@@ -348,13 +312,6 @@ def test_the_final_table_has_the_forgetting(capsys: pytest.CaptureFixture[str]) 
 def test_a_run_goes_on_where_its_wrapped_data_has_moved(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     for rounds, root in ((1, "/here"), (2, "/there")):
-        data = Synthetic(
-            features=6, classes=7, samples=700, clients=CLIENTS, batch_size=32, root=root
-        )
         made = trainer(rounds=rounds, run_dir=folder)
-        made.fit(
-            classifier(),
-            TaskSequence(data, TASKS, 2, LENGTH),
-            ckpt_path="last" if rounds == 2 else None,
-        )
+        made.fit(classifier(), sequence(root=root), ckpt_path="last" if rounds == 2 else None)
     assert made.round == 2

@@ -17,7 +17,6 @@ import torch
 import yaml
 from lightning.pytorch.loggers import WandbLogger
 
-from flsuite.aggregators import FedBuff
 from flsuite.analysis.groups import experiment_hash
 from flsuite.callbacks import FederationCallback, RoundLogger, StopAt
 from flsuite.callbacks.pictures import client_rounds, confusion_counts
@@ -25,7 +24,7 @@ from flsuite.client.entries import Entries
 from flsuite.data.spec import DataSpec, DataSplit
 from flsuite.models import MLP, Classifier
 from flsuite.runs.run import Run
-from flsuite.schedules import Asynchronous, Stragglers
+from tests.callbacks.test_logging import WORK, unsynchronised, work_so_far
 from tests.callbacks.wandb_files import Recorded, recorded
 from tests.callbacks.wandb_server import WandbServer
 from tests.conftest import classifier, digits, equal_states, trainer
@@ -204,32 +203,20 @@ def test_the_final_model_is_uploaded_if_asked_and_what_the_user_has_set_stays(
 
 
 def test_the_work_of_each_round_and_the_timeline(tmp_path: Path) -> None:
-    made = trainer(
-        rounds=3,
-        aggregator=FedBuff(),
-        schedule=Asynchronous(4, buffer_size=2, speeds=Stragglers()),
-        logger=offline(tmp_path / "log"),
-        run_dir=tmp_path / "run",
-    )
+    log = offline(tmp_path / "log")
+    made = unsynchronised(rounds=3, logger=log, run_dir=tmp_path / "run")
     made.fit(classifier(), digits())
     (run,) = recorded(tmp_path)
-    rows = {row.round: row for row in made.run.folder.table.rows}
-    names = ("virtual_s", "client_updates", "bytes")
-    assert [tuple(row[name] for name in names) for row in run.rounds] == [
-        tuple(getattr(rows[n], name) for name in names) for n in (1, 2, 3)
-    ]
+    assert [tuple(row[name] for name in WORK) for row in run.rounds] == work_so_far(made)
     assert all("train/staleness_max" in row for row in run.rounds)
     assert run.rows[-1]["timeline/_type"] == "image-file"
 
 
 def test_an_offline_resume_goes_on_with_the_steps(tmp_path: Path) -> None:
     """The resume in between has no logger, and does not forget the run."""
-    for rounds, logger in ((2, offline), (3, None), (4, offline)):
-        made = trainer(
-            rounds=rounds,
-            logger=logger(tmp_path / "log") if logger else False,
-            run_dir=tmp_path / "run",
-        )
+    for rounds in (2, 3, 4):
+        logger = offline(tmp_path / "log") if rounds != 3 else False
+        made = trainer(rounds=rounds, logger=logger, run_dir=tmp_path / "run")
         made.fit(classifier(), digits(), ckpt_path="last")
     runs = recorded(tmp_path)
     assert len(runs) == 2 and len({run.id for run in runs}) == 1

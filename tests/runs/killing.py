@@ -11,7 +11,22 @@ from typing import Any
 
 import pandas as pd
 
-__all__ = ["kill_and_resume", "rounds_on_disk", "table_of"]
+from flsuite.callbacks import FederationCallback
+
+__all__ = ["Interrupts", "kill_and_resume", "rounds_on_disk", "table_of"]
+
+
+class Interrupts(FederationCallback):
+    """Ends the work of a process where a round begins."""
+
+    affects = "nothing"
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def on_round_start(self, run: Any, round: int, clients: Any) -> None:
+        if round == self.round:
+            raise KeyboardInterrupt
 
 
 def kill_and_resume(

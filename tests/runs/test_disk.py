@@ -60,7 +60,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return fit(tmp_path_factory.mktemp("whole"))
 
 
-def _fails_in_round_3(target: Any, name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+def _fails_from_then_on(
+    target: Any, name: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> Any:
     """Return a deed from which on every call of a function raises an error of the disk."""
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +91,7 @@ def test_every_place_that_writes_is_covered(
     monkeypatch: pytest.MonkeyPatch,
     unbroken: Any,
 ) -> None:
-    deed = _fails_in_round_3(target, name, number, monkeypatch)
+    deed = _fails_from_then_on(target, name, number, monkeypatch)
     with pytest.raises(FederationError) as caught:
         fit(tmp_path / "run", deed=deed)
     assert str(caught.value).startswith(
@@ -102,15 +104,12 @@ def test_every_place_that_writes_is_covered(
 def test_the_command_says_it_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _fails_in_round_3(AppendedTable, "append", errno.ENOSPC, monkeypatch)()  # in round 1, too
+    _fails_from_then_on(AppendedTable, "append", errno.ENOSPC, monkeypatch)()  # in round 1, too
     small = ["--trainer.rounds", "1", "--trainer.max_epochs", "1", "--data.clients", "2"]
     run = str(tmp_path / "run")
     assert cli("fit", "--config", QUICKSTART, *small, "--run_dir", run) == 1
-    assert (
-        capsys.readouterr()
-        .err.splitlines()[-1]
-        .startswith(f"flsuite: error: cannot write to {run}")
-    )
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line.startswith(f"flsuite: error: cannot write to {run}")
 
 
 @contextlib.contextmanager
@@ -167,14 +166,8 @@ def test_other_errors_of_the_system_are_left_as_they_are(tmp_path: Path) -> None
 def test_a_disk_without_locks_or_flushing_of_folders_will_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(number: int) -> Any:
-        def call(*args: object) -> None:
-            raise OSError(number, os.strerror(number))
-
-        return call
-
-    monkeypatch.setattr("flsuite.files.fcntl.flock", fail(errno.ENOLCK))
-    monkeypatch.setattr(os, "fsync", fail(errno.EINVAL))
+    _fails_from_then_on(files.fcntl, "flock", errno.ENOLCK, monkeypatch)()
+    _fails_from_then_on(os, "fsync", errno.EINVAL, monkeypatch)()
     fit(tmp_path / "run", rounds=1)
     assert "has no locks: do not start a second run" in caplog.text
     assert fit(tmp_path / "run", "last", rounds=2).round == 2

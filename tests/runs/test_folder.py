@@ -16,13 +16,16 @@ from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.fork import Fork
 from flsuite.runs.record import round_of
 from tests.conftest import classifier, digits, trainer
+from tests.runs.killing import Interrupts
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def fit(folder: Path, rounds: int = 1, ckpt_path: str | None = None, **kwargs: Any) -> Any:
+def fit(
+    folder: Path, rounds: int = 1, ckpt_path: str | None = None, lr: float = 0.1, **kwargs: Any
+) -> Any:
     made = trainer(rounds=rounds, run_dir=folder, **kwargs)
-    made.fit(classifier(), digits(2), ckpt_path=ckpt_path)
+    made.fit(classifier(lr), digits(2), ckpt_path=ckpt_path)
     return made
 
 
@@ -177,21 +180,12 @@ def test_a_resume_writes_a_damaged_partition_anew(
     assert path.read_bytes() == before
 
 
-class _Interrupts(FederationCallback):
-    """Ends the work of a process where a run or its first round begins."""
-
-    affects = "nothing"
-
-    def on_round_start(self, run: Any, round: int, clients: Any) -> None:
-        raise KeyboardInterrupt
-
-
 def test_an_interrupt_leaves_no_folder_or_one_to_resume_and_says_which(
     done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, fork = tmp_path / "fork", Fork(run=str(done), round=2)
     with pytest.raises(KeyboardInterrupt, match=f"flsuite resume {run} continues"):
-        fit(run, 3, fork=fork, callbacks=[_Interrupts()])
+        fit(run, 3, fork=fork, callbacks=[Interrupts(3)])
     assert fit(run, 3, "last", fork=fork).round == 3
 
     def interrupt(*args: object) -> None:
@@ -203,35 +197,23 @@ def test_an_interrupt_leaves_no_folder_or_one_to_resume_and_says_which(
     assert not (tmp_path / "other").exists()
 
 
-class _Stops(FederationCallback):
+class _FailsInRound3(FederationCallback):
     affects = "nothing"
 
-    def __init__(self, hook: str, round: int) -> None:
-        self.hook, self.round = hook, round
-
-    def on_round_start(self, run: Any, round: int, clients: Any) -> None:
-        if (self.hook, self.round) == ("start", round):
-            raise KeyboardInterrupt
-
     def on_round_end(self, run: Any, round: int) -> None:
-        if (self.hook, self.round) == ("end", round):
+        if round == 3:
             raise RuntimeError("boom")
 
 
 def test_going_on_from_the_best_round_keeps_the_last_one_until_a_round_is_done(
     tmp_path: Path,
 ) -> None:
-    made = trainer(rounds=6, run_dir=tmp_path, monitor="loss")
-    made.fit(classifier(lr=3.0), digits(2))
-    assert made.run.summary.best["round"] < 5
-    first = int(made.run.summary.best["round"]) + 1
-    stopped = trainer(
-        rounds=7, run_dir=tmp_path, monitor="loss", callbacks=[_Stops("start", first)]
-    )
+    settings: dict[str, Any] = {"monitor": "loss", "lr": 3.0}
+    best = int(fit(tmp_path, 6, **settings).run.summary.best["round"])
+    assert best < 5
     with pytest.raises(KeyboardInterrupt):
-        stopped.fit(classifier(lr=3.0), digits(2), ckpt_path="best")
-    again = trainer(rounds=7, run_dir=tmp_path, monitor="loss")
-    again.fit(classifier(lr=3.0), digits(2), ckpt_path="last")
+        fit(tmp_path, 7, "best", callbacks=[Interrupts(best + 1)], **settings)
+    again = fit(tmp_path, 7, "last", **settings)
     assert again.round == 7
     assert [row[0] for row in again.run.folder.table.rows if row[7] == "clients"] == [*range(1, 8)]
 
@@ -258,7 +240,7 @@ def test_going_on_from_an_earlier_round_takes_back_the_best_one(
 def test_a_round_that_fails_after_its_aggregation_leaves_the_state_before_it(
     tmp_path: Path,
 ) -> None:
-    made = trainer(rounds=4, run_dir=tmp_path, callbacks=[_Stops("end", 3)])
+    made = trainer(rounds=4, run_dir=tmp_path, callbacks=[_FailsInRound3()])
     with pytest.raises(RuntimeError, match="boom"):
         made.fit(classifier(), digits(2))
     assert made.round == 2

@@ -25,7 +25,7 @@ from flsuite.aggregators.rules import Mean
 from flsuite.analysis.groups import group_runs
 from flsuite.analysis.report import report_table
 from flsuite.attacks import SignFlip
-from flsuite.callbacks import FederationCallback, GradientDissimilarity, TaskMatrix, dissimilarity
+from flsuite.callbacks import GradientDissimilarity, TaskMatrix, dissimilarity
 from flsuite.callbacks.dissimilarity import gradient_batches
 from flsuite.data import Digits, TaskSequence
 from flsuite.engines import Auto, auto
@@ -40,18 +40,17 @@ from flsuite.schedules import Asynchronous, Stragglers, Synchronous
 from flsuite.state import State, Tree
 from tests.aggregators.federations import assert_same_models
 from tests.conftest import digits, equal_states, table, trainer
+from tests.runs.killing import Interrupts
 
 ROUNDS = 4
-
-
-def model(lr: float = 0.1) -> Classifier:
-    return Classifier(MLP(hidden=(8,)), optimizer=partial(SGD, lr=lr))
 
 
 def fit(folder: Path, name: str, rounds: int = ROUNDS, lr: float = 0.1, **settings: Any) -> Any:
     resumed = {k: settings.pop(k) for k in ("ckpt_path",) if k in settings}
     clients, data = settings.pop("clients", 6), settings.pop("data", {})
-    tasks, network = settings.pop("tasks", None), settings.pop("model", None) or model(lr)
+    network = settings.pop("model", None)
+    network = network or Classifier(MLP(hidden=(8,)), optimizer=partial(SGD, lr=lr))
+    tasks = settings.pop("tasks", None)
     made = trainer(rounds=rounds, run_dir=folder / name, enable_checkpointing=True, **settings)
     samples = digits(clients, **{"train_samples": 240, **data})
     made.fit(network, tasks(samples) if tasks else samples, **resumed)
@@ -144,22 +143,13 @@ def test_a_fork_is_resumed_like_any_run_even_without_its_parent(
     assert settings["fork"]["round"] == 2 and settings["forked_from"] == str(tmp_path / "parent")
 
 
-class _Killed(FederationCallback):
-    def __init__(self, round: int) -> None:
-        self.round = round
-
-    def on_round_start(self, run: Any, round: int, clients: Sequence[int]) -> None:
-        if round == self.round:
-            raise KeyboardInterrupt
-
-
 def test_a_fork_that_was_killed_in_its_first_round_begins_again(
     parents: Any, tmp_path: Path
 ) -> None:
     parent = parents("Ditto")
     fork = fork_of(parent, 2)
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, "fork", fork=fork, callbacks=[_Killed(3)], **parts("Ditto"))
+        fit(tmp_path, "fork", fork=fork, callbacks=[Interrupts(3)], **parts("Ditto"))
     assert not (tmp_path / "fork" / "checkpoints" / "last.ckpt").exists()
     made = fit(tmp_path, "fork", fork=fork, ckpt_path="last", **parts("Ditto"))
     assert_same_models(made, parent)
@@ -202,20 +192,15 @@ def test_clients_forget_an_algorithm_that_is_replaced(
 # Clients that leave
 
 
-def who_trained(made: Any, since: int) -> set[str]:
-    return {key[1] for key in table(made) if key[0] > since and key[2] == "train"}
-
-
-@pytest.mark.parametrize("name", ["SCAFFOLD", "FedBuff"])
-def test_who_was_not_drawn_again_is_not_missed(name: str, tmp_path: Path) -> None:
-    def run(folder: str, **settings: Any) -> Any:
-        is_asynchronous = name == "FedBuff"
-        few = Asynchronous(concurrency=2, buffer_size=1), virtual(participation=2)
-        settings = {"schedule": few[not is_asynchronous], "clients": 12, **settings}
-        return fit(tmp_path, folder, aggregator=CASES[name]["aggregator"](), **settings)
+@pytest.mark.parametrize("aggregator", [SCAFFOLD, FedBuff])
+def test_who_was_not_drawn_again_is_not_missed(aggregator: Any, tmp_path: Path) -> None:
+    def run(folder: str, **more: Any) -> Any:
+        few = Asynchronous(2, 1) if aggregator is FedBuff else virtual(participation=2)
+        return fit(tmp_path, folder, aggregator=aggregator(), schedule=few, clients=12, **more)
 
     parent = run("parent", keep_rounds=2)
-    absent = next(c for c in range(12) if str(c) not in who_trained(parent, since=2))
+    trained = {key[1] for key in table(parent) if key[0] > 2 and key[2] == "train"}
+    absent = next(c for c in range(12) if str(c) not in trained)
     made = run("fork", without=[absent], fork=fork_of(parent, 2))
     assert equal_states(made.federation.state, parent.federation.state)
 
@@ -290,26 +275,18 @@ def test_what_cannot_hold_is_one_line(
     assert not (tmp_path / "fork").exists()
 
 
-PRIVATE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "another noise": (
-        {"aggregator": DPFedAvg(noise_multiplier=1.0)},
-        {"aggregator": DPFedAvg(noise_multiplier=3.0)},
-    ),
-    "another cohort": (
-        {"aggregator": DPFedAvg(noise_multiplier=1.0)},
-        {
-            "aggregator": DPFedAvg(noise_multiplier=1.0),
-            "schedule": Synchronous(participation=0.5, sampling="poisson"),
-        },
-    ),
-    "a guarantee that begins": ({}, {"aggregator": DPFedAvg(noise_multiplier=1.0)}),
-}
+NOISE = {"aggregator": DPFedAvg(noise_multiplier=1.0)}
+OTHER_NOISE = {"aggregator": DPFedAvg(noise_multiplier=3.0)}
+OTHER_COHORT = {**NOISE, "schedule": Synchronous(participation=0.5, sampling="poisson")}
 
 
-@pytest.mark.parametrize("name", PRIVATE)
-def test_a_guarantee_stays_what_it_was(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"), [(NOISE, OTHER_NOISE), (NOISE, OTHER_COHORT), ({}, NOISE)]
+)
+def test_a_guarantee_stays_what_it_was(
+    before: dict[str, Any], after: dict[str, Any], tmp_path: Path
+) -> None:
     """Epsilon would count the parent's rounds with noise that they did not have."""
-    before, after = PRIVATE[name]
     fit(tmp_path, "parent", rounds=2, keep_rounds=2, **before)
     with pytest.raises(FlsuiteError, match="epsilon counts all rounds with one noise"):
         fit(tmp_path, "fork", fork=Fork(str(tmp_path / "parent"), 2), **after)
@@ -323,36 +300,23 @@ class Opposite(Mean):
         return {k: sign * v for k, v in super().result(server, sums, updates).items()}
 
 
-class Falling(FedAvg):
-    def __init__(self) -> None:
-        super().__init__(rule=Opposite())
-
-
 @pytest.mark.parametrize("name", ["FedAvg", "FedBuff"])
 def test_the_round_that_was_picked_before_stays_picked(name: str, tmp_path: Path) -> None:
     """Its checkpoint, the memories and the versions that it needs stay, too."""
-    aggregator: Any = Falling if name == "FedAvg" else FedBuff
-    schedule = [None, Asynchronous(concurrency=3, buffer_size=2)][name == "FedBuff"]
-    parent = fit(tmp_path, "parent", 5, lr=1.5, aggregator=aggregator(), schedule=schedule)
+
+    def run(folder: str, rounds: int, begin: int | None = None) -> Any:
+        plain = {"aggregator": FedAvg(rule=Opposite())}
+        settings = plain if name == "FedAvg" else parts(name)
+        fork = Fork(str(tmp_path / "parent"), begin) if begin else None
+        return fit(tmp_path, folder, rounds, lr=1.5, fork=fork, **settings)
+
+    parent = run("parent", 5)
     best = int(parent.run.summary.best["round"])
     at = max(kept_rounds(tmp_path / "parent"))
-    made = fit(
-        tmp_path,
-        "fork",
-        at + 1,
-        lr=1.5,
-        aggregator=aggregator(),
-        schedule=schedule,
-        fork=Fork(str(tmp_path / "parent"), at),
-    )
-    assert made.run.summary.best["round"] in (best, at + 1)
+    assert run("fork", at + 1, at).run.summary.best["round"] in (best, at + 1)
     assert (tmp_path / "fork" / "checkpoints" / "best.ckpt").is_file()
     if best < at:  # best.ckpt is a moment to begin at as well
-        again = Fork(str(tmp_path / "parent"), best)
-        made = fit(
-            tmp_path, "again", 5, lr=1.5, aggregator=aggregator(), schedule=schedule, fork=again
-        )
-        assert_same_models(made, parent)
+        assert_same_models(run("again", 5, best), parent)
 
 
 def test_a_fork_keeps_the_engine_that_auto_chose(

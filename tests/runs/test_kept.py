@@ -26,17 +26,10 @@ from tests.conftest import digits, trainer
 
 def fit(folder: Path, rounds: int = 6, **settings: Any) -> Any:
     """Train three models, of which each round changes one: that of the only client drawn."""
-    resumed = {k: settings.pop(k) for k in ("ckpt_path",) if k in settings}
-    made = trainer(
-        rounds=rounds,
-        run_dir=folder,
-        enable_checkpointing=True,
-        keep_rounds=1,
-        aggregator=IFCA(clusters=3),
-        schedule=Synchronous(participation=1),
-        **settings,
-    )
-    made.fit(model(), digits(clients=6, partition=Dirichlet(0.5)), **resumed)
+    ckpt_path = settings.pop("ckpt_path", None)
+    settings |= {"aggregator": IFCA(clusters=3), "schedule": Synchronous(participation=1)}
+    made = trainer(rounds=rounds, run_dir=folder, keep_rounds=1, **settings)
+    made.fit(model(), digits(clients=6, partition=Dirichlet(0.5)), ckpt_path=ckpt_path)
     return made
 
 
@@ -120,8 +113,8 @@ def test_entries_with_equal_bits_are_changed_each_for_itself(tmp_path: Path) -> 
     content = {"a": big(0), "b": big(0)}
     assert kept.shared(content, "round-1.ckpt") is content
     save_tensors({"federation": content}, tmp_path / "round-1.ckpt")
-    stored = kept.shared({"a": big(0), "b": big(0)}, "round-2.ckpt")
-    back = with_shared(stored, tmp_path / "round-2.ckpt")
+    again = kept.shared({"a": big(0), "b": big(0)}, "round-2.ckpt")
+    back = with_shared(again, tmp_path / "round-2.ckpt")
     back["a"].add_(1)
     assert equal(back["b"], big(0))
 
@@ -146,7 +139,7 @@ def test_a_fork_has_the_picked_round_without_its_parent(parent: Any, tmp_path: P
 
 
 def test_without_equal_tensors_a_kept_round_is_a_link(tmp_path: Path) -> None:
-    made = trainer(rounds=2, run_dir=tmp_path, enable_checkpointing=True, keep_rounds=1)
+    made = trainer(rounds=2, run_dir=tmp_path, keep_rounds=1)
     made.fit(model(), digits(clients=3))
     assert stored(tmp_path, 2).samefile(tmp_path / "checkpoints" / "last.ckpt")
     raw = [torch.load(stored(tmp_path, n), weights_only=True)["federation"] for n in (1, 2)]

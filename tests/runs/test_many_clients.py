@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from flsuite import FederatedTrainer
 from flsuite.analysis import read_partition
 from flsuite.callbacks import FederationCallback
 from flsuite.data import IID, Synthetic
@@ -21,6 +20,7 @@ from flsuite.models import MLP, Classifier
 from flsuite.runs import run as run_module
 from flsuite.runs.partition import partition_table, write_partition
 from flsuite.schedules import Synchronous
+from tests.conftest import trainer
 
 ROWS = torch.arange(20)
 
@@ -75,13 +75,11 @@ def fit(clients: int) -> tuple[Watch, Shared, Shared]:
     data.train.rows, data.test.rows = train, test  # type: ignore[assignment]
 
     watch = Watch()
-    trainer = FederatedTrainer(
-        rounds=2, schedule=Synchronous(5), callbacks=[watch], score_clients=3, accelerator="cpu",
-        enable_checkpointing=False, enable_progress_bar=False, seed=0,
-    )  # fmt: skip
+    few: dict[str, Any] = {"score_clients": 3, "seed": 0}  # the seed of the set-up
+    made = trainer(rounds=2, schedule=Synchronous(5), callbacks=[watch], **few)
     tracemalloc.start()
     try:
-        trainer.fit(Classifier(MLP(hidden=(8,))), module)
+        made.fit(Classifier(MLP(hidden=(8,))), module)
     finally:
         tracemalloc.stop()
     return watch, train, test
@@ -102,12 +100,10 @@ def test_a_checkpoint_does_not_grow_with_the_registered_clients(tmp_path: Path) 
     sizes = []
     for clients in (50, 2000):
         folder = tmp_path / str(clients)
-        trainer = FederatedTrainer(
-            rounds=2, schedule=Synchronous(5), run_dir=str(folder), accelerator="cpu",
-            enable_progress_bar=False, score_clients=3, evaluate_every=2, seed=0,
-        )  # fmt: skip
+        few: dict[str, Any] = {"score_clients": 3, "evaluate_every": 2}
+        made = trainer(rounds=2, schedule=Synchronous(5), run_dir=folder, **few)
         data = Synthetic(samples=4000, clients=clients, val_fraction=0.0, batch_size=8)
-        trainer.fit(Classifier(MLP(hidden=(8,))), data)
+        made.fit(Classifier(MLP(hidden=(8,))), data)
         sizes.append((folder / "checkpoints" / "last.ckpt").stat().st_size)
     assert abs(sizes[1] - sizes[0]) < 500
 
@@ -119,17 +115,13 @@ def test_the_last_round_scores_all_clients_up_to_a_number(
     for most in (10, 9):
         monkeypatch.setattr(run_module, "_MOST_SCORED", most)
         with caplog.at_level(logging.INFO, logger="flsuite"):
-            trainer = FederatedTrainer(
-                rounds=1, score_clients=3, run_dir=str(tmp_path / str(most)), accelerator="cpu",
-                enable_progress_bar=False, seed=0,
-            )  # fmt: skip
-            trainer.fit(
-                Classifier(MLP(hidden=(8,))), Synthetic(samples=500, clients=10, val_fraction=0.0)
-            )
+            made = trainer(rounds=1, score_clients=3, run_dir=tmp_path / str(most))
+            data = Synthetic(samples=500, clients=10, val_fraction=0.0)
+            made.fit(Classifier(MLP(hidden=(8,))), data)
         texts.append((tmp_path / str(most) / "metrics.csv").read_text())
     assert "all_clients/" in texts[0] and "all_clients/" not in texts[1]
     assert "flsuite test scores all 10" in caplog.text
-    assert len(trainer.test()) == 11
+    assert len(made.test()) == 11
 
 
 @pytest.mark.parametrize("is_multilabel", [False, True])

@@ -49,12 +49,7 @@ def fitted(ckpt_path: str | None = None, **kwargs: Any) -> FederatedTrainer:
     ],
 )
 def test_a_cpu_has_bf16_if_onednn_may_use_its_instructions(
-    onednn: bool,
-    cpuid: bool,
-    machine: str,
-    limit: str,
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    onednn: bool, cpuid: bool, machine: str, limit: str, expected: bool, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: cpuid)
@@ -67,10 +62,8 @@ def test_a_cpu_has_bf16_if_onednn_may_use_its_instructions(
 def test_the_limit_of_onednn_is_seen() -> None:
     limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     command = "from flsuite.client.precision import cpu_has_bf16; print(cpu_has_bf16())"
-    environment = {**os.environ, **limits}
     child = [sys.executable, "-c", command]
-    out = subprocess.run(child, env=environment, capture_output=True, text=True, check=True)
-    assert out.stdout == "False\n"
+    assert subprocess.check_output(child, env={**os.environ, **limits}) == b"False\n"
 
 
 @pytest.mark.parametrize(

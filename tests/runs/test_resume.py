@@ -19,7 +19,7 @@ from flsuite.runs.checkpoint import load_checkpoint, write_checkpoint
 from flsuite.schedules import Synchronous
 from flsuite.server.stores import ClientStore
 from flsuite.trainer import FederatedTrainer
-from tests.aggregators.federations import table_data, table_model
+from tests.aggregators.federations import assert_same_models, table_data, table_model
 from tests.conftest import classifier, digits, equal_states, trainer
 from tests.runs.killing import kill_and_resume, rounds_on_disk, table_of
 
@@ -50,6 +50,13 @@ def complete_run(
     return made
 
 
+def fit(folder: Path, rounds: int = 1, ckpt_path: str | None = None, **kwargs: Any) -> Any:
+    model, data = kwargs.pop("model", None), kwargs.pop("data", None)
+    made = trainer(rounds=rounds, run_dir=folder, **kwargs)
+    made.fit(model or classifier(), data or digits(2), ckpt_path=ckpt_path)
+    return made
+
+
 def longer_run(folder: str, engine: Any, ckpt_path: str | None = "last") -> FederatedTrainer:
     return complete_run(folder, engine, ckpt_path, rounds=40)
 
@@ -68,12 +75,7 @@ def test_killed_and_resumed_equals_never_stopped(
     whole = run(str(tmp_path / "whole"), InProcess(), ckpt_path=None)
     folder = tmp_path / "killed"
     resumed = kill_and_resume(run, folder, engine, kills, whole.round)
-    assert resumed.federation is not None and whole.federation is not None
-    assert equal_states(resumed.federation.state, whole.federation.state)
-    for client in range(8):
-        assert equal_states(
-            resumed.federation.client_state(client), whole.federation.client_state(client)
-        )
+    assert_same_models(resumed, whole)
     # Without a schedule's speeds, virtual time is measured too.
     whole_table = table_of(tmp_path / "whole", "virtual_s")
     assert table_of(folder, "virtual_s").equals(whole_table)
@@ -81,42 +83,33 @@ def test_killed_and_resumed_equals_never_stopped(
 
 @pytest.mark.parametrize("buffers", ["average", "local", "reset"])
 def test_statistics_resume_under_every_policy(buffers: str, tmp_path: Path) -> None:
-    def fit(rounds: int, folder: str, ckpt_path: str | None = None) -> FederatedTrainer:
-        made = trainer(
-            rounds=rounds, batchnorm=buffers, run_dir=tmp_path / folder, schedule=Synchronous(2)
-        )
-        made.fit(table_model(), table_data(clients=4), ckpt_path=ckpt_path)
-        return made
+    def run(folder: str, rounds: int, ckpt_path: str | None = None) -> FederatedTrainer:
+        settings = {"batchnorm": buffers, "schedule": Synchronous(2), "model": table_model()}
+        return fit(tmp_path / folder, rounds, ckpt_path, data=table_data(clients=4), **settings)
 
-    whole = fit(3, "whole")
-    fit(1, "halves")
-    resumed = fit(3, "halves", "last")
-    for client in range(4):
-        assert equal_states(
-            resumed.federation.client_state(client), whole.federation.client_state(client)
-        )
+    whole = run("whole", 3)
+    run("halves", 1)
+    assert_same_models(run("halves", 3, "last"), whole)
 
 
 def test_killed_before_the_first_checkpoint_starts_over(tmp_path: Path) -> None:
-    first = trainer(rounds=1, run_dir=tmp_path / "run")
-    first.fit(classifier(), digits(2))
+    first = fit(tmp_path)
     for name in ("last.ckpt", "best.ckpt"):
-        (tmp_path / "run" / "checkpoints" / name).unlink()
-    again = trainer(rounds=1, run_dir=tmp_path / "run")
-    again.fit(classifier(), digits(2), ckpt_path="last")
+        (tmp_path / "checkpoints" / name).unlink()
+    again = fit(tmp_path, 1, "last")
     assert equal_states(first.federation.state, again.federation.state)
-    assert rounds_on_disk(tmp_path / "run") == 1
+    assert rounds_on_disk(tmp_path) == 1
 
 
 def test_a_run_whose_checkpoint_is_lost_does_not_start_over(tmp_path: Path) -> None:
-    trainer(rounds=2, run_dir=tmp_path / "run").fit(classifier(), digits(2))
-    (tmp_path / "run" / "checkpoints" / "last.ckpt").unlink()
-    table = (tmp_path / "run" / "metrics.csv").read_bytes()
+    fit(tmp_path, 2)
+    (tmp_path / "checkpoints" / "last.ckpt").unlink()
+    table = (tmp_path / "metrics.csv").read_bytes()
     with pytest.raises(FlsuiteError, match=r"2 rounds but no checkpoints/last\.ckpt"):
-        trainer(rounds=3, run_dir=tmp_path / "run").fit(classifier(), digits(2), ckpt_path="last")
-    assert (tmp_path / "run" / "metrics.csv").read_bytes() == table
-    trainer(rounds=3, run_dir=tmp_path / "run").fit(classifier(), digits(2), ckpt_path="best")
-    assert rounds_on_disk(tmp_path / "run") == 3
+        fit(tmp_path, 3, "last")
+    assert (tmp_path / "metrics.csv").read_bytes() == table
+    fit(tmp_path, 3, "best")
+    assert rounds_on_disk(tmp_path) == 3
 
 
 class _KilledAtSave(FederationCallback):
@@ -131,26 +124,19 @@ class _KilledAtSave(FederationCallback):
 
 def test_a_run_that_goes_on_from_its_picked_round_may_be_killed(tmp_path: Path) -> None:
     """The rows of later rounds are cut off, so last.ckpt must be the picked one by then."""
-
-    def fit(ckpt_path: str | None, **kwargs: Any) -> FederatedTrainer:
-        made = trainer(rounds=4, run_dir=tmp_path / "run", aggregator=FedAvgM(0.9), **kwargs)
-        made.fit(classifier(), digits(2), ckpt_path=ckpt_path)
-        return made
-
-    whole = fit(None)
+    momentum = {"aggregator": FedAvgM(0.9)}
+    whole = fit(tmp_path / "run", 4, **momentum)
     checkpoints = tmp_path / "run" / "checkpoints"
     content = load_checkpoint(checkpoints / "last.ckpt")
-    trainer(rounds=2, run_dir=tmp_path / "short", aggregator=FedAvgM(0.9)).fit(
-        classifier(), digits(2)
-    )
+    fit(tmp_path / "short", 2, **momentum)
     # The picked round is round 2, with the limits of the whole run.
     early = load_checkpoint(tmp_path / "short" / "checkpoints" / "last.ckpt")
     early["settings"] = content["settings"]
     del early["digests"]  # of a table with other seconds
     save_tensors(early, checkpoints / "best.ckpt")
     with pytest.raises(KeyboardInterrupt):
-        fit("best", callbacks=[_KilledAtSave()])
-    again = fit("last")
+        fit(tmp_path / "run", 4, "best", **momentum, callbacks=[_KilledAtSave()])
+    again = fit(tmp_path / "run", 4, "last", **momentum)
     assert equal_states(again.federation.state, whole.federation.state)
     assert rounds_on_disk(tmp_path / "run") == 4
 
@@ -160,9 +146,8 @@ def test_a_kill_between_link_and_rename_leaves_nothing_in_the_way(
     tmp_path: Path, linked: str
 ) -> None:
     """The new checkpoint is linked as the best one before it is renamed to the last one."""
-    made = trainer(rounds=2, run_dir=str(tmp_path / "run"))
-    made.fit(classifier(), digits(2))
-    folder = tmp_path / "run/checkpoints"
+    fit(tmp_path, 2)
+    folder = tmp_path / "checkpoints"
     best = (folder / "best.ckpt").read_bytes()
     os.link(folder / "best.ckpt", folder / ".last.ckpt.tmp")
     if linked != "best.ckpt":
@@ -170,36 +155,35 @@ def test_a_kill_between_link_and_rename_leaves_nothing_in_the_way(
 
     write_checkpoint({"any": 1}, folder)
     assert (folder / "best.ckpt").read_bytes() == best
-    resumed = trainer(rounds=4, run_dir=str(tmp_path / "run"))
-    resumed.fit(classifier(), digits(2), ckpt_path="last")
-    assert resumed.round == 4 and not list(folder.glob(".*.tmp"))
+    assert fit(tmp_path, 4, "last").round == 4 and not list(folder.glob(".*.tmp"))
 
 
-def test_resuming_with_other_settings_names_them(tmp_path: Path) -> None:
-    trainer(rounds=1, run_dir=tmp_path).fit(classifier(), digits(2))
-    with pytest.raises(FlsuiteError, match=r"alpha is 0\.1 here and 0\.5 there"):
-        trainer(rounds=2, run_dir=tmp_path).fit(
-            classifier(), digits(partition=Dirichlet(0.1)), ckpt_path="last"
-        )
-    with pytest.raises(FlsuiteError, match=r"aggregator is '.*FedAdam' here"):
-        trainer(rounds=2, run_dir=tmp_path, aggregator=FedAdam()).fit(
-            classifier(), digits(2), ckpt_path="last"
-        )
-    with pytest.raises(FlsuiteError, match="seed"):
-        trainer(rounds=2, run_dir=tmp_path, seed=4).fit(classifier(), digits(2), ckpt_path="last")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": digits(partition=Dirichlet(0.1))}, r"alpha is 0\.1 here and 0\.5 there"),
+        ({"aggregator": FedAdam()}, r"aggregator is '.*FedAdam' here"),
+        ({"seed": 4}, "seed"),
+    ],
+)
+def test_resuming_with_other_settings_names_them(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    fit(tmp_path)
+    with pytest.raises(FlsuiteError, match=message):
+        fit(tmp_path, 2, "last", **settings)
 
 
 def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
-    trainer(rounds=1, run_dir=tmp_path / "a").fit(classifier(), digits(2))
+    fit(tmp_path / "a")
     last = tmp_path / "a" / "checkpoints" / "last.ckpt"
     with pytest.raises(FlsuiteError, match="belongs to another run"):
-        trainer(rounds=2, run_dir=tmp_path / "b").fit(classifier(), digits(2), ckpt_path=str(last))
+        fit(tmp_path / "b", 2, str(last))
     last.write_bytes(last.read_bytes()[:1000])
     with pytest.raises(FlsuiteError, match="cannot be read"):
-        trainer(rounds=2, run_dir=tmp_path / "a").fit(classifier(), digits(2), ckpt_path="last")
-    model = tmp_path / "a" / "checkpoints" / "model.ckpt"
+        fit(tmp_path / "a", 2, "last")
     with pytest.raises(FlsuiteError, match="not a checkpoint of a run"):
-        trainer(rounds=2, run_dir=tmp_path / "a").fit(classifier(), digits(2), ckpt_path=str(model))
+        fit(tmp_path / "a", 2, str(last.with_name("model.ckpt")))
 
 
 def test_memories_past_the_budget_come_back_from_disk(tmp_path: Path) -> None:

@@ -10,38 +10,25 @@ import torch
 
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import SCAFFOLD, FedAvg, FedBuff, FedProx, LocalOnly
-from flsuite.data import Digits, Dirichlet
 from flsuite.engines import Processes
-from flsuite.models import MLP, Classifier
 from flsuite.schedules import Asynchronous, LogNormal, Synchronous
+from tests.conftest import classifier, digits, equal_states, trainer
 
 
 def fitted(folder: Path | None = None, aggregator: Any = None, **kwargs: Any) -> FederatedTrainer:
-    size = kwargs.pop("batch_size", 64)
-    data = Digits(4, partition=Dirichlet(0.5), batch_size=size, train_samples=240)
-    model = Classifier(
-        MLP(hidden=(16,)),
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        private=kwargs.pop("private", ()),
-    )
-    ckpt_path = kwargs.pop("ckpt_path", None)
-    trainer = FederatedTrainer(
-        kwargs.pop("rounds", 1),
-        aggregator or FedAvg(),
-        run_dir=str(folder) if folder else None,
-        enable_checkpointing=folder is not None,
-        enable_progress_bar=False,
-        accelerator="cpu",
-        **{"seed": 1, **kwargs},
-    )
-    trainer.fit(model, data, ckpt_path=ckpt_path)
-    return trainer
+    data = digits(4, train_samples=240)
+    data.batch_size = kwargs.pop("batch_size", 64)
+    model, ckpt_path = classifier(private=kwargs.pop("private", ())), kwargs.pop("ckpt_path", None)
+    if folder:
+        kwargs["run_dir"] = folder
+    made = trainer(**{"rounds": 1, "aggregator": aggregator or FedAvg(), "seed": 1, **kwargs})
+    made.fit(model, data, ckpt_path=ckpt_path)
+    return made
 
 
 def assert_equal(a: FederatedTrainer, b: FederatedTrainer) -> None:
     for client in [None, *range(4)]:
-        ours, theirs = (t.federation.client_state(client) for t in (a, b))
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert equal_states(*(t.federation.client_state(client) for t in (a, b)))
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +113,7 @@ def test_a_run_needs_the_other_one_only_while_its_first_round_trains(
     shutil.rmtree(tmp_path / "a")
 
     data, model = first.datamodule, first.lightning_module
-    again = FederatedTrainer(1, run_dir=str(tmp_path / "c"), accelerator="cpu", seed=1,
-                             enable_progress_bar=False, **source)  # fmt: skip
+    again = trainer(rounds=1, run_dir=tmp_path / "c", seed=1, **source)
     assert again.test(model, data, ckpt_path="last") == first.test()
     assert torch.equal(again.predict(), first.predict())
     assert_equal(fitted(tmp_path / "c", rounds=2, ckpt_path="last", **source), whole)

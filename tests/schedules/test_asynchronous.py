@@ -208,13 +208,8 @@ def test_bad_requests(settings: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("stop", [1, 2, 7, 20])
 def test_a_resumed_schedule_goes_on_as_it_would_have(stop: int) -> None:
     def schedule() -> Asynchronous:
-        return Asynchronous(
-            6,
-            buffer_size=3,
-            buffer_timeout=0.4,
-            speeds=Stragglers(per_fit=True),
-            availability=Bernoulli(0.2),
-        )
+        drawn: dict[str, Any] = {"speeds": Stragglers(per_fit=True), "availability": Bernoulli(0.2)}
+        return Asynchronous(6, buffer_size=3, buffer_timeout=0.4, **drawn)
 
     whole = simulate(schedule(), 40)
     first = simulate(schedule(), stop)

@@ -148,8 +148,8 @@ def test_a_late_client_is_not_in_the_sum_of_its_part() -> None:
         return made.federation.state
 
     absent = state(Absent, InProcess())
-    assert equal_states(state(Faults, InProcess()), absent)
-    assert equal_states(state(Faults, Processes(workers=2)), absent)
+    for engine in (InProcess(), Processes(workers=2)):
+        assert equal_states(state(Faults, engine), absent)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +161,9 @@ def test_a_resumed_run_goes_on_with_the_same_faults(
     inner: Schedule, aggregator: Any, tmp_path: Path
 ) -> None:
     def run(folder: str, rounds: int, ckpt_path: str | None = None) -> Any:
-        return fit(
-            Faults(inner, **{**IN_PROCESS, "late": 0.2}),
-            ckpt_path,
-            rounds=rounds,
-            aggregator=aggregator,
-            run_dir=tmp_path / folder,
-        )
+        faults = Faults(inner, **{**IN_PROCESS, "late": 0.2})
+        settings = {"rounds": rounds, "aggregator": aggregator, "run_dir": tmp_path / folder}
+        return fit(faults, ckpt_path, **settings)
 
     whole, held = run("whole", 3), 0
     for rounds in range(1, 4):
@@ -205,31 +201,18 @@ def test_faults_are_drawn_by_seed_fit_and_client() -> None:
     assert {*drawn(1)} == {None, *ALL}
 
 
-def test_a_rehearsal_knows_of_the_faults() -> None:
-    planned, real = (
-        trainer(
-            rounds=8,
-            evaluate_every=9,
-            schedule=Faults(Synchronous(speeds=Stragglers()), **IN_PROCESS),
-        )
-        for _ in range(2)
-    )
-    outcomes = [row.outcome for row in rehearse(planned.prepare(classifier(), digits(clients=6)))]
+@pytest.mark.parametrize("limit", [{"rounds": 8}, {"max_client_updates": 30}])
+def test_a_rehearsal_knows_of_the_faults_and_counts_no_late_update(limit: dict[str, int]) -> None:
+    def made() -> Any:
+        schedule = Faults(Synchronous(speeds=Stragglers()), **{**IN_PROCESS, "late": 0.2})
+        return trainer(**limit, schedule=schedule, evaluate_every=100)
+
+    prepared, real = made().prepare(classifier(), digits(clients=6)), made()
+    outcomes = [row.outcome for row in rehearse(prepared)]
     real.fit(classifier(), digits(clients=6))
     merged = [row for row in real.run.folder.table.rows if row.metric == "clients"]
-    assert {"merged", "failed", "late"} == {*outcomes} and len(outcomes) == 48
+    assert {"merged", "failed", "late"} == {*outcomes} and len(outcomes) == 6 * real.round
     assert outcomes.count("merged") == sum(row.value for row in merged)
-
-
-def test_a_rehearsal_counts_no_late_update() -> None:
-    def made() -> Any:
-        schedule = Faults(Synchronous(speeds=Stragglers()), late=0.3)
-        return trainer(max_client_updates=30, schedule=schedule, evaluate_every=100)
-
-    planned = list(rehearse(made().prepare(classifier(), digits(clients=6))))
-    real = made()
-    real.fit(classifier(), digits(clients=6))
-    assert len(planned) == 6 * real.round
 
 
 def test_a_rehearsal_names_the_key_of_the_speeds() -> None:

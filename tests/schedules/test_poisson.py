@@ -50,14 +50,6 @@ def test_participation_is_a_mean(participation: float, clients: int, expected: f
     assert np.mean([len(c) for c in cohorts(schedule)]) == pytest.approx(expected, abs=0.12)
 
 
-def test_a_cohort_is_a_function_of_seed_and_round() -> None:
-    first = cohorts(configured(0.3), range(50))
-    again = configured(0.3)
-    again.load_state_dict(configured(0.3).state_dict())
-    backward = {round: cohorts(again, range(round, round + 1))[0] for round in reversed(range(50))}
-    assert [backward[round] for round in range(50)] == first
-
-
 def test_virtual_time_takes_all_of_a_cohort() -> None:
     schedule = configured(0.2, speeds=Stragglers())
     assert {len(cohort) for cohort in cohorts(schedule, range(200))} >= {0, 2, 4, 7}

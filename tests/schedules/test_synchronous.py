@@ -1,6 +1,6 @@
 """Cohorts of synchronous rounds, and the virtual time that they take."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from flsuite import FlsuiteError
-from flsuite.client.setup import WorkerSetup
-from flsuite.engines import Engine
 from flsuite.messages import ClientFailure, ClientResult, ClientUpdate, FitRequest, Outcome
 from flsuite.schedules import Clock, Fit, Synchronous
+from tests.schedules.simulation import Succeeded
 
 ROUNDS = range(1, 2001)
 
@@ -49,23 +48,18 @@ def test_a_fraction_or_a_number(participation: float, clients: int, number: int)
         assert all(type(client) is int for client in clients_drawn)
 
 
-def test_a_cohort_is_a_function_of_seed_and_round() -> None:
-    forward, backward = configured(0.3), configured(0.3)
+@pytest.mark.parametrize("sampling", ["uniform", "poisson"])
+def test_a_cohort_is_a_function_of_seed_and_round(sampling: Any) -> None:
+    forward, backward = (configured(0.3, sampling=sampling) for _ in range(2))
     expected = {r: cohort(forward, r) for r in range(1, 50)}
     torch.rand(5), np.random.rand(5)
     assert {r: cohort(backward, r) for r in reversed(range(1, 50))} == expected
     assert [cohort(forward, 7) for _ in range(3)] == [expected[7]] * 3
-    resumed = configured(0.3)
+    resumed = configured(0.3, sampling=sampling)
     resumed.load_state_dict(forward.state_dict())
     assert cohort(resumed, 49) == expected[49]
-
-
-def test_rounds_and_seeds_draw_other_cohorts() -> None:
-    schedule = configured(0.5)
-    assert len({tuple(cohort(schedule, r)) for r in range(1, 21)}) == 20
-    assert [cohort(schedule, r) for r in range(1, 21)] != [
-        cohort(configured(0.5, seed=1), r) for r in range(1, 21)
-    ]
+    assert cohort(configured(0.3, sampling=sampling, seed=1), 49) != expected[49]
+    assert len({*map(tuple, expected.values())}) == 49
 
 
 def test_uniform_sampling_ignores_sizes() -> None:
@@ -85,20 +79,12 @@ def test_sampling_by_size_is_without_replacement() -> None:
     assert counts / len(ROUNDS) == pytest.approx(1 - np.array(left_out), abs=0.04)
 
 
-class Finished(Engine):
-    """An engine whose outcomes are known in advance.
-
-    Args:
-        outcomes: Number of a request to its outcome, in the order of submission.
-    """
+class Finished(Succeeded):
+    """An engine whose outcomes, by the numbers of their requests, are known in advance."""
 
     def __init__(self, outcomes: dict[int, Outcome]) -> None:
+        super().__init__()
         self.outcomes = outcomes
-        self.collected: list[int] = []
-
-    def start(self, setup: WorkerSetup) -> None: ...
-
-    def submit(self, requests: Iterable[FitRequest]) -> None: ...
 
     @property
     def pending(self) -> Sequence[int]:
