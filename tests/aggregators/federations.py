@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from flsuite import FederatedTrainer
-from flsuite.aggregators import Aggregator, FedProto, LocalOnly, Rule, Server
+from flsuite.aggregators import Aggregator, FedAvg, FedProto, LocalOnly, Rule, Server
 from flsuite.aggregators.part import ServerTools
 from flsuite.callbacks import FederationCallback
 from flsuite.data import DataSpec, Dirichlet, FederatedDataModule, Synthetic
@@ -126,12 +126,24 @@ def table_model(kind: type[Classifier] = Classifier, **settings: Any) -> Classif
 
 
 def run(
-    aggregator: Aggregator, rounds: int = 2, data: FederatedDataModule | None = None, **kwargs: Any
+    aggregator: Aggregator | Rule,
+    rounds: int = 2,
+    data: FederatedDataModule | None = None,
+    **kwargs: Any,
 ) -> FederatedTrainer:
+    """Fit a model, by default one with BatchNorm for tables, and return its trainer."""
     model = kwargs.pop("model", None) or table_model()
     trainer = federation(aggregator, rounds, **kwargs)
     trainer.fit(model, data or table_data())
     return trainer
+
+
+def observed(
+    aggregator: Aggregator | Rule, rounds: int = 1, *args: Any, **kwargs: Any
+) -> tuple[FederatedTrainer, list[ClientUpdate]]:
+    """Return what :func:`run` returns, and all its updates."""
+    seen, others = Updates(), kwargs.pop("callbacks", [])
+    return run(aggregator, rounds, *args, callbacks=[seen, *others], **kwargs), seen.all
 
 
 @cache
@@ -146,14 +158,20 @@ def assert_equal(a: State, b: State) -> None:
     assert not different
 
 
+def models_of(made: FederatedTrainer) -> list[State]:
+    """Return each client's whole model."""
+    assert made.federation is not None
+    return [made.federation.client_state(c) for c in range(made.federation.data.clients)]
+
+
 def assert_same_models(a: FederatedTrainer, b: FederatedTrainer) -> None:
     """Compare bit for bit the global model, the server's memory and each client's whole model."""
     assert a.federation is not None
     assert b.federation is not None
     assert a.round == b.round
     assert a.federation.state or isinstance(a.aggregator, (FedProto, LocalOnly))
-    for client in [None, *range(a.federation.data.clients)]:
-        assert_equal(a.federation.client_state(client), b.federation.client_state(client))
+    assert_equal(a.federation.client_state(None), b.federation.client_state(None))
+    assert_same_tree(models_of(a), models_of(b))
     assert_same_tree(a.federation.server.memory, b.federation.server.memory)
 
 
@@ -169,6 +187,12 @@ def assert_same_tree(a: Any, b: Any) -> None:
             assert_same_tree(one, other)
     else:
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal numbers in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def update(client: int, state: State, samples: int = 1, **extras: Any) -> ClientUpdate:
@@ -253,6 +277,11 @@ def fold(
     aggregator = Aggregator(rule=part) if isinstance(part, Rule) else part
     server = replace(server, state=state) if server else server_of(state, layout)
     return aggregator.aggregate(server, iter(updates))
+
+
+def fedavg(updates: Sequence[ClientUpdate]) -> State:
+    """Return the mean by samples of these models."""
+    return fold(FedAvg(), updates[0].state, [replace(one, base={}) for one in updates])
 
 
 class Updates(FederationCallback):

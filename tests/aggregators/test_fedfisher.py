@@ -3,7 +3,6 @@
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from flsuite import FederatedTrainer, FlsuiteError
-from flsuite.aggregators import FedAvg, FedFisher, FisherMerge
+from flsuite.aggregators import FedFisher, FisherMerge
 from flsuite.aggregators.part import ServerTools
 from flsuite.data import DataSpec, FederatedDataModule
 from flsuite.data.partitions import Natural
@@ -21,8 +20,17 @@ from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone
 from flsuite.state import Layer, State, StateLayout
-from tests.aggregators.federations import ServerHalf, Updates, fold, server_of, signature
-from tests.conftest import classifier, digits, equal_states, trainer
+from tests.aggregators.federations import (
+    ServerHalf,
+    fedavg,
+    observed,
+    random,
+    server_of,
+    signature,
+    table_model,
+    update,
+)
+from tests.conftest import classifier, digits, equal_states
 
 FLAT = StateLayout(("w", "v"), 2)
 NET = StateLayout(
@@ -31,11 +39,6 @@ NET = StateLayout(
     layers=(Layer("0", "conv2d", bias=True), Layer("1", "linear", bias=False)),
 )
 KINDS = ("diag", "kfac", "full")
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def moments(size: int, seed: int, rank: int = 50) -> Tensor:
@@ -65,9 +68,12 @@ def fisher_of(kind: str, seed: int) -> Any:
     }
 
 
-def update(client: int, state: State, fisher: Any, samples: int = 1) -> ClientUpdate:
-    extras = {"fisher": fisher}
-    return ClientUpdate(client, 1, samples, 1, torch.tensor([samples]), state, extras)
+def three(kind: str, samples: Sequence[int] = (2, 3, 5), step: int = 1) -> list[ClientUpdate]:
+    """Return updates of the small network. With step 0, their Fishers are equal."""
+    return [
+        update(i, net_state(10 * i), n, fisher=fisher_of(kind, 3 + step * i))
+        for i, n in enumerate(samples)
+    ]
 
 
 def merge(
@@ -83,16 +89,6 @@ def merge(
     return made.aggregate(start, iter(updates)), made
 
 
-def fedavg(updates: Sequence[ClientUpdate]) -> State:
-    return fold(FedAvg(), updates[0].state, [replace(u, base={}) for u in updates])
-
-
-def assert_close(a: State, b: State, tolerance: float) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=0, atol=tolerance)
-
-
 # The server
 
 
@@ -102,7 +98,7 @@ def test_linear_regression_with_the_full_fisher_is_pooled_least_squares(solver: 
     inputs = [random(n, 4, seed=n) for n in sizes]
     targets = [random(n, seed=50 + n) for n in sizes]
     updates = [
-        update(i, {"w": torch.linalg.lstsq(x, y[:, None])[0][:, 0]}, x.T @ x / len(x), len(x))
+        update(i, {"w": torch.linalg.lstsq(x, y)[0]}, len(x), fisher=x.T @ x / len(x))
         for i, (x, y) in enumerate(zip(inputs, targets, strict=True))
     ]
     new, _ = merge(layout, updates, "full", solver)
@@ -113,13 +109,16 @@ def test_linear_regression_with_the_full_fisher_is_pooled_least_squares(solver: 
 def test_the_rounding_of_a_sent_fisher_is_not_inverted() -> None:
     """Three Fishers of rank 3 leave directions of 16 unknown, where float32 sends its rounding."""
     fishers = [moments(16, seed, rank=3) for seed in (1, 2, 3)]
-    states = [net_state(seed) for seed in (4, 5, 6)]
-    pairs = list(zip(states, fishers, strict=True))
-    exact, _ = merge(NET, [update(i, w, f) for i, (w, f) in enumerate(pairs)], "full", "exact")
-    sent, _ = merge(
-        NET, [update(i, w, f.float()) for i, (w, f) in enumerate(pairs)], "full", "exact"
+    exact, sent = (
+        merge(
+            NET,
+            [update(i, net_state(4 + i), fisher=f.to(dtype)) for i, f in enumerate(fishers)],
+            "full",
+            "exact",
+        )[0]
+        for dtype in (torch.float64, torch.float32)
     )
-    assert_close(sent, exact, 1e-4)
+    torch.testing.assert_close(sent, exact, rtol=0, atol=1e-4)
 
 
 def test_the_diagonal_to_the_end_is_the_fisher_weighted_mean() -> None:
@@ -128,8 +127,8 @@ def test_the_diagonal_to_the_end_is_the_fisher_weighted_mean() -> None:
         update(
             i,
             {"w": random(4, seed=i), "v": random(1, seed=9 + i)},
-            {"w": torch.tensor([1.0, 0.0, 1e-12, 2.0 * i]).double(), "v": torch.zeros(1)},
             samples,
+            fisher={"w": torch.tensor([1.0, 0.0, 1e-12, 2.0 * i]).double(), "v": torch.zeros(1)},
         )
         for i, samples in enumerate((1, 3))
     ]
@@ -148,10 +147,7 @@ def test_the_diagonal_to_the_end_is_the_fisher_weighted_mean() -> None:
 
 def test_kfac_reaches_the_pseudoinverse_of_the_whole_layer() -> None:
     """With the bias as the last column and the kernel unfolded."""
-    samples = (2, 3, 5)
-    updates = [
-        update(i, net_state(10 * i), fisher_of("kfac", 3 + i), n) for i, n in enumerate(samples)
-    ]
+    updates = three("kfac")
     new, _ = merge(NET, updates, "kfac", "exact")
 
     matrix, target = torch.zeros(10, 10).double(), torch.zeros(10).double()
@@ -168,9 +164,9 @@ def test_kfac_reaches_the_pseudoinverse_of_the_whole_layer() -> None:
 @pytest.mark.parametrize("solver", ["cg", "gd", "adam", "exact"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_fishers_give_fedavg(kind: Any, solver: Any) -> None:
-    updates = [update(i, net_state(10 * i), fisher_of(kind, 3), n) for i, n in enumerate((2, 3, 5))]
+    updates = three(kind, step=0)
     new, made = merge(NET, updates, kind, solver, steps=100)
-    assert_close(new, fedavg(updates), 1e-12)
+    torch.testing.assert_close(new, fedavg(updates), rtol=0, atol=1e-12)
     assert new["count"].item() == 20 and made.metrics["fisher_zero"] == 0
 
 
@@ -184,17 +180,15 @@ def test_equal_clients_return_the_same_model(kind: Any, solver: Any) -> None:
         fisher = fisher_of(kind, 3 + i)
         if kind == "kfac":
             fisher["0"] = {"a": moments(5, i, rank=1).float(), "g": 1e-9 * moments(2, i).float()}
-        updates.append(update(i, state, fisher, samples))
+        updates.append(update(i, state, samples, fisher=fisher))
     new, _ = merge(NET, updates, kind, solver, steps=200)
-    assert_close(new, state, 1e-7)
+    torch.testing.assert_close(new, state, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_are_all_that_the_server_needs(kind: Any) -> None:
     """Only the samples and the K-FAC factors are sent in the clear."""
-    updates = [
-        update(i, net_state(10 * i), fisher_of(kind, 3 + i), n) for i, n in enumerate((2, 3, 5))
-    ]
+    updates = three(kind)
     expected, made = merge(NET, updates, kind)
     sent = set(FedFisher(kind).terms(updates[0], NET))
     assert sent == {"samples", "model", "product"} | (set() if kind == "kfac" else {"fisher"})
@@ -210,7 +204,7 @@ def test_sums_are_all_that_the_server_needs(kind: Any) -> None:
 
 
 def test_the_better_of_both_ways_is_taken() -> None:
-    updates = [update(i, net_state(10 * i), fisher_of("kfac", 3 + i), 2) for i in range(3)]
+    updates = three("kfac", (2, 2, 2))
     states: list[State] = []
 
     def score(state: State) -> float:
@@ -232,7 +226,7 @@ def test_the_better_of_both_ways_is_taken() -> None:
 def test_without_a_score_the_last_model_is_taken_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    updates = [update(i, net_state(10 * i), fisher_of("kfac", 3 + i), 2) for i in range(3)]
+    updates = three("kfac", (2, 2, 2))
     tools = ServerTools(missing={"score": "the server has no samples"})
     with caplog.at_level(logging.INFO, "flsuite"):
         new, made = merge(NET, updates, "kfac", "gd", steps=7, tools=tools)
@@ -270,12 +264,8 @@ def test_the_full_fisher_of_a_large_model_is_refused() -> None:
 
 
 def fit(aggregator: Any, **settings: Any) -> tuple[FederatedTrainer, list[ClientUpdate]]:
-    seen = Updates()
-    model = settings.pop("model", None) or classifier()
-    data = settings.pop("data", None) or digits(server_samples=100)
-    made = trainer(aggregator=aggregator, **{"rounds": 1, "callbacks": [seen], **settings})
-    made.fit(model, data)
-    return made, seen.all
+    defaults = {"model": classifier(), "data": digits(server_samples=100)}
+    return observed(aggregator, **{**defaults, **settings})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -363,12 +353,12 @@ def test_the_task_of_a_fisher_is_that_of_the_data(rule: Any) -> None:
     """A Fisher per label, on any LightningModule with logits."""
     made, updates = fit(rule, model=PlainLabels(), data=GivenTable(multilabel=True))
     own = made.federation.data
-    for update in updates:
+    for one in updates:
         model = PlainLabels()
-        model.load_state_dict(update.state)
-        x, _ = next(own.batches_of(own.train, [own.train_rows(update.client)]))
+        model.load_state_dict(one.state)
+        x, _ = next(own.batches_of(own.train, [own.train_rows(one.client)]))
         p = model.logits(x).sigmoid().detach()
-        fisher = update.extras["fisher"]
+        fisher = one.extras["fisher"]
         if "layer" in fisher:
             torch.testing.assert_close(fisher["layer"]["g"], (p * (1 - p)).mean(0).diag())
         else:
@@ -376,15 +366,11 @@ def test_the_task_of_a_fisher_is_that_of_the_data(rule: Any) -> None:
 
 
 def test_a_client_of_no_weight_does_no_harm() -> None:
-    updates = [update(i, net_state(10 * i), fisher_of("kfac", 3 + i), 2) for i in range(2)]
-    empty = update(2, net_state(7), fisher_of("kfac", 9), 0)
+    updates = three("kfac", (2, 2))
+    empty = update(2, net_state(0), 0, fisher=fisher_of("kfac", 9))
     without, _ = merge(NET, updates, "kfac")
     new, _ = merge(NET, [*updates, empty], "kfac")
-    assert_close(
-        {k: v for k, v in new.items() if k != "count"},
-        {k: v for k, v in without.items() if k != "count"},
-        1e-12,
-    )
+    torch.testing.assert_close(new, without, rtol=0, atol=1e-12)
 
 
 def test_no_more_than_one_model_is_held() -> None:
@@ -397,7 +383,7 @@ def test_no_more_than_one_model_is_held() -> None:
             gone = [reference() is None for reference in before]
             held.append(len(gone) - sum(gone))
             before = [*before, weakref.ref(state["0.weight"])]
-            yield update(i, state, fisher_of("kfac", i))
+            yield update(i, state, fisher=fisher_of("kfac", i))
             del state
 
     ServerHalf(FedFisher(select=False), NET).aggregate(net_state(1), stream())
@@ -405,7 +391,7 @@ def test_no_more_than_one_model_is_held() -> None:
 
 
 def test_the_best_of_the_scored_models_is_taken_and_logged() -> None:
-    updates = [update(i, net_state(10 * i), fisher_of("kfac", 3 + i), 2) for i in range(3)]
+    updates = three("kfac", (2, 2, 2))
     scored: list[State] = []
 
     def score(state: State) -> float:
@@ -420,51 +406,35 @@ def test_the_best_of_the_scored_models_is_taken_and_logged() -> None:
     assert 0 < made.metrics["residual"] < 1 and made.metrics["server_seconds"] > 0
 
 
-class Normalised(Backbone):
-    """A network with BatchNorm."""
-
-    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(shape[0], 4), nn.BatchNorm1d(4), nn.Linear(4, outputs))
-
-
 def test_batch_norm_is_refused_by_kfac_and_covered_by_the_diagonal() -> None:
     with pytest.raises(FlsuiteError, match=r"network.1 \(BatchNorm1d\) is neither"):
-        fit(FedFisher(), model=Classifier(Normalised()), data=GivenTable())
-    made, updates = fit(FedFisher("diag"), model=Classifier(Normalised()), data=GivenTable())
+        fit(FedFisher(), model=table_model(), data=GivenTable())
+    made, updates = fit(FedFisher("diag"), model=table_model(), data=GivenTable())
     names = ("network.1.running_mean", "network.1.num_batches_tracked")
     mean = fedavg(updates)
     assert all(torch.equal(made.federation.state[name], mean[name]) for name in names)
 
 
-class Twice(Backbone):
+class Twice(nn.Sequential):
     """A network that calls a layer twice, and counts its batches of training."""
 
-    def __init__(self) -> None:
-        self.batches = 0
+    batches = 0
 
+    def forward(self, x: Tensor) -> Tensor:
+        Twice.batches += self.training
+        first, layer, last = self
+        return last(layer(layer(first(x).relu()).relu()))
+
+
+class WithTwice(Backbone):
     def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        owner = self
-
-        class Network(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first = nn.Linear(shape[0], 4)
-                self.layer = nn.Linear(4, 4)
-                self.last = nn.Linear(4, outputs)
-
-            def forward(self, x: Tensor) -> Tensor:
-                owner.batches += self.training
-                x = self.first(x).relu()
-                return self.last(self.layer(self.layer(x).relu()))
-
-        return Network()
+        return Twice(nn.Linear(shape[0], 4), nn.Linear(4, 4), nn.Linear(4, outputs))
 
 
 def test_a_layer_that_is_called_twice_is_refused_by_kfac_before_the_first_step() -> None:
-    backbone = Twice()
-    message = r"layer 'network.layer' is not covered: it is called 2 times in a forward pass; .*"
+    message = r"layer 'network.1' is not covered: it is called 2 times in a forward pass; .*"
     with pytest.raises(FlsuiteError, match=message + "use the diagonal Fisher"):
-        fit(FedFisher(), model=Classifier(backbone), data=GivenTable())
-    assert backbone.batches == 0
-    fit(FedFisher("diag"), model=Classifier(backbone), data=GivenTable())
-    assert backbone.batches > 0
+        fit(FedFisher(), model=Classifier(WithTwice()), data=GivenTable())
+    assert Twice.batches == 0
+    fit(FedFisher("diag"), model=Classifier(WithTwice()), data=GivenTable())
+    assert Twice.batches > 0

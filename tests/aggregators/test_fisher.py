@@ -29,6 +29,8 @@ from tests.aggregators.federations import (
     Updates,
     assert_same_models,
     federation,
+    observed,
+    run,
     server_of,
     signature,
     table_data,
@@ -36,6 +38,7 @@ from tests.aggregators.federations import (
 )
 from tests.conftest import classifier, digits, equal_states, trainer
 from tests.metrics.test_empirical import looped
+from tests.plain import plain_trainer
 
 LAYOUT = StateLayout(("w", "flow.a"), 2, {"flow": ("flow.a",)})
 
@@ -149,10 +152,7 @@ def model() -> NFClassifier:
 
 
 def fit(aggregator: Any, **settings: Any) -> tuple[FederatedTrainer, list[ClientUpdate]]:
-    seen = Updates()
-    made = trainer(aggregator=aggregator, **{"rounds": 1, "callbacks": [seen], **settings})
-    made.fit(model(), small_data())
-    return made, seen.all
+    return observed(aggregator, data=small_data(), **{"model": model(), **settings})
 
 
 @cache
@@ -284,10 +284,7 @@ def test_on_the_floor_it_is_fedavg() -> None:
 
 
 def merge_fit(aggregator: Any, **settings: Any) -> tuple[FederatedTrainer, list[ClientUpdate]]:
-    seen = Updates()
-    made = trainer(aggregator=aggregator, **{"rounds": 1, "callbacks": [seen], **settings})
-    made.fit(table_model(), small_data())
-    return made, seen.all
+    return fit(aggregator, model=table_model(), **settings)
 
 
 def test_merging_measures_the_trained_model_on_the_clients_own_samples() -> None:
@@ -313,10 +310,9 @@ def test_merging_measures_the_trained_model_on_the_clients_own_samples() -> None
 
 def test_merging_is_the_same_in_workers_and_after_a_resume(tmp_path: Path) -> None:
     rule = FisherMerge(samples=20, expectation="sampled")
-    whole, _ = merge_fit(rule, rounds=2)
-    there: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "callbacks": []}
-    merge_fit(rule, engine=Processes(workers=2), **there)
-    resumed = trainer(aggregator=rule, rounds=2, **there)
+    whole, folder = run(rule, 2, small_data()), str(tmp_path / "run")
+    run(rule, 1, small_data(), engine=Processes(workers=2), run_dir=folder)
+    resumed = federation(rule, 2, run_dir=folder)
     resumed.fit(table_model(), small_data(), ckpt_path="last")
     assert_same_models(whole, resumed)
 
@@ -349,16 +345,8 @@ def test_the_pass_leaves_modes_generators_and_gradients_as_they_were() -> None:
     layout = StateLayout((), 1, {"flow": names})
     client = ClientContext(0, 1, 1, torch.ones(1), {}, {}, {}, layout=layout)
     before, after = After(), After()
-    plain = pl.Trainer(
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-        precision="bf16-mixed",
-        callbacks=[before, *FisherAveraging().callbacks(client), after],
-    )
+    callbacks = [before, *FisherAveraging().callbacks(client), after]
+    plain = plain_trainer(precision="bf16-mixed", callbacks=callbacks)
     plain.fit(built, TrainLoader(module.federated, 0, 0, 1))
     (state, modes, generator, grads), (state2, modes2, generator2, grads2) = (
         before.seen[0],

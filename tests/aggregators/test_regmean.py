@@ -10,32 +10,30 @@ import torch
 from torch import Tensor, nn
 
 from flsuite import FederatedTrainer, FlsuiteError
-from flsuite.aggregators import FedAvg, RegMean
+from flsuite.aggregators import RegMean
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.regmean import solve_from
 from flsuite.messages import ClientUpdate
 from flsuite.models import Classifier
 from flsuite.models.backbones import Backbone
 from flsuite.state import Layer, State, StateLayout
-from tests.aggregators.federations import ServerHalf, Updates, fold, server_of, signature
-from tests.conftest import classifier, digits, equal_states, trainer
+from tests.aggregators.federations import (
+    ServerHalf,
+    fedavg,
+    observed,
+    random,
+    server_of,
+    signature,
+    update,
+)
+from tests.conftest import classifier, digits, equal_states
 
 LINEAR = StateLayout(("fc.weight", "fc.bias"), 3, layers=(Layer("fc", "linear", bias=True),))
 SIZES = (8, 20, 6)
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
 def gram(x: Tensor) -> Tensor:
     return x.T @ x / len(x)
-
-
-def update(client: int, state: State, grams: State, samples: int = 1) -> ClientUpdate:
-    extras = {"gram": grams}
-    return ClientUpdate(client, 1, samples, 1, torch.tensor([samples]), state, extras)
 
 
 def merge(
@@ -47,10 +45,6 @@ def merge(
     made = ServerHalf(RegMean(**settings), layout, tools=tools or ServerTools())
     start = {name: torch.zeros_like(value) for name, value in updates[0].state.items()}
     return made.aggregate(start, iter(updates)), made
-
-
-def fedavg(updates: Sequence[ClientUpdate]) -> State:
-    return fold(FedAvg(), updates[0].state, [replace(u, base={}) for u in updates])
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-13) -> bool:
@@ -67,7 +61,7 @@ def regressions(bias: bool) -> tuple[list[ClientUpdate], Tensor]:
     for i, (x, y) in enumerate(zip(inputs, targets, strict=True)):
         solution = torch.linalg.lstsq(x, y)[0].T
         state = {"fc.weight": solution[:, :4], "fc.bias": solution[:, -1] if bias else y[0]}
-        updates.append(update(i, state, {"fc": gram(x)}, len(x)))
+        updates.append(update(i, state, len(x), gram={"fc": gram(x)}))
     return updates, torch.linalg.lstsq(torch.cat(inputs), torch.cat(targets))[0].T
 
 
@@ -90,7 +84,10 @@ def test_equal_grams_give_fedavg(alpha: float, rows: int) -> None:
     same = gram(random(rows, 4))
     updates = [
         update(
-            i, {"fc.weight": random(2, 4, seed=i), "fc.bias": random(2, seed=i)}, {"fc": same}, n
+            i,
+            {"fc.weight": random(2, 4, seed=i), "fc.bias": random(2, seed=i)},
+            n,
+            gram={"fc": same},
         )
         for i, n in enumerate(SIZES)
     ]
@@ -132,7 +129,7 @@ def test_rounding_of_float32_grams_is_not_solved_for() -> None:
         update(
             i,
             {"fc.weight": random(2, 40, seed=i).float(), "fc.bias": torch.zeros(2)},
-            {"fc": gram(x).float()},
+            gram={"fc": gram(x).float()},
         )
         for i, x in enumerate(inputs)
     ]
@@ -155,11 +152,10 @@ def test_convolutions_take_part_with_their_inputs_unfolded() -> None:
     layout = StateLayout(("c.weight",), 3, layers=(Layer("c", "conv2d", bias=False),))
     linear, pooled = regressions(bias=False)
     updates = [
-        update(
-            u.client,
-            {"c.weight": u.state["fc.weight"].view(2, 1, 2, 2)},
-            {"c": u.extras["gram"]["fc"]},
-            u.samples,
+        replace(
+            u,
+            state={"c.weight": u.state["fc.weight"].view(2, 1, 2, 2)},
+            extras={"gram": {"c": u.extras["gram"]["fc"]}},
         )
         for u in linear
     ]
@@ -203,11 +199,8 @@ def test_without_a_score_alpha_must_be_set() -> None:
 
 
 def fit(aggregator: RegMean, **settings: Any) -> tuple[FederatedTrainer, list[ClientUpdate]]:
-    seen = Updates()
-    model = settings.pop("model", None) or classifier()
-    made = trainer(aggregator=aggregator, **{"rounds": 1, "callbacks": [seen], **settings})
-    made.fit(model, digits(server_samples=100))
-    return made, seen.all
+    data = digits(server_samples=100)
+    return observed(aggregator, data=data, **{"model": classifier(), **settings})
 
 
 @pytest.mark.parametrize("bias", [False, True])

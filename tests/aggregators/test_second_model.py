@@ -1,53 +1,36 @@
 """Losses at other weights, and second models, in fits of every kind."""
 
+import copy
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim import LBFGS, SGD
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from torchmetrics import MeanMetric
 
 from flsuite import FederatedTrainer, FlsuiteError
-from flsuite.aggregators import (
-    APFL,
-    IFCA,
-    MOON,
-    SCAFFOLD,
-    Aggregator,
-    ClipUpdates,
-    Ditto,
-    DPFedAvg,
-    FedALA,
-    FedAvg,
-    FedDyn,
-    FedExP,
-    FedNova,
-    FedProto,
-    FedRoD,
-    GeometricMedian,
-    LocalOnly,
-    PerFedAvg,
-    PFedMe,
-    QFedAvg,
-    Rule,
-)
+from flsuite import aggregators as methods
+from flsuite.aggregators import APFL, IFCA, MOON, Ditto, FedALA, FedAvg, FedProto, FedRoD, QFedAvg
 from flsuite.data import IID, Digits, Synthetic
 from flsuite.exchange import Quantize, TopK
 from flsuite.models import CNN, Classifier
 from flsuite.models.backbones import Backbone
 from flsuite.state import State
-from tests.aggregators.federations import Normalised, assert_equal, run, table_model
+from tests.aggregators.federations import Normalised, assert_same_tree, models_of, run, table_model
 from tests.conftest import long, mostly_long, table, trainer
 
+HESSIAN_FREE = partial(methods.PerFedAvg, order="hessian_free")
+MIXED = partial(methods.PFedMe, lam=1.0)
+CLIPPED = methods.ClipUpdates(0.05)
 EXTRA_STEPS = {
     "ditto": Ditto,
     "apfl": APFL,
     "moon": MOON,
-    "pfedme": partial(PFedMe, lam=1.0, steps=2),
-    "hessian_free": partial(PerFedAvg, order="hessian_free"),
+    "pfedme": partial(methods.PFedMe, lam=1.0, steps=2),
+    "hessian_free": HESSIAN_FREE,
     "fedala": FedALA,
 }
 
@@ -83,18 +66,16 @@ class Tied(Backbone):
         return nn.Sequential(first, nn.Tanh(), nn.Dropout(self.dropout), second, head)
 
 
-class TwoLayers(nn.Module):
+class TwoLayers(nn.ModuleDict):
     """The same function as :class:`Tied`, with one name for the weight of two layers."""
 
     def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
         second = nn.Module()
         second.bias = nn.Parameter(layers[3].bias.detach())
-        for name, module in {"0": layers[0], "3": second, "4": layers[4]}.items():
-            self.add_module(name, module)
+        super().__init__({"0": layers[0], "3": second, "4": layers[4]})
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second, head = self.children()
+        first, second, head = self.values()
         hidden = torch.tanh(first(x))
         return head(nn.functional.linear(hidden, first.weight, second.bias))
 
@@ -105,30 +86,21 @@ class Once(Backbone):
 
 
 def fitted(
-    aggregator: Aggregator | Rule,
-    dropout: float = 0.0,
-    backbone: Backbone | None = None,
-    **kwargs: Any,
+    aggregator: Any, dropout: float = 0.0, backbone: Backbone | None = None, **kwargs: Any
 ) -> FederatedTrainer:
     model = Classifier(backbone or Tied(dropout), partial(SGD, lr=0.1))
     return run(aggregator, 2, model=model, max_epochs=2, **kwargs)
 
 
-def models_of(made: FederatedTrainer) -> list[State]:
-    assert made.federation is not None
-    return [made.federation.client_state(client) for client in range(4)]
-
-
 @pytest.mark.parametrize("make", [Ditto, partial(APFL, 0.0, adaptive=False)])
 def test_random_draws_of_the_model_stay_those_of_fedavg(make: Any) -> None:
     own, plain = fitted(make(), dropout=0.5), fitted(FedAvg(), dropout=0.5)
-    assert_equal(own.federation.state, plain.federation.state)
+    assert_same_tree(own.federation.state, plain.federation.state)
 
 
 def test_a_personal_model_draws_like_the_clients_own() -> None:
-    own, alone = fitted(Ditto(lam=0.0), dropout=0.5), fitted(LocalOnly(), dropout=0.5)
-    for a, b in zip(models_of(own), models_of(alone), strict=True):
-        assert_equal(a, b)
+    own, alone = fitted(Ditto(lam=0.0), dropout=0.5), fitted(methods.LocalOnly(), dropout=0.5)
+    assert_same_tree(models_of(own), models_of(alone))
 
 
 @pytest.mark.parametrize(
@@ -137,40 +109,38 @@ def test_a_personal_model_draws_like_the_clients_own() -> None:
         Ditto,
         FedALA,
         QFedAvg,
-        FedExP,
-        partial(SCAFFOLD, control="mean_gradient"),
-        partial(DPFedAvg, clip=0.1, noise_multiplier=1.0, delta=0.01),
+        methods.FedExP,
+        partial(methods.SCAFFOLD, control="mean_gradient"),
+        partial(methods.DPFedAvg, clip=0.1, noise_multiplier=1.0, delta=0.01),
         partial(FedAvg, transforms=[TopK(0.2)]),
-        *long(APFL, partial(PFedMe, lam=1.0), partial(PerFedAvg, order="hessian_free"), MOON),
-        *long(FedRoD, FedProto, IFCA, FedNova, FedDyn, GeometricMedian),
-        *long(*(partial(FedAvg, transforms=[one]) for one in (ClipUpdates(0.05), Quantize(4)))),
+        *long(APFL, MIXED, HESSIAN_FREE, MOON, FedRoD, FedProto, IFCA),
+        *long(methods.FedNova, methods.FedDyn, methods.GeometricMedian),
+        *long(*(partial(FedAvg, transforms=[one]) for one in (CLIPPED, Quantize(4)))),
     ],
 )
 def test_tied_weights_are_one_weight(make: Any) -> None:
     """Noise, norms and choices of numbers see them once."""
     tied, once = (fitted(make(), backbone=kind()) for kind in (Tied, Once))
-    for a, b in zip(models_of(tied), models_of(once), strict=True):
-        assert_equal(a, b)
+    assert_same_tree(models_of(tied), models_of(once))
 
 
 class WarmUp(Classifier):
     """A classifier whose learning rate begins at zero."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = SGD(self.parameters(), lr=0.1)
-        schedule = LambdaLR(optimizer, lambda step: min(1.0, step / 3))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        schedule = LambdaLR(self.optimizer(self.parameters()), lambda step: min(1.0, step / 3))
+        return stepped_with(schedule)
 
 
-@pytest.mark.parametrize("make", [FedNova, partial(QFedAvg, q=0.0)])
+def stepped_with(schedule: LRScheduler) -> dict[str, Any]:
+    scheduler = {"scheduler": schedule, "interval": "step"}
+    return {"optimizer": schedule.optimizer, "lr_scheduler": scheduler}
+
+
+@pytest.mark.parametrize("make", [methods.FedNova, partial(QFedAvg, q=0.0)])
 def test_a_warm_up_from_zero(make: Any) -> None:
-    made = run(make(), 2, model=WarmUp(Normalised()), max_epochs=3)
+    made = run(make(), 2, model=table_model(WarmUp), max_epochs=3)
     assert all(value.isfinite().all() for value in made.federation.state.values())
-
-
-def test_a_rate_of_zero_is_refused_by_name() -> None:
-    with pytest.raises(FlsuiteError, match="learning rate, which is 0"):
-        run(QFedAvg(), 1, model=table_model(lr=0.0))
 
 
 class Manual(Classifier):
@@ -183,18 +153,6 @@ class Manual(Classifier):
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))
         optimizer.step()
-
-
-@pytest.mark.parametrize("make", [Ditto, APFL, partial(PFedMe, lam=1.0), MOON, IFCA, QFedAvg])
-def test_manual_optimization_is_refused_by_name(make: Any) -> None:
-    with pytest.raises(FlsuiteError, match="Manual has manual optimization"):
-        run(make(), 2, model=Manual(Normalised(), partial(SGD, lr=0.1)))
-
-
-@pytest.mark.parametrize("make", [Ditto, APFL, FedRoD, partial(PFedMe, personal_lr=0.1)])
-def test_batches_that_make_one_step_together_are_refused(make: Any) -> None:
-    with pytest.raises(FlsuiteError, match=r"leave out trainer\.accumulate_grad_batches"):
-        run(make(), 1, accumulate_grad_batches=2)
 
 
 def test_a_personal_model_that_is_not_finite_is_refused_and_named(caplog: Any) -> None:
@@ -213,19 +171,6 @@ class Described(Classifier):
         return super().training_step((batch["x"], batch["y"]), batch_idx)
 
 
-@pytest.mark.parametrize("make", [QFedAvg, IFCA])
-def test_batches_may_be_dicts(make: Any) -> None:
-    models = [kind(Normalised(), partial(SGD, lr=0.1)) for kind in (Described, Classifier)]
-    dicts, pairs = (run(make(), 2, model=model) for model in models)
-    assert_equal(dicts.federation.state, pairs.federation.state)
-
-
-@pytest.mark.parametrize("make", [FedRoD, FedProto])
-def test_batches_without_classes_are_refused_by_name(make: Any) -> None:
-    with pytest.raises(FlsuiteError, match="needs batches of inputs and classes"):
-        run(make(), 1, model=Described(Normalised(), partial(SGD, lr=0.1)))
-
-
 class OneArgument(Classifier):
     """A classifier whose step takes the batch alone."""
 
@@ -233,11 +178,15 @@ class OneArgument(Classifier):
         return super().training_step(batch, 0)
 
 
-@pytest.mark.parametrize("make", [Ditto, *long(FedALA, MOON, QFedAvg)])
-def test_a_step_may_take_the_batch_alone(make: Any) -> None:
-    models = [kind(Normalised(), partial(SGD, lr=0.1)) for kind in (OneArgument, Classifier)]
-    one, two = (run(make(), 2, model=model) for model in models)
-    assert_equal(one.federation.state, two.federation.state)
+@cache
+def plain_state(make: Any) -> State:
+    return run(make()).federation.state
+
+
+@pytest.mark.parametrize("make", [Ditto, IFCA, QFedAvg, *long(FedALA, MOON)])
+def test_batches_may_be_dicts_and_a_step_may_take_the_batch_alone(make: Any) -> None:
+    for kind in (OneArgument, Described):
+        assert_same_tree(run(make(), model=table_model(kind)).federation.state, plain_state(make))
 
 
 class Counting(Classifier):
@@ -258,31 +207,49 @@ class Counting(Classifier):
 
 @pytest.mark.parametrize("make", [MOON, *long(Ditto, QFedAvg, IFCA, FedALA)])
 def test_metrics_and_counters_of_the_model_count_its_own_steps(make: Any) -> None:
-    own, plain = (
-        table(run(one(), 2, model=Counting(Normalised(), partial(SGD, lr=0.1))))
-        for one in (make, FedAvg)
-    )
+    own, plain = (table(run(one(), model=table_model(Counting))) for one in (make, FedAvg))
     for name in ("steps", "seen"):
         key = 2, "1", "train", name
         assert own[key] == plain[key] > 0
 
 
-def test_a_step_without_a_loss_is_refused_by_name() -> None:
-    class Skips(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx else super().training_step(batch, batch_idx)
+class Skips(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx else super().training_step(batch, batch_idx)
 
-    with pytest.raises(FlsuiteError, match="Skips returned None"):
-        run(Ditto(), 1, model=Skips(Normalised(), partial(SGD, lr=0.1)))
+
+@pytest.mark.parametrize(
+    ("makes", "model", "message"),
+    [
+        ([QFedAvg], table_model(lr=0.0), "learning rate, which is 0"),
+        ([Ditto, APFL, MIXED, MOON, IFCA, QFedAvg], table_model(Manual), "manual optimization"),
+        ([methods.PerFedAvg], table_model(Manual), "change the model"),
+        ([FedRoD, FedProto], table_model(Described), "needs batches of inputs and classes"),
+        ([Ditto], table_model(Skips), "Skips returned None"),
+        ([Ditto], Classifier(Normalised(), optimizer=LBFGS), "choose another optimizer"),
+    ],
+    ids=["rate 0", "manual", "manual meta", "no classes", "no loss", "LBFGS"],
+)
+def test_a_fit_that_a_method_cannot_follow_is_refused_by_name(
+    makes: list[Any], model: Classifier, message: str
+) -> None:
+    for make in makes:
+        with pytest.raises(FlsuiteError, match=message):
+            run(make(), model=copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("make", [Ditto, APFL, FedRoD, methods.PerFedAvg, MIXED])
+def test_batches_that_make_one_step_together_are_refused(make: Any) -> None:
+    with pytest.raises(FlsuiteError, match=r"leave out (trainer\.)?accumulate_grad_batches"):
+        run(make(), 1, accumulate_grad_batches=2)
 
 
 @pytest.mark.parametrize("batchnorm", ["average", "local", "reset"])
 def test_buffers_of_a_personal_model_are_those_of_a_client_alone(batchnorm: str) -> None:
-    own, alone = (run(one, 3, batchnorm=batchnorm) for one in (Ditto(lam=0.0), LocalOnly()))
+    own, alone = (run(one, 3, batchnorm=batchnorm) for one in (Ditto(lam=0.0), methods.LocalOnly()))
     if batchnorm == "average":  # LocalOnly keeps its buffers, too
         batchnorm = "local"
-    for a, b in zip(models_of(own), models_of(alone), strict=True):
-        assert_equal(a, b)
+    assert_same_tree(models_of(own), models_of(alone))
 
 
 class Unused(Backbone):
@@ -310,15 +277,12 @@ def test_a_parameter_without_gradient_and_a_schedule_of_momentum_are_followed() 
     class Cycled(Classifier):
         def configure_optimizers(self) -> Any:
             optimizer = Own(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-            cycle = OneCycleLR(optimizer, max_lr=0.1, total_steps=200)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": cycle, "interval": "step"},
-            }
+            return stepped_with(OneCycleLR(optimizer, max_lr=0.1, total_steps=200))
 
-    own, alone = (run(one, 2, model=Cycled(Unused())) for one in (Ditto(lam=0.0), LocalOnly()))
-    for a, b in zip(models_of(own), models_of(alone), strict=True):
-        assert_equal(a, b)
+    own, alone = (
+        run(one, 2, model=Cycled(Unused())) for one in (Ditto(lam=0.0), methods.LocalOnly())
+    )
+    assert_same_tree(models_of(own), models_of(alone))
 
 
 def test_tied_weights_with_one_private_name_are_refused() -> None:
@@ -336,10 +300,4 @@ def test_other_models_than_the_first_are_not_stepped_or_clipped() -> None:
     with pytest.raises(FlsuiteError, match="leave it out"):
         IFCA(server_optimizer=partial(SGD, lr=0.1))
     with pytest.raises(FlsuiteError, match="one of several models"):
-        run(IFCA(transforms=[ClipUpdates(1.0)]))
-
-
-def test_an_optimizer_that_computes_the_loss_itself_is_refused() -> None:
-    model = Classifier(Normalised(), optimizer=torch.optim.LBFGS)
-    with pytest.raises(FlsuiteError, match="choose another optimizer"):
-        run(Ditto(), 1, model=model)
+        run(IFCA(transforms=[CLIPPED]))

@@ -26,10 +26,10 @@ HEAD = "network.3."
 class Twin:
     """FedAvg. Each subclass changes what its method changes."""
 
-    private: tuple[str, ...] = ()
     weighting = "samples"
 
-    def __init__(self, epochs: int, seed: int = 3) -> None:
+    def __init__(self, private: str | tuple[str, ...] = (), epochs: int = 2, seed: int = 3) -> None:
+        self.private = private
         run = federation(FedAvg(), 1).prepare(table_model(**OPTIMIZER), table_data())
         self.model: Any = copy.deepcopy(run.evaluator.model)
         self.data, self.epochs, self.seed = run.federation.data, epochs, seed
@@ -45,9 +45,9 @@ class Twin:
             samples = [self.data.samples(client) for client in cohort]
             if self.weighting == "uniform":
                 samples = [1] * len(cohort)
-            weights = [n / sum(samples) for n in samples]
-            new = self.mean(weights, ends)
-            new |= self.server(cohort, weights, ends, new)
+            self.cohort, self.weights = cohort, [n / sum(samples) for n in samples]
+            new = self.mean(ends)
+            new |= self.server(ends, new)
             self.w = {
                 k: v if k.startswith(self.private) else new[k].to(v.dtype)
                 for k, v in self.w.items()
@@ -75,12 +75,13 @@ class Twin:
         self.end(end)
         return end
 
-    def mean(self, weights: Sequence[float], ends: Sequence[State]) -> State:
+    def mean(self, ends: Sequence[State]) -> State:
         def of(key: str) -> Tensor:
             values = [end[key] for end in ends]
             if not values[0].is_floating_point():
                 return torch.stack(values).amax(0)
-            return sum(p * v.double() for p, v in zip(weights, values, strict=True))  # type: ignore
+            pairs = zip(self.weights, values, strict=True)
+            return sum(p * v.double() for p, v in pairs)  # type: ignore
 
         return {key: of(key) for key in self.w}
 
@@ -105,31 +106,17 @@ class Twin:
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.model(x), y)
 
-    def server(
-        self, cohort: Sequence[int], weights: Sequence[float], ends: Sequence[State], mean: State
-    ) -> State:
+    def server(self, ends: Sequence[State], mean: State) -> State:
         return {}
 
 
-class FedPerTwin(Twin):
-    private = (HEAD,)
-
-
-class LGFedAvgTwin(Twin):
-    private = ("network.0.", "network.1.")
-
-
-class FedBNTwin(Twin):
-    private = ("network.1.",)
-
-
-class FedRepTwin(FedPerTwin):
+class FedRepTwin(Twin):
     def phase(self, epoch: int) -> None:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name.startswith(HEAD) == (epoch < 1))
 
 
-class FedBABUTwin(FedPerTwin):
+class FedBABUTwin(Twin):
     def phase(self, epoch: int) -> None:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not name.startswith(HEAD))
@@ -318,23 +305,22 @@ class PerFedAvgTwin(Twin):
 class FedDynTwin(Twin):
     weighting, alpha = "uniform", 0.1
 
-    def __init__(self, epochs: int, seed: int = 3) -> None:
-        super().__init__(epochs, seed)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         zeros = {k: torch.zeros_like(self.w[k]) for k in self.names}
         self.g = {client: dict(zeros) for client in self.own}
         self.h = {k: v.double() for k, v in zeros.items()}
 
     def correct(self) -> None:
         for k, p in self.model.named_parameters():
-            p.grad += self.alpha * (p.detach() - self.w[k]) - self.g[self.client][k]
+            if k in self.shared:
+                p.grad += self.alpha * (p.detach() - self.w[k]) - self.g[self.client][k]
 
     def end(self, end: State) -> None:
         g = self.g[self.client]
         self.g[self.client] = {k: g[k] - self.alpha * (end[k] - self.w[k]) for k in g}
 
-    def server(
-        self, cohort: Sequence[int], weights: Sequence[float], ends: Sequence[State], mean: State
-    ) -> State:
+    def server(self, ends: Sequence[State], mean: State) -> State:
         clients = self.data.clients
         self.h = {
             k: h - self.alpha / clients * sum(self.changes(ends, k)) for k, h in self.h.items()
@@ -354,12 +340,10 @@ class FedNovaTwin(Twin):
     def end(self, end: State) -> None:
         self.notes[self.client]["a"] = -float(self.number.detach()) / OPTIMIZER["lr"]
 
-    def server(
-        self, cohort: Sequence[int], weights: Sequence[float], ends: Sequence[State], mean: State
-    ) -> State:
-        a = [self.notes[client]["a"] for client in cohort]
-        tau = sum(p * one for p, one in zip(weights, a, strict=True))
-        per_step = [tau * p / one for p, one in zip(weights, a, strict=True)]
+    def server(self, ends: Sequence[State], mean: State) -> State:
+        a = [self.notes[client]["a"] for client in self.cohort]
+        tau = sum(p * one for p, one in zip(self.weights, a, strict=True))
+        per_step = [tau * p / one for p, one in zip(self.weights, a, strict=True)]
         return {
             k: self.w[k].double()
             + sum(q * d for q, d in zip(per_step, self.changes(ends, k), strict=True))
@@ -370,13 +354,11 @@ class FedNovaTwin(Twin):
 class FedExPTwin(Twin):
     weighting = "uniform"
 
-    def server(
-        self, cohort: Sequence[int], weights: Sequence[float], ends: Sequence[State], mean: State
-    ) -> State:
+    def server(self, ends: Sequence[State], mean: State) -> State:
         each = {k: torch.stack(self.changes(ends, k)) for k in self.shared}
         squares = sum(float(d.square().sum()) for d in each.values())
         square = sum(float(d.mean(0).square().sum()) for d in each.values())
-        step = max(1.0, squares / (2 * len(cohort) * (square + 1e-3)))
+        step = max(1.0, squares / (2 * len(self.cohort) * (square + 1e-3)))
         return {k: self.w[k].double() + step * d.mean(0) for k, d in each.items()}
 
 
@@ -404,16 +386,3 @@ class MOONTwin(Twin):
 
     def end(self, end: State) -> None:
         self.notes[self.client]["last"] = end
-
-
-class PrivateFedExPTwin(FedExPTwin):
-    private = ("network.3.bias",)
-
-
-class PrivateFedDynTwin(FedDynTwin):
-    private = ("network.3.bias",)
-
-    def correct(self) -> None:
-        for k, p in self.model.named_parameters():
-            if k in self.shared:
-                p.grad += self.alpha * (p.detach() - self.w[k]) - self.g[self.client][k]
