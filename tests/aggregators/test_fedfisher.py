@@ -367,7 +367,8 @@ def test_the_task_of_a_fisher_is_that_of_the_data(rule: Any) -> None:
 
 def test_a_client_of_no_weight_does_no_harm() -> None:
     updates = three("kfac", (2, 2))
-    empty = update(2, net_state(0), 0, fisher=fisher_of("kfac", 9))
+    other = {**net_state(7), "count": torch.tensor(0)}
+    empty = update(2, other, 0, fisher=fisher_of("kfac", 9))
     without, _ = merge(NET, updates, "kfac")
     new, _ = merge(NET, [*updates, empty], "kfac")
     torch.testing.assert_close(new, without, rtol=0, atol=1e-12)
