@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flsuite.aggregators import (
-    CMGA,
-    Aggregator,
-    FedAvg,
-    FedFisher,
-    FedNova,
-    QFedAvg,
-    Server,
-)
+from flsuite.aggregators import CMGA, Aggregator, FedAvg, FedFisher, FedNova, QFedAvg, Server
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules import Mean
 from flsuite.aggregators.rules.base import LinearRule, sum_by_parts

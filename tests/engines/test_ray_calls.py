@@ -15,13 +15,7 @@ from flsuite.engines import InProcess, Ray
 from flsuite.engines.ray_cluster import Needs
 from flsuite.engines.ray_worker import pack, unpack
 from flsuite.errors import FederationError, FlsuiteError
-from flsuite.messages import (
-    ClientFailure,
-    ClientResult,
-    Outcome,
-    OwnScores,
-    ScoreRequest,
-)
+from flsuite.messages import ClientFailure, ClientResult, Outcome, OwnScores, ScoreRequest
 from tests.conftest import equal_states
 from tests.engines.small_ray import Fate, Plan, SmallRay
 from tests.engines.test_processes import outcomes, requests, worker_setup

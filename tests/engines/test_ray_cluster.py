@@ -12,18 +12,10 @@ import torch
 from flsuite.aggregators import IFCA, Aggregator, Ditto
 from flsuite.commands.main import main
 from flsuite.engines import InProcess, Ray
-from flsuite.messages import (
-    ClientResult,
-)
+from flsuite.messages import ClientResult
 from tests.conftest import equal_states, trainer
 from tests.engines.test_parts import Dies
-from tests.engines.test_processes import (
-    images,
-    model,
-    outcomes,
-    requests,
-    worker_setup,
-)
+from tests.engines.test_processes import images, model, outcomes, requests, worker_setup
 from tests.engines.test_ray_calls import reference, same  # noqa: F401
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # a cluster starts slowly

@@ -17,14 +17,7 @@ from flsuite.messages import ClientContext
 from flsuite.models import MLP, Classifier
 from tests.aggregators.federations import assert_same_models
 from tests.engines import test_vectorized
-from tests.engines.test_vectorized import (
-    InDouble,
-    close,
-    fitted,
-    images,
-    table_data,
-    table_model,
-)
+from tests.engines.test_vectorized import InDouble, close, fitted, images, table_data, table_model
 
 stacks = test_vectorized.stacks  # a fixture
 

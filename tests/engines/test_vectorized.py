@@ -45,13 +45,7 @@ from flsuite.engines import InProcess, Vectorized
 from flsuite.exchange import Quantize, TopK
 from flsuite.messages import ClientContext
 from flsuite.models import ACVAE, MLP, Backbone, Classifier
-from flsuite.schedules import (
-    Asynchronous,
-    Faults,
-    Measured,
-    Stragglers,
-    Synchronous,
-)
+from flsuite.schedules import Asynchronous, Faults, Measured, Stragglers, Synchronous
 from tests.aggregators.federations import (
     Quadratic,
     Quadratics,

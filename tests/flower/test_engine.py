@@ -15,14 +15,7 @@ from flsuite.flower.app import make_client_app
 from flsuite.flower.client import Site
 from flsuite.flower.engine import NodeEvaluator
 from flsuite.flower.nodes import own_client
-from flsuite.flower.records import (
-    pack,
-    read_update,
-    to_arrays,
-    to_state,
-    unpack,
-    write_update,
-)
+from flsuite.flower.records import pack, read_update, to_arrays, to_state, unpack, write_update
 from flsuite.flower.server import serve
 from tests.conftest import classifier, digits, trainer
 from tests.flower.grid import Nodes, check_round_without_client_1, convolution, node_app, unscaled
@@ -100,10 +93,7 @@ def test_a_round_that_nobody_finished_ends_the_run() -> None:
     grid = Nodes(
         5, node_app(classifier), lambda number, client, answer: None if number == 2 else answer
     )
-    with pytest.raises(
-        FederationError,
-        match=r"round 2: all 5 clients failed, client 0",
-    ):
+    with pytest.raises(FederationError, match=r"round 2: all 5 clients failed, client 0"):
         serve(grid, made, classifier(), unscaled())
     assert made.round == 1
 

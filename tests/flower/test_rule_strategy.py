@@ -13,16 +13,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import (
-    CMGA,
-    SCAFFOLD,
-    FedAdam,
-    FedAvg,
-    FedNova,
-    FedPer,
-    Krum,
-    QFedAvg,
-)
+from flsuite.aggregators import CMGA, SCAFFOLD, FedAdam, FedAvg, FedNova, FedPer, Krum, QFedAvg
 from flsuite.flower.records import to_arrays, to_state
 from flsuite.flower.rule_strategy import RuleStrategy
 from flsuite.messages import ClientUpdate

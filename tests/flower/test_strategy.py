@@ -49,11 +49,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "kept_optimizers_falling_rate": (
         convolution,
         FedAvg,
-        {
-            "batchnorm": "reset",
-            "keep_optimizers": True,
-            "lr_decay": ExponentialDecay(gamma=0.5),
-        },
+        {"batchnorm": "reset", "keep_optimizers": True, "lr_decay": ExponentialDecay(gamma=0.5)},
     ),
     "private_encoder_two_of_five": (
         fused,

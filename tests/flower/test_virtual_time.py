@@ -22,10 +22,7 @@ REFUSED = (
 
 @pytest.mark.parametrize(
     "schedule",
-    [
-        Asynchronous(2),
-        Synchronous(deadline=1.0, speeds=Stragglers()),
-    ],
+    [Asynchronous(2), Synchronous(deadline=1.0, speeds=Stragglers())],
     ids=["asynchronous", "deadline"],
 )
 def test_a_schedule_that_nodes_cannot_follow_is_refused(schedule: Schedule, tmp_path: Path) -> None:

@@ -164,14 +164,8 @@ class Louder(Mean):
 @pytest.mark.parametrize(
     ("loud", "message"),
     [
-        (
-            Louder(round=1, clients=(1, 2, 4)),
-            "round 1: .* 3 of 5 clients .* client 1:",
-        ),
-        (
-            Louder(round=2, clients=(0, 1, 2, 3, 4)),
-            "round 2: the contributions of 5 of 5",
-        ),
+        (Louder(round=1, clients=(1, 2, 4)), "round 1: .* 3 of 5 clients .* client 1:"),
+        (Louder(round=2, clients=(0, 1, 2, 3, 4)), "round 2: the contributions of 5 of 5"),
     ],
 )
 def test_a_sum_without_enough_usable_contributions_names_the_first_fault(
