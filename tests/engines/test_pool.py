@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule, Trainer
 
 from flsuite.callbacks import FederationCallback
 from flsuite.engines import Processes
-from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientResult
 from tests.conftest import classifier, digits, equal_states, state_without_client_1, trainer
 from tests.engines.sabotage import Sabotage
@@ -103,9 +102,3 @@ def test_a_worker_killed_between_two_clients_leaves_the_next_one_its_retry(
     made.fit(classifier(), digits(clients=3))
     assert (tmp_path / "done").exists()
     assert not made.federation.log.failures
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
-def test_an_impossible_timeout_is_refused(timeout: float) -> None:
-    with pytest.raises(FlsuiteError, match="Processes: timeout must be positive"):
-        Processes(timeout=timeout)

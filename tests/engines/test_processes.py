@@ -1,10 +1,11 @@
 """An engine decides where clients train, and never affects the results."""
 
 import gc
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,30 @@ def outcomes(engine: Engine, submitted: list[FitRequest]) -> list[Outcome]:
     return [engine.collect(number) for number in list(engine.pending)]
 
 
+Start = Callable[..., dict[str, Tensor]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Return a function that starts an engine and returns the state that a round starts from.
+
+    It adds ``extra`` to the ``model`` or the ``data`` that workers receive.
+    """
+    engines: list[Engine] = []
+
+    def started(engine: Engine, **extra: Any) -> dict[str, Tensor]:
+        made, state = worker_setup()
+        for part, value in extra.items():
+            setattr(getattr(made, part), "extra", value)  # noqa: B010
+        engines.append(engine)
+        engine.start(made)
+        return state
+
+    yield started
+    for engine in engines:
+        engine.stop()
+
+
 def within(seconds: float, function: Callable[[], Any]) -> Any:
     """Call ``function`` and return its result. Fail if it hangs."""
     pool = ThreadPoolExecutor(1)
@@ -129,19 +154,15 @@ def reference() -> dict[int, dict[str, Tensor]]:
     ids=["in_process", "one", "four"],
 )
 def test_outcomes_are_the_same_bit_for_bit_and_in_order(
-    engine: Engine, reference: dict[int, dict[str, Tensor]]
+    engine: Engine, reference: dict[int, dict[str, Tensor]], start: Start
 ) -> None:
-    made, state = worker_setup()
-    engine.start(made)
-    try:
-        for order in ((5, 0, 3, 1, 4, 2), (2, 2, 0)):
-            results = outcomes(engine, requests(state, order))
-            updates = [outcome.update for outcome in results if isinstance(outcome, ClientResult)]
-            assert [update.client for update in updates] == list(order)
-            assert all(equal_states(update.state, reference[update.client]) for update in updates)
-            assert [update.samples for update in updates] == [SIZES[client] for client in order]
-    finally:
-        engine.stop()
+    state = start(engine)
+    for order in ((5, 0, 3, 1, 4, 2), (2, 2, 0)):
+        results = outcomes(engine, requests(state, order))
+        updates = [outcome.update for outcome in results if isinstance(outcome, ClientResult)]
+        assert [update.client for update in updates] == list(order)
+        assert all(equal_states(update.state, reference[update.client]) for update in updates)
+        assert [update.samples for update in updates] == [SIZES[client] for client in order]
 
 
 class Maps(Callback):
@@ -149,9 +170,8 @@ class Maps(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loader: Any = trainer.train_dataloader
-        if not all(
-            _mapped(tensor.data_ptr()) for tensor in (loader.data.train.x, loader.data.train.y)
-        ):
+        train = loader.data.train
+        if not all(_mapped(tensor.data_ptr()) for tensor in (train.x, train.y)):
             raise RuntimeError("a copy")
 
 
@@ -164,20 +184,10 @@ def _mapped(address: int) -> bool:
 
 
 @LINUX
-def test_workers_share_the_dataset() -> None:
-    made, state = worker_setup()
+def test_workers_share_the_dataset(start: Start) -> None:
     engine = Processes(workers=2)
-    engine.start(made)
-    try:
-        assert all(
-            isinstance(o, ClientResult)
-            for o in outcomes(engine, requests(state, callbacks=(Maps(),)))
-        )
-    finally:
-        engine.stop()
-
-
-# What travels
+    results = outcomes(engine, requests(start(engine), callbacks=(Maps(),)))
+    assert {type(outcome) for outcome in results} == {ClientResult}
 
 
 # What goes wrong
@@ -196,19 +206,11 @@ def _refuse(home: int) -> None:
 
 
 @pytest.mark.parametrize(("part", "workers"), [("model", 3), ("data", 1)])
-def test_a_worker_that_cannot_start_ends_the_run(part: str, workers: int) -> None:
-    made, state = worker_setup()
-    if part == "model":
-        made.model.glass = Unreadable()  # type: ignore[assignment]
-    else:
-        made.data.glass = Unreadable()  # type: ignore[attr-defined]
+def test_a_worker_that_cannot_start_ends_the_run(part: str, workers: int, start: Start) -> None:
     engine = Processes(workers=workers)
-    engine.start(made)
-    try:
-        with pytest.raises(RuntimeError, match=r"a worker failed:(.|\n)*made of glass"):
-            within(60, lambda: outcomes(engine, requests(state)))
-    finally:
-        engine.stop()
+    state = start(engine, **{part: Unreadable()})
+    with pytest.raises(RuntimeError, match=r"a worker failed:(.|\n)*made of glass"):
+        within(60, lambda: outcomes(engine, requests(state)))
 
 
 class Waits:
@@ -220,19 +222,14 @@ class Waits:
 
 @pytest.mark.parametrize("timeout", [None, 30.0])
 def test_a_worker_that_hangs_in_its_setup_ends_the_run(
-    timeout: float | None, monkeypatch: pytest.MonkeyPatch
+    timeout: float | None, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "_SETUP", 0.2)
-    made, state = worker_setup()
-    made.model.waits = Waits()  # type: ignore[assignment]
-    state["large"] = torch.zeros(2**20)  # more than a pipe takes before the worker reads
     engine = Processes(workers=1, timeout=timeout)
-    engine.start(made)
-    try:
-        with pytest.raises(FederationError, match=r"setup .* did not end within 0\.2 seconds"):
-            within(20, lambda: outcomes(engine, requests(state)))
-    finally:
-        engine.stop()
+    state = start(engine, model=Waits())
+    state["large"] = torch.zeros(2**20)  # more than a pipe takes before the worker reads
+    with pytest.raises(FederationError, match=r"setup .* did not end within 0\.2 seconds"):
+        within(20, lambda: outcomes(engine, requests(state)))
 
 
 class Exits(Callback):
@@ -246,13 +243,11 @@ class Exits(Callback):
 
 @pytest.mark.parametrize("engine", [InProcess(), Processes(workers=1)])
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)])  # in the first fit of a Trainer, and later
-def test_a_client_that_calls_exit_has_failed(engine: Engine, order: tuple[int, ...]) -> None:
-    made, state = worker_setup()
-    engine.start(made)
-    try:
-        results = within(60, lambda: outcomes(engine, requests(state, order, callbacks=(Exits(),))))
-    finally:
-        engine.stop()
+def test_a_client_that_calls_exit_has_failed(
+    engine: Engine, order: tuple[int, ...], start: Start
+) -> None:
+    asked = requests(start(engine), order, callbacks=(Exits(),))
+    results = within(60, lambda: outcomes(engine, asked))
     (failure,) = (outcome for outcome in results if isinstance(outcome, ClientFailure))
     assert failure.client == 1
     assert failure.reason.startswith("SystemExit: 3 (test_processes.py, line ")
@@ -283,25 +278,26 @@ def test_a_setting_that_nobody_can_train_with_is_the_users_error(engine: Engine)
         within(60, lambda: made.fit(model(), images()))
 
 
-@pytest.mark.parametrize("arguments", [{"workers": 0}, {"threads": 0}])
-def test_impossible_engines_are_refused(arguments: dict[str, int]) -> None:
-    with pytest.raises(
-        FlsuiteError, match=f"Processes: {next(iter(arguments))} must be at least 1"
-    ):
-        Processes(**arguments)
-    with pytest.raises(FlsuiteError, match="InProcess: threads must be at least 1"):
-        InProcess(threads=0)
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (Processes, {"workers": 0}, "Processes: workers must be at least 1"),
+        (Processes, {"threads": 0}, "Processes: threads must be at least 1"),
+        (InProcess, {"threads": 0}, "InProcess: threads must be at least 1"),
+        *((Processes, {"timeout": bad}, "timeout must be positive") for bad in (0, -1.0, math.nan)),
+    ],
+)
+def test_impossible_engines_are_refused(make: Any, arguments: Any, message: str) -> None:
+    with pytest.raises(FlsuiteError, match=message):
+        make(**arguments)
 
 
 # What is left behind
 
 
 def _alive() -> set[int]:
-    return {
-        p.pid
-        for p in psutil.Process().children(recursive=True)
-        if p.status() != psutil.STATUS_ZOMBIE
-    }
+    children = psutil.Process().children(recursive=True)
+    return {p.pid for p in children if p.status() != psutil.STATUS_ZOMBIE}
 
 
 def _descriptors() -> int:
@@ -331,14 +327,8 @@ def test_stop_leaves_no_process_and_no_descriptor() -> None:
     assert len(dumps(engine)) < 1000, "an engine that has stopped is plain data"
 
 
-def test_an_abandoned_round_can_be_followed_by_another_run() -> None:
-    made, state = worker_setup()
+def test_an_abandoned_round_can_be_followed_by_another_run(start: Start) -> None:
     engine = Processes(workers=2)
-    engine.start(made)
-    engine.submit(requests(state))
+    engine.submit(requests(start(engine)))
     engine.collect(0)
-    engine.start(made)
-    try:
-        assert len(outcomes(engine, requests(state, (1, 2)))) == 2
-    finally:
-        engine.stop()
+    assert len(outcomes(engine, requests(start(engine), (1, 2)))) == 2

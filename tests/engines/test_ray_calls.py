@@ -100,9 +100,8 @@ def test_the_outcomes_are_those_of_one_process(
     _, state = worker_setup()
     zero = {name: torch.zeros_like(value) for name, value in state.items()}
     for order in ((5, 0, 3, 1, 4, 2), (2, 2, 0)):
-        assert same(
-            outcomes(engine, requests(state, order)), reference, {0, 1, 2, 3, 4, 5} - {*order}
-        )
+        others = {*range(6)} - {*order}
+        assert same(outcomes(engine, requests(state, order)), reference, others)
     engine.submit(requests(state)[:3] + requests(zero, round=2)[3:])
     results = [engine.collect(number) for number in reversed(engine.pending)]
     assert same(results[3:], reference, (3, 4, 5)) and not same(results[:3], reference, (0, 1, 2))
@@ -120,22 +119,21 @@ def test_scores_are_those_of_one_process(start: Start) -> None:
     assert {type(one) for one in scores} == {OwnScores}
 
 
-def test_the_clients_of_a_dead_worker_go_to_another(
-    start: Start, reference: dict[int, Any], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("on", ["work", "prepare"])
+def test_a_dead_worker_is_replaced_and_its_clients_go_to_another(
+    on: str, start: Start, reference: dict[int, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, cluster = start(first_worker("dies", on="work"))
-    _, state = worker_setup()
-    assert same(outcomes(engine, requests(state)), reference)
+    engine, cluster = start(first_worker("dies", on))
+    assert same(outcomes(engine, requests(worker_setup()[1])), reference)
     assert len(cluster.handles) == 3
-    assert "died (It was killed) and is replaced" in caplog.text
+    assert ("died (It was killed) and is replaced" in caplog.text) == (on == "work")
 
 
 @pytest.mark.parametrize(("fate", "deaths"), [("dies", 2), ("dies unseen", 3)])
 def test_a_client_whose_worker_dies_twice_has_failed(start: Start, fate: Fate, deaths: int) -> None:
     """A death before the call was read is the client's fault only from the second on."""
     engine, cluster = start(every_worker(fate, on="work"), cpus=1)
-    _, state = worker_setup()
-    (failure,) = outcomes(engine, requests(state, (3,)))
+    (failure,) = outcomes(engine, requests(worker_setup()[1], (3,)))
     assert isinstance(failure, ClientFailure) and failure.reason == "its worker died twice"
     assert len(cluster.handles) == deaths + 1
 
@@ -144,8 +142,7 @@ def test_a_client_that_takes_too_long_has_failed_and_no_other(
     start: Start, reference: dict[int, Any]
 ) -> None:
     engine, cluster = start(first_worker("hangs", on="work", before=1), timeout=0.3)
-    _, state = worker_setup()
-    results = outcomes(engine, requests(state))
+    results = outcomes(engine, requests(worker_setup()[1]))
     (failure,) = [outcome for outcome in results if isinstance(outcome, ClientFailure)]
     assert failure.reason == "it did not finish within 0.3 seconds (engine.timeout)"
     assert same(results, reference, (failure.client,)) and len(cluster.handles) == 3
@@ -157,14 +154,6 @@ def test_three_workers_that_die_at_the_start_end_the_run(start: Start) -> None:
         outcomes(engine, requests(worker_setup()[1]))
     with pytest.raises(FederationError, match="no worker is left"):
         engine._wait()
-
-
-def test_one_worker_that_dies_at_the_start_is_replaced(
-    start: Start, reference: dict[int, Any]
-) -> None:
-    engine, cluster = start(first_worker("dies", on="prepare"))
-    assert same(outcomes(engine, requests(worker_setup()[1])), reference)
-    assert len(cluster.handles) == 3
 
 
 def test_a_cluster_without_room_is_noticed_while_nobody_starts(

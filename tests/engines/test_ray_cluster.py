@@ -73,14 +73,9 @@ def both_ready(engine: Ray) -> Ray:
 
 def node_of(handle: Any) -> str:
     """Return the node of an actor."""
-    return described(handle)["Address"]["NodeID"]
-
-
-def described(handle: Any) -> dict[str, Any]:
-    """Return what the cluster knows about an actor."""
     from ray._private.state import actors
 
-    return actors(handle._actor_id.hex())
+    return actors(handle._actor_id.hex())["Address"]["NodeID"]
 
 
 # On two nodes
@@ -97,18 +92,8 @@ def test_outcomes_are_the_same_bit_for_bit_and_in_order(
         updates = [outcome.update for outcome in results if isinstance(outcome, ClientResult)]
         assert [update.client for update in updates] == list(order)
         assert all(equal_states(update.state, reference[update.client]) for update in updates)
-
-
-def test_an_outcome_belongs_to_this_process(both_ready: Ray) -> None:
-    _, state = worker_setup()
-    (result,) = outcomes(both_ready, requests(state, (0,)))
-    assert isinstance(result, ClientResult)
-    for tensor in result.update.state.values():
-        tensor.zero_()  # in the store it would be refused, or change for others
-    (again,) = outcomes(both_ready, requests(state, (0,)))
-    assert isinstance(again, ClientResult) and any(
-        tensor.any() for tensor in again.update.state.values()
-    )
+        for update in updates:
+            next(iter(update.state.values())).zero_()  # in the store it would be refused
 
 
 # Deaths

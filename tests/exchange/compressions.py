@@ -1,8 +1,9 @@
 """Shared helpers of the codec tests: a model's shapes, and the path of a payload."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -73,6 +74,14 @@ def sent(
     assert mismatch(decoded.change, expected.change) is None
     assert mismatch(decoded.statistics, expected.statistics) is None
     return message, decoded, metrics
+
+
+def assert_refused(codec: Transform, template: Payload, good: Payload, bad: Iterable[Any]) -> None:
+    """Check that a codec reads the good message, and none of the bad ones."""
+    for message in bad:
+        with pytest.raises(ValueError, match=r"\w"):
+            codec.decode(message, template, {})
+    codec.decode(good, template, {})
 
 
 def assert_same(got: Any, expected: Any) -> None:

@@ -150,7 +150,6 @@ def test_the_server_adds_up_what_codes_have_become_under_masks() -> None:
     (LocalOnly(), Quantize(), {}, "Quantize: clients send nothing"),
     (LocalOnly(), TopK(), {}, "TopK: clients send no parameters"),
     (FedAvg(), LowRank(), {}, "LowRank needs matrices, but (FedAvg|Mean) "),
-    (FedAvg(), TopK(), {"secure_sum": PairwiseMasks()}, "TopK needs each update, but PairwiseM"),
     (Aggregator(transforms=[Quantize(), ClipUpdates()]), None, {}, "ClipUpdates needs dense chan"),
     (Aggregator(transforms=[Quantize()]), TopK(), {}, "TopK needs dense changes, but Quantize"),
 ])  # fmt: skip

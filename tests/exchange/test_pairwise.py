@@ -53,10 +53,18 @@ def run(
     masks: PairwiseMasks, arrived: Iterable[int] = CLIENTS, clients: Iterable[int] = CLIENTS
 ) -> tuple[PairwiseParties, State, SumReport]:
     """Return the parties of a round, the sums, and their cost."""
+    parties = holding(masks, arrived, clients)
+    return parties, *parties.finish(set(arrived))
+
+
+def holding(
+    masks: PairwiseMasks, arrived: Iterable[int] = CLIENTS, clients: Iterable[int] = CLIENTS
+) -> PairwiseParties:
+    """Return the parties of a round whose arrived clients have trained."""
     parties = masks.begin(list(clients))
     for client in arrived:
         parties.hold(client, contribution(client))
-    return parties, *parties.finish(set(arrived))
+    return parties
 
 
 def plain_sum(arrived: Iterable[int], clients: int = len(CLIENTS)) -> State:
@@ -109,8 +117,8 @@ def codes(client: int, ranges: tuple[float, ...]) -> np.ndarray:
 
 def test_the_sum_is_the_plain_modular_sum_bit_for_bit_with_any_keys() -> None:
     expected = plain_sum(CLIENTS)
-    for _ in range(2):
-        _, sums, _ = run(configured())
+    for masks in (configured(), pickle.loads(pickle.dumps(configured()))):
+        _, sums, _ = run(masks)
         assert_equal(sums, expected)
 
     exact = {n: sum(contribution(c)[n].double() for c in CLIENTS) for n in expected}
@@ -134,26 +142,19 @@ def test_any_dropouts_above_the_threshold_are_recovered(survivors: tuple[int, ..
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_below_the_threshold_the_round_fails_in_words(count: int) -> None:
-    masks = configured()
-    parties = masks.begin(CLIENTS)
-    for client in CLIENTS[:count]:
-        parties.hold(client, contribution(client))
+    parties = holding(configured(), CLIENTS[:count])
     with pytest.raises(FederationError, match=f"{count} of 5 clients came back"):
         parties.finish(CLIENTS[:count])
 
 
 def test_clients_that_are_gone_after_masking_are_in_the_sum() -> None:
-    parties = configured().begin(CLIENTS)
-    for client in CLIENTS:
-        parties.hold(client, contribution(client))
+    parties = holding(configured())
     sums, report = parties.finish(CLIENTS[:4], gone=CLIENTS[3:])
     assert_equal(sums, plain_sum(CLIENTS[:4]))
     assert report.survivors == CLIENTS[:4]
     assert [c for c in CLIENTS if report.costs[c].sent["unmasking"]] == list(CLIENTS[:3])
 
-    parties = configured().begin(CLIENTS)
-    for client in CLIENTS:
-        parties.hold(client, contribution(client))
+    parties = holding(configured())
     with pytest.raises(FederationError, match="2 of 5 clients revealed their shares, but 3"):
         parties.finish(CLIENTS, gone=CLIENTS[2:])
 
@@ -257,8 +258,7 @@ def test_contributions_that_cannot_be_summed_are_refused_on_the_client() -> None
 
 
 def test_a_client_refuses_what_would_uncover_it() -> None:
-    masks = configured()
-    parties = masks.begin(CLIENTS)
+    parties = configured().begin(CLIENTS)
     device, public = parties._devices[0], parties.server.public
     fresh = PairwiseClient(0, contribution(0))
     own = {**public, 0: fresh.public_keys()}
@@ -295,11 +295,9 @@ def test_a_client_refuses_what_would_uncover_it() -> None:
 
 
 def test_the_server_refuses_messages_of_another_form() -> None:
-    masks = configured()
-    parties = masks.begin(CLIENTS)
+    parties = holding(configured())
     server, devices = parties.server, parties._devices
     for client in CLIENTS:
-        parties.hold(client, contribution(client))
         parties.ask("maxima", client, PairwiseClient.maxima)
     size, key = 128, b"k" * 32
     for bad, match in (
@@ -377,35 +375,28 @@ def test_a_threshold_out_of_bounds_is_refused(threshold: float) -> None:
 
 
 def test_cohorts_that_the_threshold_does_not_fit_are_refused() -> None:
-    with pytest.raises(FlsuiteError, match=r"threshold 2 is not a majority of 4"):
-        configured(4, threshold=2)
-    with pytest.raises(FlsuiteError, match="2 clients take part, but 3 are needed"):
-        configured(2, threshold=3)
-    with pytest.raises(FlsuiteError, match=r"1 client takes part, .* let at least 2"):
-        configured(1)
+    for clients, threshold, match in (
+        (4, 2, "threshold 2 is not a majority of 4"),
+        (2, 3, "2 clients take part, but 3 are needed"),
+        (1, 0.5, "1 client takes part, .* let at least 2"),
+    ):
+        with pytest.raises(FlsuiteError, match=match):
+            configured(clients, threshold=threshold)
     masks = configured(5, threshold=4)
-    with pytest.raises(FederationError, match="3 clients take part, but 4 are needed"):
-        masks.begin((1, 2, 3))
-    with pytest.raises(FederationError, match="1 client takes part"):
-        masks.begin((1,))
+    for cohort, match in (((1, 2, 3), "3 clients take part, but 4"), ((1,), "1 client takes")):
+        with pytest.raises(FederationError, match=match):
+            masks.begin(cohort)
 
 
 def test_ranges_that_do_not_fit_the_contributions_are_refused() -> None:
-    with pytest.raises(FlsuiteError, match="no pattern of ranges matches fisher/w"):
-        configured(ranges={"state": 1.0})
-    with pytest.raises(FlsuiteError, match=r"'typo' of ranges matches no entry"):
-        configured(ranges={"*": 1.0, "typo": 1.0})
-    for bad in (0.0, -1.0, float("inf")):
-        with pytest.raises(FlsuiteError, match=r"ranges\['w'\] must be positive"):
-            PairwiseMasks(ranges={"w": bad})
-    with pytest.raises(FlsuiteError, match="ranges must be a mapping or one of maxima"):
-        PairwiseMasks(ranges="minima")  # type: ignore[arg-type]
-
-
-def test_it_travels_to_workers() -> None:
-    masks = pickle.loads(pickle.dumps(configured()))
-    _, sums, _ = run(masks)
-    assert_equal(sums, plain_sum(CLIENTS))
+    for ranges, match in (
+        ({"state": 1.0}, "no pattern of ranges matches fisher/w"),
+        ({"*": 1.0, "typo": 1.0}, "'typo' of ranges matches no entry"),
+        *(({"w": bad}, r"ranges\['w'\] must be positive") for bad in (0.0, -1.0, float("inf"))),
+        ("minima", "ranges must be a mapping or one of maxima"),
+    ):
+        with pytest.raises(FlsuiteError, match=match):
+            configured(ranges=ranges)
 
 
 def test_what_is_revealed_leaves_every_single_vector_masked(received: list[Any]) -> None:

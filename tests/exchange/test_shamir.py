@@ -5,6 +5,7 @@ from contextlib import suppress
 from itertools import combinations
 
 import pytest
+from sympy import nextprime
 
 from flsuite.exchange.shamir import (
     PRIME,
@@ -18,23 +19,8 @@ from flsuite.exchange.shamir import (
 SECRETS = (bytes(32), b"\xff" * 32, secrets.token_bytes(32))
 
 
-def is_prime(number: int) -> bool:
-    """Return whether a number passes the test of Miller and Rabin for the first 25 primes."""
-    bases = [n for n in range(2, 98) if all(n % k for k in range(2, n))]
-    power = ((number - 1) & -(number - 1)).bit_length() - 1
-    for base in bases:
-        if number % base == 0:
-            return number == base
-        x = pow(base, (number - 1) >> power, number)
-        if x not in (1, number - 1) and number - 1 not in (
-            x := x * x % number for _ in range(power - 1)
-        ):
-            return False
-    return True
-
-
 def test_the_field_is_the_smallest_that_holds_every_secret() -> None:
-    assert [n for n in range(2**256, PRIME + 1) if is_prime(n)] == [PRIME]
+    assert nextprime(2**256 - 1) == PRIME
     assert PRIME.bit_length() <= 8 * SHARE_BYTES
     assert 2 ** (8 * SECRET_BYTES) < PRIME
 
