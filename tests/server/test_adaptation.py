@@ -22,15 +22,8 @@ from tests.conftest import state, table
 
 
 def data(unseen: float = 0.0) -> Synthetic:
-    return Synthetic(
-        features=5,
-        classes=3,
-        samples=400,
-        clients=6,
-        partition=Dirichlet(0.3, min_samples=8),
-        batch_size=16,
-        unseen_clients=unseen,
-    )
+    small = {"features": 5, "classes": 3, "samples": 400, "clients": 6, "batch_size": 16}
+    return Synthetic(partition=Dirichlet(0.3, min_samples=8), unseen_clients=unseen, **small)
 
 
 def last(made: object) -> dict[str, float]:
@@ -61,8 +54,7 @@ def test_engines_and_a_resume_agree(make: type[Aggregator], tmp_path: Path) -> N
     whole = run(make(), 2, data(0.3), engine=InProcess(), **settings)
     folder = str(tmp_path / "run")
     run(make(), 1, data(0.3), run_dir=folder, **settings)
-    again = {"run_dir": folder, "engine": Processes(workers=2), **settings}
-    resumed = federation(make(), 2, **again)
+    resumed = federation(make(), 2, run_dir=folder, engine=Processes(workers=2), **settings)
     resumed.fit(table_model(), data(0.3), ckpt_path="last")
     assert last(resumed) == last(whole)
 
@@ -71,8 +63,7 @@ def test_clients_outside_never_train_and_are_scored() -> None:
     made = run(FedAvg(), 3, data(0.3), adapt_epochs=2)
     federation = made.federation
     assert (federation.data.clients, federation.data.unseen) == (4, 2)
-    drawn = {update.client for update in federation.log.updates}
-    assert drawn == {0, 1, 2, 3}
+    assert {update.client for update in federation.log.updates} == {0, 1, 2, 3}
     assert federation.server.layout.clients == 4
 
     rows = table(made)

@@ -1,6 +1,7 @@
 """What arrives from clients is checked before an aggregator sees it."""
 
 import logging
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,7 @@ def test_a_faulty_client_is_refused_and_named_and_the_round_goes_on(
         made = fit(Aggregator(Mean("uniform"), _Faulty(change=change)))
     (failure,) = made.federation.log.failures
     assert (failure.client, failure.round) == (1, 2)
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(failure.reason)
+    assert re.search(words, failure.reason)
     assert any("round 2: client 1 failed" in record.getMessage() for record in caplog.records)
     assert equal_states(made.federation.state, without.federation.state)
     ours, theirs = (m.federation.server.memory["objective"]["control"] for m in (made, without))
@@ -153,8 +153,7 @@ def test_claims_that_are_not_possible_are_refused(claim: dict[str, Any], words: 
     assert uplink.checked(honest, broadcast) == honest
     refused = uplink.checked(ClientResult(replace(update, **claim), {}), broadcast)
     assert isinstance(refused, ClientFailure) and len(refused.reason) < 250
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(refused.reason)
+    assert re.search(words, refused.reason)
     record = RoundLog(1)
     _count_refused(replace(update, **claim), record)
     assert record.lost_up == 0, "the round's bytes would overflow"

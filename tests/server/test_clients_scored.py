@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from flsuite.data import IID
-from flsuite.models import MLP, Classifier
-from tests.conftest import digits, trainer
+from tests.conftest import classifier, digits, trainer
 
 FEW, ALL, ROUNDS = 2, 6, 3
 
@@ -15,8 +14,7 @@ FEW, ALL, ROUNDS = 2, 6, 3
 def fit(private: tuple[str, ...]) -> Any:
     torch.set_num_threads(1)
     made = trainer(rounds=ROUNDS, score_clients=FEW)
-    model = Classifier(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1), private=private)
-    made.fit(model, digits(clients=ALL, partition=IID()))
+    made.fit(classifier(private=private), digits(clients=ALL, partition=IID()))
     return made
 
 
@@ -57,5 +55,5 @@ def test_clients_of_a_shared_model_are_compared_likewise() -> None:
 
 def test_where_all_clients_are_compared_nothing_is_scored_twice() -> None:
     made = trainer(rounds=1, score_clients=ALL)
-    made.fit(Classifier(MLP(hidden=(8,))), digits(clients=ALL, partition=IID()))
+    made.fit(classifier(), digits(clients=ALL, partition=IID()))
     assert not [row for row in made.run.folder.table.rows if row[7].startswith("all_clients/")]

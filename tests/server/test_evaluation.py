@@ -13,7 +13,7 @@ from flsuite.data import DataSpec, DataSplit, FederatedDataModule, PublishedSpli
 from flsuite.data.rows import RaggedIndex
 from flsuite.errors import FlsuiteError
 from flsuite.metrics import scores
-from flsuite.models import MLP, Classifier
+from flsuite.models import Classifier
 from flsuite.server.evaluation import GLOBAL, Evaluator
 from flsuite.state import clone
 from flsuite.trainer import FederatedTrainer
@@ -59,12 +59,8 @@ def test_a_clients_scores_are_those_of_its_slice(split: Any) -> None:
     assert scored[GLOBAL]["accuracy_client_mean"] == pytest.approx(np.mean(clients))
     assert scored[GLOBAL]["accuracy_client_worst"] == min(clients)
     assert scored[GLOBAL]["accuracy_client_std"] == pytest.approx(np.std(clients))
-    weighted = sum(
-        row["accuracy"] * row["samples"] for scope, row in scored.items() if scope != GLOBAL
-    )
-    assert scored[GLOBAL]["accuracy"] == pytest.approx(
-        weighted / sum(len(rows[c]) for c in range(6))
-    )
+    samples = [row["samples"] for scope, row in scored.items() if scope != GLOBAL]
+    assert scored[GLOBAL]["accuracy"] == pytest.approx(np.average(clients, weights=samples))
 
 
 def test_evaluation_leaves_the_model_in_training_mode_and_ignores_batches() -> None:
@@ -80,10 +76,7 @@ def personal() -> FederatedTrainer:
     """Fit a federation whose clients keep their heads."""
     torch.set_num_threads(1)
     made = trainer(rounds=3, evaluate_every=3)
-    model = Classifier(
-        MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1), private=["network.3"]
-    )
-    made.fit(model, digits(clients=6))
+    made.fit(classifier(private=["network.3"]), digits(clients=6))
     return made
 
 
@@ -138,9 +131,8 @@ def test_the_publishers_validation_split_belongs_to_nobody() -> None:
 
 def test_without_validation_data_there_are_no_scores() -> None:
     made = evaluator(WithPublishedValidation(clients=4, val_fraction=0.0))
-    assert (
-        made.data.val is None and made.shared(clone(made.model.state_dict()), "val", range(4)) == {}
-    )
+    assert made.data.val is None
+    assert made.shared(clone(made.model.state_dict()), "val", range(4)) == {}
 
 
 def picked(made: FederatedTrainer, statistic: str) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 
 from flsuite.aggregators import Mean
 from flsuite.callbacks import FederationCallback
-from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, PublishedSplits
+from flsuite.data import DataSpec, DataSplit, FederatedDataModule, Natural, PublishedSplits
 from flsuite.engines import InProcess, Processes
 from flsuite.errors import FederationError, FlsuiteError
 from flsuite.messages import ClientFailure
@@ -26,14 +26,12 @@ class Breaks(Callback):
 
     affects = "nothing"  # a run is resumed without it
 
-    def __init__(
-        self, how: str, clients: tuple[int, ...] = (1,), rounds: tuple[int, ...] = (2,)
-    ) -> None:
-        self.how, self.clients, self.rounds = how, clients, rounds
+    def __init__(self, how: str, clients: tuple[int, ...] = (1,), round: int = 2) -> None:
+        self.how, self.clients, self.round = how, clients, round
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loader: Any = trainer.train_dataloader
-        if loader.client not in self.clients or loader.round not in self.rounds:
+        if loader.client not in self.clients or loader.round != self.round:
             return
         if self.how == "raise":
             raise RuntimeError("the scanner is on fire")
@@ -68,19 +66,17 @@ def test_the_round_goes_on_without_a_failed_client(
     failing = trainer(rounds=3, engine=engine, callbacks=[Breaks(how), recorder])
     with caplog.at_level(logging.WARNING, logger="flsuite"):
         failing.fit(classifier(), digits())
-    assert [(f.client, f.round) for f in recorder.failures] == [
-        (1, 2)
-    ] and reason in recorder.failures[0].reason
-    assert any(
-        "round 2: client 1 failed" in r.message and reason in r.message for r in caplog.records
-    )
+    (failure,) = recorder.failures
+    assert (failure.client, failure.round) == (1, 2) and reason in failure.reason
+    (line,) = (r.message for r in caplog.records if "round 2: client 1 failed" in r.message)
+    assert reason in line
     assert equal_states(failing.federation.state, state_without_client_1())
     failed = [row for row in failing.run.folder.table.rows if row[7] == "failed" and row[8] > 0]
     assert [(row[0], row[8]) for row in failed] == [(2, 1.0)]
 
 
 def test_all_clients_failing_keeps_the_last_good_state(tmp_path: Path) -> None:
-    broken = trainer(rounds=4, run_dir=tmp_path, callbacks=[Breaks("raise", tuple(range(5)), (3,))])
+    broken = trainer(rounds=4, run_dir=tmp_path, callbacks=[Breaks("raise", (0, 1, 2, 3, 4), 3)])
     with pytest.raises(FederationError, match="round 3: all 5 clients failed, client 0"):
         broken.fit(classifier(), digits())
     good = trainer(rounds=2)
@@ -113,8 +109,6 @@ class TinyImages(FederatedDataModule):
 
 
 def test_one_sample_an_absent_class_and_a_last_batch_of_one_all_train() -> None:
-    from flsuite.data import Natural
-
     recorder = Recorder()
     module = TinyImages(clients=4, partition=Natural(), batch_size=4, val_fraction=0.0)
     made = trainer(rounds=2, callbacks=[recorder])
@@ -132,8 +126,6 @@ def test_a_model_of_another_kind_is_refused() -> None:
     model.ensure_built(DataSpec((1, 28, 28), 10))
     with pytest.raises(FlsuiteError, match="built for multiclass data of shape"):
         trainer().fit(model, digits())
-    with pytest.raises(FlsuiteError, match="5000 clients cannot share"):
-        trainer().fit(classifier(), digits(clients=5000, partition=IID()))
 
 
 def test_a_clients_model_has_the_servers_running_statistics() -> None:

@@ -1,7 +1,7 @@
 """The tools that the server offers to an aggregator."""
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from sklearn.metrics import accuracy_score
 
 from flsuite import FederatedTrainer
 from flsuite.aggregators import Aggregator, CohortRule, FedAvg, Mean, Rule, Server
-from flsuite.data import Digits, Dirichlet, FashionMNIST
+from flsuite.data import DataSpec, DataSplit, FashionMNIST, PublishedSplits
 from flsuite.engines import Processes
 from flsuite.messages import ClientUpdate
-from flsuite.models import MLP, Classifier
+from flsuite.models import Classifier
 from flsuite.models.backbones import LeNet5
 from flsuite.state import State, Sums
-from tests.conftest import equal_states
+from tests.conftest import classifier, digits, equal_states, trainer
 
 
 class Curious(CohortRule):
@@ -29,16 +29,12 @@ class Curious(CohortRule):
         return rule.result(server, sums.values, [])
 
 
-def fitted(aggregator: Aggregator | Rule, **kwargs: object) -> FederatedTrainer:
-    trainer = FederatedTrainer(
-        1, aggregator, accelerator="cpu", seed=1, enable_checkpointing=False,
-        enable_progress_bar=False, engine=kwargs.pop("engine", None),  # type: ignore[arg-type]
-    )  # fmt: skip
-    private = kwargs.pop("private", ())
-    optimizer = partial(torch.optim.SGD, lr=0.1)
-    model = Classifier(MLP(hidden=(16,)), optimizer=optimizer, private=private)  # type: ignore[arg-type]
-    trainer.fit(model, Digits(clients=3, partition=Dirichlet(0.5), batch_size=32, **kwargs))  # type: ignore[arg-type]
-    return trainer
+def fitted(
+    aggregator: Aggregator | Rule, private: Sequence[str] = (), engine: Any = None, **data: Any
+) -> FederatedTrainer:
+    made = trainer(rounds=1, aggregator=aggregator, engine=engine)
+    made.fit(classifier(private=private), digits(clients=3, **data))
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +84,8 @@ def test_what_is_missing_is_said() -> None:
 
 
 def test_images_become_inputs_as_the_clients_see_them() -> None:
-    trainer = FederatedTrainer(1, accelerator="cpu", enable_checkpointing=False)
-    trainer.prepare(Classifier(LeNet5()), _Pictures(clients=2))
-    tools, data = trainer.federation.server.tools, trainer.federation.data
+    federation = trainer().prepare(Classifier(LeNet5()), _Pictures(clients=2)).federation
+    tools, data = federation.server.tools, federation.data
     stored = data.train.x[:4]
     images = stored.permute(0, 3, 1, 2).float() / 255
     assert torch.allclose(tools.to_inputs(images), data.scaling(stored), atol=1e-6)
@@ -98,9 +93,7 @@ def test_images_become_inputs_as_the_clients_see_them() -> None:
 
 
 class _Pictures(FashionMNIST):
-    def load(self):  # type: ignore[no-untyped-def]
-        from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
-
+    def load(self) -> PublishedSplits:
         x = torch.randint(0, 256, (60, 28, 28, 1), dtype=torch.uint8)
         split = DataSplit(x, torch.arange(60) % 10)
         return PublishedSplits(DataSpec((1, 28, 28), 10), split, split)
