@@ -3,7 +3,7 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ from flsuite.engines import Processes
 from flsuite.errors import FlsuiteError
 from flsuite.exchange import PairwiseMasks, TopK
 from flsuite.messages import ClientUpdate
-from flsuite.models import MLP, Classifier
 from flsuite.schedules import Asynchronous
 from flsuite.trainer import FederatedTrainer
 from tests.aggregators.federations import Updates
@@ -75,40 +74,34 @@ def test_every_engine_and_a_resumed_run_end_with_the_same_bits(
 # What stays as it is without attackers
 
 
-class Kept(NamedTuple):
-    """A run of one round, and its updates."""
-
-    made: FederatedTrainer
-    updates: list[ClientUpdate]
-
-
-def first_round(attack: Attack | None) -> Kept:
+def first_round(attack: Attack | None) -> tuple[FederatedTrainer, list[ClientUpdate]]:
+    """Return a run of one round, and its updates."""
     updates = Updates()
-    return Kept(fitted(attack, rounds=1, callbacks=[updates]), updates.all)
+    return fitted(attack, rounds=1, callbacks=[updates]), updates.all
 
 
 @pytest.fixture(scope="module")
-def honest() -> Kept:
+def honest() -> tuple[FederatedTrainer, list[ClientUpdate]]:
     return first_round(None)
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_honest_clients_and_evaluation_data_do_not_change(name: str, honest: Kept) -> None:
-    attacked = first_round(ATTACKS[name])
-    for before, after in zip(honest.updates, attacked.updates, strict=True):
+def test_honest_clients_and_evaluation_data_do_not_change(name: str, honest: Any) -> None:
+    (plain, honest_updates), (attacked, updates) = honest, first_round(ATTACKS[name])
+    for before, after in zip(honest_updates, updates, strict=True):
         assert before.client == after.client
         # Attackers that work together train honestly, and the server's side replaces their update.
         is_same = before.client not in WHO or name in ("alie", "inner_product")
         assert equal_states(before.state, after.state) == is_same
 
-    ours, theirs = attacked.made.federation.data, honest.made.federation.data
+    ours, theirs = attacked.federation.data, plain.federation.data
     for split in ("val", "test"):
         pair = getattr(ours, split), getattr(theirs, split)
         assert torch.equal(*(part.x for part in pair)) and torch.equal(*(part.y for part in pair))
         # The state after the attack, scored by a run with and by one without an attack.
         scores, expected = (
-            made.run.evaluator.shared(state(attacked.made), split, range(5))
-            for made in (attacked.made, honest.made)
+            made.run.evaluator.shared(state(attacked), split, range(5))
+            for made in (attacked, plain)
         )
         scores["global"].pop("backdoor_success", None)
         assert scores == expected
@@ -127,8 +120,8 @@ def test_honest_clients_and_evaluation_data_do_not_change(name: str, honest: Kep
     ],
     ids=lambda attack: type(attack).__name__,
 )
-def test_an_attack_without_strength_is_no_attack(attack: Attack, honest: Kept) -> None:
-    assert equal_states(state(fitted(attack, rounds=1)), state(honest.made))
+def test_an_attack_without_strength_is_no_attack(attack: Attack, honest: Any) -> None:
+    assert equal_states(state(fitted(attack, rounds=1)), state(honest[0]))
 
 
 @pytest.mark.parametrize("make", [methods.FedAdam, methods.SCAFFOLD, methods.CoordinateMedian])
@@ -145,7 +138,7 @@ def test_a_single_attacker_that_sees_no_deviation_sends_its_honest_change(make: 
 def test_models_with_private_parts_score_their_backdoor_client_by_client() -> None:
     def fit(**kwargs: Any) -> FederatedTrainer:
         made = trainer(rounds=1, attack=PixelBackdoor(WHO, target=3), **kwargs)
-        made.fit(Classifier(MLP(hidden=(8,)), private=["network.3"]), digits(clients=4))
+        made.fit(classifier(private=["network.3"]), digits(clients=4))
         return made
 
     here, there = fit(), fit(engine=Processes(workers=2))

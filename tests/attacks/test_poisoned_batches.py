@@ -205,13 +205,9 @@ def test_a_backdoor_in_images_of_a_dataset(
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> FederatedTrainer:
     folder = str(tmp_path_factory.mktemp("runs") / "backdoor")
-    made = trainer(
-        rounds=4,
-        evaluate_every=2,
-        attack=PixelBackdoor([0, 1, 2], target=3, boost=2.0),
-        run_dir=folder,
-        logger=CSVLogger(folder, name="log", version=""),
-    )
+    attack = PixelBackdoor([0, 1, 2], target=3, boost=2.0)
+    places: Any = {"run_dir": folder, "logger": CSVLogger(folder, name="log", version="")}
+    made = trainer(rounds=4, evaluate_every=2, attack=attack, **places)
     made.fit(classifier(), digits())
     return made
 
@@ -233,9 +229,8 @@ def test_the_success_rate_is_in_tables_loggers_and_reports(
     print_summary(attacked.run.summary, None)
     assert "backdoor success" in capsys.readouterr().out
 
-    assert (
-        cli("report", str(folder), "--metric", "backdoor_success", "--output", str(tmp_path)) == 0
-    )
+    to = ["--metric", "backdoor_success", "--output", str(tmp_path)]
+    assert cli("report", str(folder), *to) == 0
     assert "backdoor_success" in capsys.readouterr().out
     assert pd.read_csv(tmp_path / "report.csv")["last"].item() > 0.8
 

@@ -14,7 +14,7 @@ from flsuite.client.runner import ClientRunner
 from flsuite.client.setup import WorkerSetup
 from flsuite.engines import InProcess
 from flsuite.errors import FlsuiteError
-from tests.client.test_scaler import classifier
+from tests.conftest import classifier
 
 
 @pytest.mark.parametrize(

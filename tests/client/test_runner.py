@@ -20,16 +20,17 @@ from tests.client.workers import outcome, runner
 from tests.conftest import classifier, digits, equal_states, trainer
 
 
-class _Freezes(Callback):
-    def __init__(self, client: Any = None) -> None: ...
+class _OfClient(Callback):
+    def __init__(self, client: Any = None) -> None:
+        self.client = client
 
+
+class _Freezes(_OfClient):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         next(pl_module.parameters()).requires_grad_(False)
 
 
-class _Clips(Callback):
-    def __init__(self, client: Any) -> None: ...
-
+class _Clips(_OfClient):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         trainer.gradient_clip_val = 0.01
 
@@ -47,8 +48,8 @@ class _Half(Objective):
 class Metered(Classifier):
     """Counts its steps in a metric."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.counted = SumMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -99,12 +100,10 @@ def fit(
 )
 def test_what_one_client_changes_does_not_reach_the_next(model: Any, aggregator: Any) -> None:
     """With a worker per client, no client follows another one in the first round."""
-    states = []
-    for engine in (InProcess(), Processes(workers=2)):
-        made = fit(engine, model, aggregator(), clients=2)
-        assert not made.federation.log.failures
-        states.append(made.federation.state)
-    assert equal_states(*states)
+    engines = InProcess(), Processes(workers=2)
+    here, there = (fit(engine, model, aggregator(), clients=2).federation for engine in engines)
+    assert not here.log.failures and not there.log.failures
+    assert equal_states(here.state, there.state)
 
 
 def test_the_next_fit_of_a_worker_does_not_change_an_update() -> None:
@@ -116,17 +115,14 @@ def test_the_next_fit_of_a_worker_does_not_change_an_update() -> None:
 
 
 def test_a_metric_of_the_model_starts_anew_in_every_fit() -> None:
-    made = runner(Metered(MLP((4,)), lambda p: torch.optim.SGD(p, lr=0.1)), FedAvg(), lean=True)
+    made = runner(Metered(MLP((4,))), FedAvg(), lean=True)
     for client in range(3):
         steps = outcome(made, client).update.steps
         assert made.model.counted.compute() == steps
 
 
-class _Draws(Callback):
+class _Draws(_OfClient):
     """Logs a random number, such as a dropout draws."""
-
-    def __init__(self, client: Any) -> None:
-        self.client = client
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.client.metrics["drawn"] = float(torch.rand(()))
@@ -143,11 +139,8 @@ def test_fits_of_a_client_from_one_version_draw_anew() -> None:
     assert len(set(drawn)) == 3
 
 
-class _Counts(Callback):
+class _Counts(_OfClient):
     """Counts a client's fits in its memory."""
-
-    def __init__(self, client: Any) -> None:
-        self.client = client
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.client.memory["fits"].append(self.client.round)
@@ -180,10 +173,7 @@ def test_a_checkpoint_callback_of_the_model_is_refused() -> None:
 
 @pytest.mark.parametrize("engine", [InProcess(), Processes(workers=2)], ids=["in_process", "two"])
 def test_a_metric_that_is_no_number_costs_the_round_this_client(engine: Any) -> None:
-    class Says(Callback):
-        def __init__(self, client: Any) -> None:
-            self.client = client
-
+    class Says(_OfClient):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             self.client.metrics["n"] = "a" if self.client.id == 1 else 1
 
@@ -197,19 +187,16 @@ def test_a_step_that_forgets_its_loss_is_named() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
             super().training_step(batch, batch_idx)
 
-    plain = classifier()
     with pytest.raises(FlsuiteError, match="training_step of Forgetful returned no loss"):
-        trainer(rounds=1).fit(Forgetful(plain.backbone, plain.optimizer), digits())
-
-
-class _Named(Classifier):
-    def extra_epochs(self) -> int:  # type: ignore[override]
-        return 2
+        trainer(rounds=1).fit(Forgetful(MLP((4,))), digits())
 
 
 def test_a_method_with_the_name_of_the_warm_up_is_no_warm_up() -> None:
-    made = runner(_Named(MLP((4,)), lambda p: torch.optim.SGD(p, lr=0.1)), FedAvg(), lean=True)
-    metrics = outcome(made, 0).update.metrics
+    class Named(Classifier):
+        def extra_epochs(self) -> int:  # type: ignore[override]
+            return 2
+
+    metrics = outcome(runner(Named(MLP((4,))), FedAvg(), lean=True), 0).update.metrics
     assert metrics["loss"] > 0 and "warmup_loss" not in metrics
 
 

@@ -9,7 +9,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch.amp import GradScaler
 
-from flsuite import FederatedTrainer
 from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedProx
 from flsuite.client.loop import LocalLoop
 from flsuite.client.runner import ClientRunner
@@ -18,7 +17,7 @@ from flsuite.errors import FlsuiteError
 from flsuite.messages import ClientResult
 from flsuite.models import MLP, Classifier
 from tests.client.workers import outcome, runner
-from tests.conftest import digits, equal_states
+from tests.conftest import classifier, digits, equal_states, trainer
 
 LARGE = 2.0**24  # the first steps of a fit overflow, and the scale falls from step to step
 
@@ -26,10 +25,6 @@ LARGE = 2.0**24  # the first steps of a fit overflow, and the scale falls from s
 def half(scale: float = LARGE) -> MixedPrecision:
     """Return 16-mixed on the CPU, where Lightning itself would choose bfloat16."""
     return MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=scale, growth_interval=3))
-
-
-def classifier(**kwargs: Any) -> Classifier:
-    return Classifier(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1, **kwargs))
 
 
 def half_precision(aggregator: Aggregator, lean: bool = True, **kwargs: Any) -> ClientRunner:
@@ -97,19 +92,11 @@ def test_a_small_scale_gives_the_steps_of_float32() -> None:
     assert not equal_states(mixed.state, full.state)
 
 
-def trainer(**kwargs: Any) -> FederatedTrainer:
-    return FederatedTrainer(
-        rounds=2, accelerator="cpu", enable_checkpointing=False, enable_progress_bar=False, seed=0,
-        **kwargs,
-    )  # fmt: skip
-
-
 def test_engines_agree() -> None:
     states = []
     for engine in (InProcess(), Processes(2)):
-        made = trainer(engine=engine, plugins=half())
+        made = trainer(rounds=2, engine=engine, plugins=half())
         made.fit(classifier(), digits(clients=3))
-        assert made.run is not None
         states.append(made.federation.state)
         assert all(u.metrics["skipped_steps"] > 0 for u in made.federation.log.updates)
     assert equal_states(*states)
@@ -118,11 +105,11 @@ def test_engines_agree() -> None:
 @pytest.mark.parametrize("precision", ["16-mixed", 16])
 def test_the_argument_is_accepted(precision: Any) -> None:
     with pytest.warns(UserWarning, match="bf16-mixed"):  # on a CPU, by Lightning
-        trainer(precision=precision)
+        trainer(rounds=2, precision=precision)
 
 
 def test_optimizers_that_unscale_within_their_step_are_refused() -> None:
-    made = trainer(plugins=half())
+    made = trainer(rounds=2, plugins=half())
     fused = Classifier(MLP(hidden=(8,)), partial(torch.optim.Adam, lr=1e-3, fused=True))
     with pytest.raises(FlsuiteError, match="leave out its fused=True"):
         made.fit(fused, digits(clients=3))

@@ -20,10 +20,7 @@ from tests.conftest import digits, equal_states, trainer
 
 
 def fit(
-    engine: Any,
-    kind: type[Classifier] = Classifier,
-    private: tuple[str, ...] = ("network.3",),
-    **kwargs: Any,
+    engine: Any, kind: Any = Classifier, private: tuple[str, ...] = ("network.3",), **kwargs: Any
 ) -> Any:
     """Fit a classifier of which only a part is shared, unless nothing is private."""
     made = trainer(**{"rounds": 2, "engine": engine, **kwargs})

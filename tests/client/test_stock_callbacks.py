@@ -56,7 +56,6 @@ def model() -> Classifier:
 def state(engine: Any, *callbacks: Callback, rounds: int = 2) -> dict[str, torch.Tensor]:
     made = trainer(rounds=rounds, engine=engine, max_epochs=3, callbacks=list(callbacks))
     made.fit(model(), digits(clients=3, partition=IID(), val_fraction=0.0))
-    assert made.federation is not None
     return made.federation.state
 
 
@@ -109,7 +108,6 @@ def test_early_stopping_on_a_metric_that_the_model_logs_stops_each_client() -> N
         stop = EarlyStopping("fit_loss", patience=1, min_delta=10.0, check_on_train_epoch_end=True)
         made = trainer(rounds=2, max_epochs=5, engine=engine, callbacks=[stop])
         made.fit(Logs(MLP(hidden=(4,))), digits(clients=3, partition=IID(), val_fraction=0.0))
-        assert made.federation is not None
         return [update.steps for update in made.federation.log.updates]
 
     here = steps(InProcess())
