@@ -3,24 +3,17 @@
 Names are imported on first use, so ``import flsuite`` costs nothing.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from flsuite.common.exports import on_first_use
+from flsuite.common.moved import accept_old_names
 
 if TYPE_CHECKING:
-    from flsuite.errors import FederationError, FlsuiteError
+    from flsuite.common.errors import FederationError, FlsuiteError
     from flsuite.trainer import FederatedTrainer
 
 __version__ = "0.2.0"
 __all__ = ["FederatedTrainer", "FederationError", "FlsuiteError", "__version__"]
 
-_HOME = {
-    "FederatedTrainer": "flsuite.trainer",
-    "FederationError": "flsuite.errors",
-    "FlsuiteError": "flsuite.errors",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(__name__, __file__)
+accept_old_names()

@@ -10,21 +10,26 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 
-from flsuite.aggregators import Aggregator, FedAvg, Rule
-from flsuite.aggregators.transforms import Transform
-from flsuite.arguments import check_init, require_known
-from flsuite.attacks import Attack
-from flsuite.attacks.compose import with_attack
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.attacks.base import Attack
+from flsuite.aggregators.attacks.compose import with_attack
+from flsuite.aggregators.exchange.secure import SecureAggregation
+from flsuite.aggregators.fedavg import FedAvg
+from flsuite.aggregators.rules.base import Rule
+from flsuite.aggregators.transforms.base import Transform
 from flsuite.callbacks.defaults import moved_into, with_defaults
-from flsuite.client.entries import BatchNorm
-from flsuite.client.lr_decay import LRDecay
-from flsuite.client.placement import on_one_gpu, require_one_device
-from flsuite.client.precision import resolve_precision
-from flsuite.client.setup import client_arguments
-from flsuite.client.trainer import quiet_lightning
-from flsuite.engines.base import EngineChoice, InProcess
-from flsuite.errors import require_at_least
-from flsuite.exchange import SecureAggregation
+from flsuite.common.arguments import check_init, require_known
+from flsuite.common.errors import require_at_least
+from flsuite.federation.client.entries import BatchNorm
+from flsuite.federation.client.lr_decay import LRDecay
+from flsuite.federation.client.placement import on_one_gpu, require_one_device
+from flsuite.federation.client.precision import resolve_precision
+from flsuite.federation.client.setup import client_arguments
+from flsuite.federation.client.trainer import quiet_lightning
+from flsuite.federation.engines.base import EngineChoice, InProcess
+from flsuite.federation.schedules.base import Schedule
+from flsuite.federation.schedules.synchronous import Synchronous
+from flsuite.federation.server.federation import Federation
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.fork import Fork
 from flsuite.runs.hooks import Hooks
@@ -42,8 +47,6 @@ from flsuite.runs.run import Run
 from flsuite.runs.scoring import ScoringTrainer
 from flsuite.runs.session import choose_engine, left_on_cpu, opened, started
 from flsuite.runs.settings import run_settings
-from flsuite.schedules import Schedule, Synchronous
-from flsuite.server.federation import Federation
 
 log = logging.getLogger("flsuite")
 

@@ -18,10 +18,10 @@ from lightning.fabric.utilities import registry
 from matplotlib.figure import Figure
 from PIL import Image
 
+from flsuite.common.random import seed_cpu
 from flsuite.data import Digits, Dirichlet, PublishedSplits
+from flsuite.federation import Clock, Fit, Synchronous
 from flsuite.models import MLP, Classifier
-from flsuite.random import seed_cpu
-from flsuite.schedules import Clock, Fit, Synchronous
 from flsuite.trainer import FederatedTrainer
 from tests.callbacks.wandb_server import WandbServer
 
@@ -37,11 +37,11 @@ pytest.register_assert_rewrite(
     "tests.commands.command",
     "tests.composition.cells",
     "tests.data.readers",
-    "tests.exchange.compressions",
+    "tests.aggregators.exchange.compressions",
     "tests.flower.grid",
     "tests.flower.processes",
     "tests.runs.killing",
-    "tests.sweeps.sweeping",
+    "tests.commands.sweeps.sweeping",
 )
 
 

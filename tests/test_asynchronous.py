@@ -27,23 +27,24 @@ from flsuite.aggregators import (
     Rule,
 )
 from flsuite.callbacks import FederationCallback, StopAt
-from flsuite.engines import InProcess, Processes
-from flsuite.errors import FederationError
-from flsuite.models import MLP, Classifier
-from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.run import Run
-from flsuite.schedules import (
+from flsuite.common.errors import FederationError
+from flsuite.federation import (
     Asynchronous,
     Availability,
     Bernoulli,
+    InProcess,
     Measured,
     OnOff,
     PerSample,
+    Processes,
     Schedule,
     Stragglers,
     Synchronous,
     Trace,
 )
+from flsuite.models import MLP, Classifier
+from flsuite.runs.checkpoint import load_checkpoint
+from flsuite.runs.run import Run
 from tests.aggregators.federations import (
     Quadratic,
     Quadratics,
@@ -53,8 +54,8 @@ from tests.aggregators.federations import (
     table_model,
 )
 from tests.conftest import classifier, digits, equal_states, trainer
+from tests.federation.schedules.simulation import PerClient
 from tests.runs.killing import kill_and_resume, table_of
-from tests.schedules.simulation import PerClient
 
 
 def stragglers(**settings: Any) -> Asynchronous:

@@ -19,16 +19,16 @@ def imported(code: str) -> set[str]:
 
 
 def test_what_comes_first_imports_nothing_heavy() -> None:
-    first = "flsuite, flsuite.commands.main, flsuite.engines, flsuite.engines.forkserver"
+    first = "flsuite, flsuite.commands.main, flsuite.federation.engines.forkserver"
     assert not imported(f"import {first}") & (HEAVY | LATER)
 
 
 @pytest.mark.long
 def test_a_run_and_its_workers_import_little_beside_lightning() -> None:
     by_lightning = "import lightning.pytorch; known = set(sys.modules)"
-    ours = "import flsuite.commands.fit, flsuite.engines.worker"
+    ours = "import flsuite.commands.fit, flsuite.federation.engines.worker"
     added = imported(f"{by_lightning}; {ours}; [sys.modules.pop(name) for name in known]")
-    assert "flsuite.engines.worker" in added
+    assert "flsuite.federation.engines.worker" in added
     assert not added & (HEAVY | LATER)
     packages = {name.split(".")[0] for name in added} - sys.stdlib_module_names
     assert packages <= {

@@ -17,15 +17,17 @@ from flsuite.aggregators import (
     FedAvg,
     FedFisher,
     FisherMerge,
+    LowRank,
     Mean,
     OTFusion,
+    PairwiseMasks,
+    Quantize,
     RegMean,
     Rule,
 )
 from flsuite.commands.main import main
 from flsuite.data import Digits, Dirichlet
-from flsuite.engines import Processes
-from flsuite.exchange import LowRank, PairwiseMasks, Quantize
+from flsuite.federation import Processes
 from flsuite.models import CNN, MLP, Classifier, ResNet20
 from flsuite.models.backbones import Backbone
 from tests.conftest import mostly_long

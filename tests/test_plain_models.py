@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from flsuite import FederatedTrainer
 from flsuite.aggregators import PFNM, OTFusion
 from flsuite.analysis import read_metrics
+from flsuite.common.errors import FlsuiteError
 from flsuite.data import Dirichlet, FromDataset, Natural
 from flsuite.data.loader import TrainLoader
-from flsuite.engines import Processes
-from flsuite.errors import FlsuiteError
+from flsuite.federation import Processes
 from flsuite.models import ClientModel
 from tests.conftest import equal_states, trainer
 from tests.plain import (
@@ -110,7 +110,7 @@ def test_one_client_is_lightnings_own_fit() -> None:
     made, data = trainer(rounds=1, max_epochs=2), points(clients=1, partition=None)
     made.fit(model := net(), data)
 
-    from flsuite.random import seed_process
+    from flsuite.common.random import seed_process
 
     plain = net()
     seed_process(3, "fit", 1, 0)

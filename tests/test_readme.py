@@ -9,8 +9,8 @@ import yaml
 
 import flsuite
 from flsuite.commands.main import main
-from flsuite.sweeps.plan import fit_arguments, samples_of
-from flsuite.sweeps.reading import read_sweep
+from flsuite.commands.sweeps.plan import fit_arguments, samples_of
+from flsuite.commands.sweeps.reading import read_sweep
 from tests.commands.command import Capture, cli
 from tests.conftest import mostly_long
 from tests.docs.generated import KINDS, classes, tables, written
@@ -82,7 +82,7 @@ def test_generated_tables_are_those_of_today(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "package",
-    ["aggregators", "attacks", "callbacks", "data", "engines", "exchange", "models", "schedules"],
+    ["aggregators", "callbacks", "data", "federation", "models"],
 )
 def test_everything_inside_is_listed(package: str) -> None:
     """Each exported class is in the README's table, unless configs cannot name it."""

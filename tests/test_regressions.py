@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from flsuite.aggregators import Centralized, CohortRule
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientUpdate
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientUpdate
+from flsuite.federation.server.arrivals import RoundLog
 from flsuite.models import MLP, Classifier
 from flsuite.runs.summary import RunSummary
-from flsuite.server.arrivals import RoundLog
 from tests.conftest import classifier, digits, equal_states, trainer
 
 

@@ -13,10 +13,10 @@ from lightning.pytorch.loggers import CSVLogger
 
 from flsuite.callbacks import FederationCallback, GradientDissimilarity
 from flsuite.commands.main import main
+from flsuite.common.errors import FlsuiteError
 from flsuite.data import IID
 from flsuite.data.loader import TrainLoader
-from flsuite.engines import InProcess, Processes
-from flsuite.errors import FlsuiteError
+from flsuite.federation import InProcess, Processes
 from flsuite.models import MLP, Classifier, FusedSpaceFed, NFClassifier
 from tests.conftest import classifier, digits, equal_states, trainer
 

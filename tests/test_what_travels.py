@@ -8,13 +8,12 @@ import torch
 from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
-from flsuite.aggregators import SCAFFOLD, FedAvg, LocalOnly
+from flsuite.aggregators import SCAFFOLD, FedAvg, LocalOnly, PairwiseMasks, Quantize
 from flsuite.analysis import read_metrics
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import nbytes
 from flsuite.data import FromDataset
-from flsuite.engines import Processes
-from flsuite.errors import FlsuiteError
-from flsuite.exchange import PairwiseMasks, Quantize
-from flsuite.state import nbytes
+from flsuite.federation import Processes
 from tests.conftest import equal_states, trainer
 from tests.plain import Net, Reader, blobs
 from tests.test_plain_models import points, sentences

@@ -1,53 +1,80 @@
-"""Federated algorithms: four parts, and presets of them, one per file."""
+"""Federated algorithms: four parts, presets of them, compression, masks and attacks."""
 
-from flsuite.aggregators.adaptive import FedAdagrad, FedAdam, FedAvgM, FedYogi
-from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.apfl import APFL
-from flsuite.aggregators.baselines import Centralized, LocalOnly
-from flsuite.aggregators.ditto import Ditto
-from flsuite.aggregators.dp_fedavg import DPFedAvg
-from flsuite.aggregators.fedala import FedALA
-from flsuite.aggregators.fedasync import FedAsync
-from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.fedbuff import FedBuff
-from flsuite.aggregators.feddyn import FedDyn
-from flsuite.aggregators.fedexp import FedExP
-from flsuite.aggregators.fednova import FedNova
-from flsuite.aggregators.fedproto import FedProto
-from flsuite.aggregators.fedprox import FedProx
-from flsuite.aggregators.fedrep import FedBABU, FedRep
-from flsuite.aggregators.fedrod import FedRoD
-from flsuite.aggregators.ifca import IFCA
-from flsuite.aggregators.moon import MOON
-from flsuite.aggregators.objectives import ControlVariates, Objective, Proximal
-from flsuite.aggregators.part import Part, Server, Statistic
-from flsuite.aggregators.partial import FedBN, FedPer, LGFedAvg
-from flsuite.aggregators.perfedavg import PerFedAvg
-from flsuite.aggregators.pfedme import PFedMe
-from flsuite.aggregators.qfedavg import QFedAvg
-from flsuite.aggregators.rules import CohortRule, LinearRule, Mean, MixedMean, Mixing, Rule
-from flsuite.aggregators.rules.cmga import CMGA
-from flsuite.aggregators.rules.dense import DENSE
-from flsuite.aggregators.rules.fedfisher import FedFisher
-from flsuite.aggregators.rules.fisher import FisherAveraging, FisherMerge
-from flsuite.aggregators.rules.otfusion import OTFusion
-from flsuite.aggregators.rules.pfnm import PFNM
-from flsuite.aggregators.rules.regmean import RegMean
-from flsuite.aggregators.rules.robust import (
-    Bucketing,
-    CenteredClipping,
-    CoordinateMedian,
-    FLTrust,
-    GeometricMedian,
-    Krum,
-    MultiKrum,
-    NormClipping,
-    TrimmedMean,
-)
-from flsuite.aggregators.scaffold import SCAFFOLD
-from flsuite.aggregators.server_optimizers import AdaptiveAdagrad, AdaptiveAdam, AdaptiveYogi
-from flsuite.aggregators.staleness import Constant, Hinge, Hyperbolic, Polynomial, Staleness
-from flsuite.aggregators.transforms import ClipUpdates, GaussianMechanism, Transform
+from typing import TYPE_CHECKING
+
+from flsuite.common.exports import on_first_use
+
+if TYPE_CHECKING:
+    from flsuite.aggregators.adaptive import FedAdagrad, FedAdam, FedAvgM, FedYogi
+    from flsuite.aggregators.aggregator import Aggregator
+    from flsuite.aggregators.apfl import APFL
+    from flsuite.aggregators.attacks.alie import ALittleIsEnough
+    from flsuite.aggregators.attacks.backdoor import PixelBackdoor
+    from flsuite.aggregators.attacks.base import Attack, Trial
+    from flsuite.aggregators.attacks.collusion import Collusion
+    from flsuite.aggregators.attacks.compose import with_attack
+    from flsuite.aggregators.attacks.free_rider import FreeRider
+    from flsuite.aggregators.attacks.inner_product import InnerProduct
+    from flsuite.aggregators.attacks.label_flip import LabelFlip
+    from flsuite.aggregators.attacks.noise import GaussianNoise
+    from flsuite.aggregators.attacks.scaled_update import ScaledUpdate
+    from flsuite.aggregators.attacks.sign_flip import SignFlip
+    from flsuite.aggregators.baselines import Centralized, LocalOnly
+    from flsuite.aggregators.ditto import Ditto
+    from flsuite.aggregators.dp_fedavg import DPFedAvg
+    from flsuite.aggregators.exchange.low_rank import LowRank
+    from flsuite.aggregators.exchange.pairwise import PairwiseMasks
+    from flsuite.aggregators.exchange.quantize import Quantize
+    from flsuite.aggregators.exchange.secure import Parties, PartyCost, SecureAggregation, SumReport
+    from flsuite.aggregators.exchange.top_k import TopK
+    from flsuite.aggregators.fedala import FedALA
+    from flsuite.aggregators.fedasync import FedAsync
+    from flsuite.aggregators.fedavg import FedAvg
+    from flsuite.aggregators.fedbuff import FedBuff
+    from flsuite.aggregators.feddyn import FedDyn
+    from flsuite.aggregators.fedexp import FedExP
+    from flsuite.aggregators.fednova import FedNova
+    from flsuite.aggregators.fedproto import FedProto
+    from flsuite.aggregators.fedprox import FedProx
+    from flsuite.aggregators.fedrep import FedBABU, FedRep
+    from flsuite.aggregators.fedrod import FedRoD
+    from flsuite.aggregators.ifca import IFCA
+    from flsuite.aggregators.moon import MOON
+    from flsuite.aggregators.objectives.base import Objective
+    from flsuite.aggregators.objectives.control_variates import ControlVariates
+    from flsuite.aggregators.objectives.proximal import Proximal
+    from flsuite.aggregators.part import Part, Server, Statistic
+    from flsuite.aggregators.partial import FedBN, FedPer, LGFedAvg
+    from flsuite.aggregators.perfedavg import PerFedAvg
+    from flsuite.aggregators.pfedme import PFedMe
+    from flsuite.aggregators.qfedavg import QFedAvg
+    from flsuite.aggregators.rules.base import CohortRule, LinearRule, Rule
+    from flsuite.aggregators.rules.cmga import CMGA
+    from flsuite.aggregators.rules.dense import DENSE
+    from flsuite.aggregators.rules.fedfisher import FedFisher
+    from flsuite.aggregators.rules.fisher import FisherAveraging, FisherMerge
+    from flsuite.aggregators.rules.mean import Mean
+    from flsuite.aggregators.rules.mixing import MixedMean, Mixing
+    from flsuite.aggregators.rules.otfusion import OTFusion
+    from flsuite.aggregators.rules.pfnm import PFNM
+    from flsuite.aggregators.rules.regmean import RegMean
+    from flsuite.aggregators.rules.robust.bucketing import Bucketing
+    from flsuite.aggregators.rules.robust.centered_clipping import CenteredClipping
+    from flsuite.aggregators.rules.robust.fltrust import FLTrust
+    from flsuite.aggregators.rules.robust.geometric_median import GeometricMedian
+    from flsuite.aggregators.rules.robust.krum import Krum, MultiKrum
+    from flsuite.aggregators.rules.robust.median import CoordinateMedian, TrimmedMean
+    from flsuite.aggregators.rules.robust.norm_clipping import NormClipping
+    from flsuite.aggregators.scaffold import SCAFFOLD
+    from flsuite.aggregators.server_optimizers.adaptive import (
+        AdaptiveAdagrad,
+        AdaptiveAdam,
+        AdaptiveYogi,
+    )
+    from flsuite.aggregators.staleness import Constant, Hinge, Hyperbolic, Polynomial, Staleness
+    from flsuite.aggregators.transforms.base import Transform
+    from flsuite.aggregators.transforms.clip_updates import ClipUpdates
+    from flsuite.aggregators.transforms.gaussian import GaussianMechanism
 
 __all__ = [
     "APFL",
@@ -57,15 +84,18 @@ __all__ = [
     "MOON",
     "PFNM",
     "SCAFFOLD",
+    "ALittleIsEnough",
     "AdaptiveAdagrad",
     "AdaptiveAdam",
     "AdaptiveYogi",
     "Aggregator",
+    "Attack",
     "Bucketing",
     "CenteredClipping",
     "Centralized",
     "ClipUpdates",
     "CohortRule",
+    "Collusion",
     "Constant",
     "ControlVariates",
     "CoordinateMedian",
@@ -93,14 +123,19 @@ __all__ = [
     "FedYogi",
     "FisherAveraging",
     "FisherMerge",
+    "FreeRider",
     "GaussianMechanism",
+    "GaussianNoise",
     "GeometricMedian",
     "Hinge",
     "Hyperbolic",
+    "InnerProduct",
     "Krum",
     "LGFedAvg",
+    "LabelFlip",
     "LinearRule",
     "LocalOnly",
+    "LowRank",
     "Mean",
     "MixedMean",
     "Mixing",
@@ -109,16 +144,30 @@ __all__ = [
     "OTFusion",
     "Objective",
     "PFedMe",
+    "PairwiseMasks",
     "Part",
+    "Parties",
+    "PartyCost",
     "PerFedAvg",
+    "PixelBackdoor",
     "Polynomial",
     "Proximal",
     "QFedAvg",
+    "Quantize",
     "RegMean",
     "Rule",
+    "ScaledUpdate",
+    "SecureAggregation",
     "Server",
+    "SignFlip",
     "Staleness",
     "Statistic",
+    "SumReport",
+    "TopK",
     "Transform",
+    "Trial",
     "TrimmedMean",
+    "with_attack",
 ]
+
+__getattr__ = on_first_use(__name__, __file__)

@@ -16,8 +16,12 @@ from typing import Any, ClassVar
 from torch.optim import SGD, Optimizer
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.server_optimizers import AdaptiveAdagrad, AdaptiveAdam, AdaptiveYogi
-from flsuite.arguments import BelowOne, PositiveFloat
+from flsuite.aggregators.server_optimizers.adaptive import (
+    AdaptiveAdagrad,
+    AdaptiveAdam,
+    AdaptiveYogi,
+)
+from flsuite.common.arguments import BelowOne, PositiveFloat
 
 
 class FedAvgM(FedAvg):

@@ -41,10 +41,10 @@ from flsuite.aggregators.rules.base import (
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.aggregators.server_optimizers.step import require_step, stepped
 from flsuite.aggregators.transforms.base import Transform
-from flsuite.arguments import MISSING, check_init, given_arguments, stored_argument
-from flsuite.errors import FederationError, FlsuiteError, require_instance
-from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, StateLayout, Tree, cast, divided, scaled
+from flsuite.common.arguments import MISSING, check_init, given_arguments, stored_argument
+from flsuite.common.errors import FederationError, FlsuiteError, require_instance
+from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.state import State, StateLayout, Tree, cast, divided, scaled
 
 
 class Aggregator:

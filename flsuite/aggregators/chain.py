@@ -9,9 +9,9 @@ import torch
 
 from flsuite.aggregators.part import Statistic
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientUpdate
-from flsuite.state import State, Tree, mismatch, mismatch_of_keys, nbytes, template_of
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State, Tree, mismatch, mismatch_of_keys, nbytes, template_of
 
 
 class Chain:

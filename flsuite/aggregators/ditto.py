@@ -9,11 +9,11 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives import SecondSteps
+from flsuite.aggregators.objectives.second_steps import SecondSteps
 from flsuite.aggregators.second_model import pulled, start_of
-from flsuite.arguments import NonNegativeFloat, Settings
-from flsuite.messages import ClientContext
-from flsuite.state import State, difference
+from flsuite.common.arguments import NonNegativeFloat, Settings
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State, difference
 
 
 class Ditto(FedAvg):

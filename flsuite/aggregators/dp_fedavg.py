@@ -7,9 +7,16 @@ Learning with Adaptive Clipping, arXiv:1905.03871.
 from typing import Any
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.rules import Mean
-from flsuite.aggregators.transforms import GaussianMechanism, Transform
-from flsuite.arguments import Fraction, NonNegativeFloat, PositiveFloat, Radius, SmallProbability
+from flsuite.aggregators.rules.mean import Mean
+from flsuite.aggregators.transforms.base import Transform
+from flsuite.aggregators.transforms.gaussian import GaussianMechanism
+from flsuite.common.arguments import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    Radius,
+    SmallProbability,
+)
 
 
 class DPFedAvg(Aggregator):

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from flsuite.aggregators.losses import loss_at
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 
 
 def classes_of(batch: Any, method: str) -> Tensor:

@@ -11,11 +11,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.second_model import SecondModel, at_least_two
-from flsuite.arguments import Fraction, NonNegativeFloat, PositiveInt, Settings
-from flsuite.messages import ClientContext
-from flsuite.state import State, clone, load_
+from flsuite.common.arguments import Fraction, NonNegativeFloat, PositiveInt, Settings
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State, clone, load_
 
 # The first time, W is learned until the last ten losses deviate by less than 0.1, like in the
 # authors' code, whose loop has no other end.

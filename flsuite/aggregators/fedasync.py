@@ -6,9 +6,10 @@ Asynchronous Federated Optimization, arXiv:1903.03934.
 from typing import Any
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.rules import Mixing, Weighting
+from flsuite.aggregators.rules.base import Weighting
+from flsuite.aggregators.rules.mixing import Mixing
 from flsuite.aggregators.staleness import Staleness, StalenessName
-from flsuite.arguments import Fraction
+from flsuite.common.arguments import Fraction
 
 
 class FedAsync(Aggregator):

@@ -6,9 +6,10 @@ Communication-Efficient Learning of Deep Networks from Decentralized Data, arXiv
 from typing import Any, ClassVar
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.rules import Mean, Rule, Weighting
+from flsuite.aggregators.rules.base import Rule, Weighting
+from flsuite.aggregators.rules.mean import Mean
 from flsuite.aggregators.staleness import Staleness, StalenessName
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 
 
 class FedAvg(Aggregator):

@@ -6,10 +6,12 @@ Federated Learning with Buffered Asynchronous Aggregation, arXiv:2106.06639.
 from typing import Any, Literal
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.rules import Mean, MixedMean, Normalize, Weighting
+from flsuite.aggregators.rules.base import Weighting
+from flsuite.aggregators.rules.mean import Mean, Normalize
+from flsuite.aggregators.rules.mixing import MixedMean
 from flsuite.aggregators.staleness import Staleness, StalenessName
-from flsuite.arguments import NonNegativeFloat, check_init
-from flsuite.errors import FlsuiteError
+from flsuite.common.arguments import NonNegativeFloat, check_init
+from flsuite.common.errors import FlsuiteError
 
 
 class FedBuff(Aggregator):

@@ -12,14 +12,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.optimizers import about_to_step
 from flsuite.aggregators.part import Server
-from flsuite.aggregators.rules import Mean, Weighting
-from flsuite.aggregators.rules.base import withheld_by
-from flsuite.arguments import PositiveFloat, Settings
-from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, Tree, clone, load_
+from flsuite.aggregators.rules.base import Weighting, withheld_by
+from flsuite.aggregators.rules.mean import Mean
+from flsuite.common.arguments import PositiveFloat, Settings
+from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.state import State, Tree, clone, load_
 
 
 class FedDyn(Aggregator):

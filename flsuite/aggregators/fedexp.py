@@ -12,11 +12,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.part import Server, Statistic
-from flsuite.aggregators.rules import Mean, Weighting
-from flsuite.aggregators.rules.base import withheld_by
-from flsuite.arguments import PositiveFloat
-from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, StateLayout, Tree
+from flsuite.aggregators.rules.base import Weighting, withheld_by
+from flsuite.aggregators.rules.mean import Mean
+from flsuite.common.arguments import PositiveFloat
+from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.state import State, StateLayout, Tree
 
 
 class FedExP(Aggregator):

@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.objectives import Objective, Proximal
+from flsuite.aggregators.objectives.base import Objective
+from flsuite.aggregators.objectives.proximal import Proximal
 from flsuite.aggregators.optimizers import base_rate, optimizer_for
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.rules.mean import mixed, split_buffers
-from flsuite.arguments import NonNegativeFloat, Settings
-from flsuite.lightning_internals import skips_step
-from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, StateLayout, Tree, clone, divided, scaled
+from flsuite.common.arguments import NonNegativeFloat, Settings
+from flsuite.common.lightning_internals import skips_step
+from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.state import State, StateLayout, Tree, clone, divided, scaled
 
 
 class FedNova(Aggregator):

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.features import classes_of, features_at, shape_of
-from flsuite.aggregators.objectives import FeatureTerm
+from flsuite.aggregators.objectives.feature_term import FeatureTerm
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.partial import HeadAware
-from flsuite.arguments import NonNegativeFloat, Settings
-from flsuite.messages import ClientContext
+from flsuite.common.arguments import NonNegativeFloat, Settings
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State, StateLayout, Tree
 from flsuite.models.modes import evaluating
-from flsuite.state import State, StateLayout, Tree
 
 
 class FedProto(HeadAware):

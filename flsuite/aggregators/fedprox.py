@@ -6,9 +6,9 @@ Federated Optimization in Heterogeneous Networks, arXiv:1812.06127.
 from typing import Any
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives import Proximal
-from flsuite.aggregators.rules import Weighting
-from flsuite.arguments import NonNegativeFloat
+from flsuite.aggregators.objectives.proximal import Proximal
+from flsuite.aggregators.rules.base import Weighting
+from flsuite.common.arguments import NonNegativeFloat
 
 
 class FedProx(FedAvg):

@@ -11,11 +11,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.partial import HeadAware
-from flsuite.arguments import NonNegativeInt, PositiveInt, Settings
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientContext
+from flsuite.common.arguments import NonNegativeInt, PositiveInt, Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientContext
 from flsuite.models.declarations import extra_epochs
 
 

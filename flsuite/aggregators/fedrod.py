@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.features import classes_of
-from flsuite.aggregators.objectives import FeatureTerm, SecondSteps
+from flsuite.aggregators.objectives.feature_term import FeatureTerm
+from flsuite.aggregators.objectives.second_steps import SecondSteps
 from flsuite.aggregators.partial import HeadAware
-from flsuite.arguments import Settings
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientContext
+from flsuite.common.arguments import Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State, matches
 from flsuite.models.declarations import entry_names, own_entries
-from flsuite.state import State, matches
 
 
 class FedRoD(HeadAware):

@@ -12,15 +12,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.losses import mean_loss
-from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.second_model import reset_buffers
-from flsuite.arguments import PositiveInt, Settings
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.random import torch_generator
-from flsuite.state import State, StateLayout, Tree, cast, divided, load_, scaled, shuffled
+from flsuite.common.arguments import PositiveInt, Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.random import torch_generator
+from flsuite.common.state import State, StateLayout, Tree, cast, divided, load_, scaled, shuffled
 
 
 class IFCA(Aggregator):

@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import State
 from flsuite.models.modes import PlainAttributes, evaluating
-from flsuite.state import State
 
 
 def loss_at(

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.objectives import FeatureTerm
+from flsuite.aggregators.objectives.feature_term import FeatureTerm
 from flsuite.aggregators.partial import HeadAware
-from flsuite.arguments import NonNegativeFloat, PositiveFloat, Settings
-from flsuite.messages import ClientContext
-from flsuite.state import State, clone
+from flsuite.common.arguments import NonNegativeFloat, PositiveFloat, Settings
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State, clone
 
 
 class MOON(HeadAware):

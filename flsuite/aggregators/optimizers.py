@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 
 
 def about_to_step(

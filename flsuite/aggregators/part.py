@@ -6,9 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import State, StateLayout
 from flsuite.metrics.privacy import RandomDraw, Release
-from flsuite.state import State, StateLayout
 
 Capability = Literal[
     "each update",

@@ -8,10 +8,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives import Objective
-from flsuite.errors import FlsuiteError
+from flsuite.aggregators.objectives.base import Objective
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import matches
 from flsuite.models.declarations import head_of
-from flsuite.state import matches
 
 
 class HeadAware(FedAvg):

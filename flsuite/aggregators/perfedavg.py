@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.losses import hessian_product, loss_and_gradient
-from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.optimizers import about_to_step
-from flsuite.arguments import NonNegativeFloat, PositiveFloat, Settings
-from flsuite.errors import FlsuiteError
-from flsuite.lightning_internals import scaler_of
-from flsuite.messages import ClientContext
-from flsuite.state import State, load_
+from flsuite.common.arguments import NonNegativeFloat, PositiveFloat, Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.lightning_internals import scaler_of
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State, load_
 
 
 class PerFedAvg(FedAvg):

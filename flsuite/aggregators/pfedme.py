@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.optim import SGD
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives import SecondSteps
+from flsuite.aggregators.objectives.second_steps import SecondSteps
 from flsuite.aggregators.second_model import pulled, start_of
-from flsuite.arguments import PositiveFloat, PositiveInt, Settings
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientContext
-from flsuite.state import State, difference
+from flsuite.common.arguments import PositiveFloat, PositiveInt, Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State, difference
 
 
 class PFedMe(FedAvg):

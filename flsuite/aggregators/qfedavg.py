@@ -16,10 +16,10 @@ from flsuite.aggregators.optimizers import base_rate
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.rules.mean import mixed, split_buffers
-from flsuite.arguments import NonNegativeFloat, Settings
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, StateLayout, Tree, divided, scaled
+from flsuite.common.arguments import NonNegativeFloat, Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.state import State, StateLayout, Tree, divided, scaled
 
 
 class QFedAvg(Aggregator):

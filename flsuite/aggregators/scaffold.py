@@ -10,10 +10,10 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch.optim import SGD
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives import Control, ControlVariates
-from flsuite.aggregators.rules import Weighting
-from flsuite.arguments import PositiveFloat
-from flsuite.errors import FlsuiteError
+from flsuite.aggregators.objectives.control_variates import Control, ControlVariates
+from flsuite.aggregators.rules.base import Weighting
+from flsuite.common.arguments import PositiveFloat
+from flsuite.common.errors import FlsuiteError
 
 
 class SCAFFOLD(FedAvg):

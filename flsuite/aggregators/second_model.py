@@ -12,9 +12,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from flsuite.aggregators.losses import loss_and_gradient
 from flsuite.aggregators.optimizers import optimizer_for
-from flsuite.messages import ClientContext
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State, clone
 from flsuite.models.declarations import entry_names
-from flsuite.state import State, clone
 
 
 class SecondModel:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators.part import Server
-from flsuite.arguments import NonNegativeFloat, PositiveFloat, Settings
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientUpdate
+from flsuite.common.arguments import NonNegativeFloat, PositiveFloat, Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientUpdate
 
 
 class Staleness(ABC):

@@ -12,7 +12,7 @@ from torch import nn
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.part import Part
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 
 
 class Stateless:

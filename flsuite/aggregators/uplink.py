@@ -10,8 +10,8 @@ from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.chain import Chain
 from flsuite.aggregators.rules.base import LinearRule
 from flsuite.aggregators.transforms.base import FitView
-from flsuite.errors import one_line
-from flsuite.messages import (
+from flsuite.common.errors import one_line
+from flsuite.common.messages import (
     MOST,
     POOLED,
     Broadcast,
@@ -20,7 +20,7 @@ from flsuite.messages import (
     Outcome,
     is_count,
 )
-from flsuite.state import (
+from flsuite.common.state import (
     State,
     StateLayout,
     Sums,

@@ -12,8 +12,8 @@ from flsuite.analysis.panels import (
     panel_grid,
 )
 from flsuite.analysis.results import client_numbers, only
-from flsuite.errors import FlsuiteError
-from flsuite.score_names import lower_is_better
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.score_names import lower_is_better
 
 
 def clients_figure(

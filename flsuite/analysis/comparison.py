@@ -9,7 +9,7 @@ import pandas as pd
 from flsuite.analysis.report import markdown_table
 from flsuite.analysis.results import only
 from flsuite.analysis.runs import run_scores
-from flsuite.errors import FlsuiteError, require_one_of
+from flsuite.common.errors import FlsuiteError, require_one_of
 
 Score = Literal["last", "picked"]
 

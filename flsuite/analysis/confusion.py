@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from flsuite.analysis.panels import by_experiment, draw_matrix, panel_grid
 from flsuite.analysis.results import require_results
 from flsuite.analysis.runs import read_partition, read_table
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 
 
 def confusion_figure(results: pd.DataFrame) -> Figure:

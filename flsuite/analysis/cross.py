@@ -11,7 +11,7 @@ from flsuite.analysis.groups import Group
 from flsuite.analysis.labels import Flat, Variation, setting_text, shown_value
 from flsuite.analysis.panels import color_range, draw_matrix, grid_shape, new_figure
 from flsuite.analysis.report import group_row, markdown_table, require_score, score_cell
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 
 _SCORES = {"last": "last round", "picked": "picked on validation"}
 _PLACE = ["panel", "row", "column"]

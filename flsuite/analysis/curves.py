@@ -15,7 +15,7 @@ from flsuite.analysis.axes import AXES, aligned
 from flsuite.analysis.panels import by_experiment, legend_right, new_figure, panel_grid
 from flsuite.analysis.results import only, require_results
 from flsuite.analysis.runs import curve, read_metrics, score_rows
-from flsuite.errors import FlsuiteError, require_one_of
+from flsuite.common.errors import FlsuiteError, require_one_of
 
 _LINES = ("-", "--", ":", "-.")
 

@@ -20,7 +20,7 @@ from flsuite.analysis.labels import (
     partition_of,
 )
 from flsuite.analysis.runs import is_metrics, read_metrics
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 from flsuite.runs.record import read_settings
 
 _CELL = re.compile(r"(?P<method>.+?)(?:-(?P<point>[\w.]+=.*))?-[0-9a-f]{8}")

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flsuite.analysis.panels import Color, class_colors, new_figure, panel_grid
-from flsuite.errors import FlsuiteError
-from flsuite.files import load_tensors
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import load_tensors
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

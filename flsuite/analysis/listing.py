@@ -9,8 +9,8 @@ import pandas as pd
 from flsuite.analysis.groups import find_runs, monitor_of
 from flsuite.analysis.labels import Variation, flatten, partition_of
 from flsuite.analysis.runs import read_metrics, run_scores
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import failure_reason, is_locked
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.files import failure_reason, is_locked
 from flsuite.runs.record import may_stop_early, reached_a_limit, read_settings
 
 State = Literal["finished", "interrupted", "running", "failed", "broken"]

@@ -9,7 +9,7 @@ from flsuite.analysis.axes import aligned
 from flsuite.analysis.groups import Group
 from flsuite.analysis.listing import has_ended
 from flsuite.analysis.runs import curve, run_scores
-from flsuite.files import failure_reason
+from flsuite.common.files import failure_reason
 from flsuite.runs.record import read_settings
 
 _MOST_LINES = 5  # runs that are named one by one

@@ -15,7 +15,7 @@ from flsuite.analysis.panels import (
 )
 from flsuite.analysis.results import require_results
 from flsuite.analysis.runs import read_partition
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 
 _MOST_CLIENTS = 200
 _MOST_PLANS = 100  # clients with a drawn task plan

@@ -7,7 +7,7 @@ import pandas as pd
 
 from flsuite.analysis.groups import Group
 from flsuite.analysis.runs import curve, logged_scores, of_last_task, run_scores
-from flsuite.errors import FlsuiteError, likeliest
+from flsuite.common.errors import FlsuiteError, likeliest
 
 
 def default_metrics(groups: Sequence[Group], splits: Sequence[str], most: int) -> list[str]:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from flsuite.analysis.axes import AXES
 from flsuite.analysis.groups import Group, find_runs, group_runs
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 
 _RUN_COLUMNS = ("run", "method", "partition", "seed")
 _NAMES = ("scope", "split", "metric")

@@ -12,7 +12,7 @@ from flsuite.analysis.curves import label_axes
 from flsuite.analysis.groups import monitor_of
 from flsuite.analysis.panels import panel_grid
 from flsuite.analysis.runs import curve, logged_scores, read_metrics, run_scores
-from flsuite.errors import FlsuiteError, require_one_of
+from flsuite.common.errors import FlsuiteError, require_one_of
 from flsuite.runs.record import read_settings
 
 MOST_SCORES = 4

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from flsuite import score_names
 from flsuite.analysis.axes import AXES
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import unescaped
+from flsuite.common import score_names
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.files import unescaped
 
 _WORDS = dict.fromkeys(("scope", "split", "metric"), "category")  # few distinct values, many rows
 _COLUMNS = (*AXES, *_WORDS, "value")
@@ -166,7 +166,7 @@ def logged_scores(
 ) -> list[str]:
     """Return the global scores that any of these runs has logged, on any of these splits.
 
-    The monitor comes first, see :func:`~flsuite.score_names.main_scores`.
+    The monitor comes first, see :func:`~flsuite.common.score_names.main_scores`.
     """
     names: dict[str, None] = {}
     for table in tables:

@@ -11,8 +11,8 @@ from flsuite.analysis.panels import by_experiment, panel_grid
 from flsuite.analysis.report import markdown_table
 from flsuite.analysis.results import only
 from flsuite.analysis.runs import of_last_task, score_rows
-from flsuite.errors import FlsuiteError, require_one_of
-from flsuite.score_names import lower_is_better
+from flsuite.common.errors import FlsuiteError, require_one_of
+from flsuite.common.score_names import lower_is_better
 
 
 def target_points(

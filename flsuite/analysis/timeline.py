@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from flsuite.analysis.axes import AXES
 from flsuite.analysis.panels import new_figure
 from flsuite.analysis.runs import read_table, typed
-from flsuite.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.common.errors import FlsuiteError, require_at_least, require_positive
 
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("fit", "client", "version"), "int64"),

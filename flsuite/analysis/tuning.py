@@ -6,8 +6,8 @@ from pathlib import Path
 import pandas as pd
 
 from flsuite.analysis.runs import read_table
-from flsuite.errors import FlsuiteError
-from flsuite.files import unescaped
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import unescaped
 
 _COLUMNS = ("method", "grid point", "trial", "values", "score", "chosen")
 

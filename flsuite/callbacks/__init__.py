@@ -1,16 +1,21 @@
 """Progress, logging and stopping of a federation."""
 
-from flsuite.callbacks.base import FederationCallback
-from flsuite.callbacks.dissimilarity import GradientDissimilarity
-from flsuite.callbacks.dp_sgd import DPSGD
-from flsuite.callbacks.early_stopping import RoundEarlyStopping
-from flsuite.callbacks.flow_monitor import FlowMonitor
-from flsuite.callbacks.latent_space import LatentSpace
-from flsuite.callbacks.loggers import RoundLogger
-from flsuite.callbacks.probe import ForestProbe
-from flsuite.callbacks.progress import RoundProgress
-from flsuite.callbacks.stop_at import StopAt
-from flsuite.callbacks.task_matrix import TaskMatrix
+from typing import TYPE_CHECKING
+
+from flsuite.common.exports import on_first_use
+
+if TYPE_CHECKING:
+    from flsuite.callbacks.base import FederationCallback
+    from flsuite.callbacks.dissimilarity import GradientDissimilarity
+    from flsuite.callbacks.dp_sgd import DPSGD
+    from flsuite.callbacks.early_stopping import RoundEarlyStopping
+    from flsuite.callbacks.flow_monitor import FlowMonitor
+    from flsuite.callbacks.latent_space import LatentSpace
+    from flsuite.callbacks.loggers import RoundLogger
+    from flsuite.callbacks.probe import ForestProbe
+    from flsuite.callbacks.progress import RoundProgress
+    from flsuite.callbacks.stop_at import StopAt
+    from flsuite.callbacks.task_matrix import TaskMatrix
 
 __all__ = [
     "DPSGD",
@@ -25,3 +30,5 @@ __all__ = [
     "StopAt",
     "TaskMatrix",
 ]
+
+__getattr__ = on_first_use(__name__, __file__)

@@ -5,8 +5,8 @@ from typing import ClassVar, Literal
 
 from lightning.pytorch import Callback
 
-from flsuite.errors import FlsuiteError
-from flsuite.messages import Outcome, Scores
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import Outcome, Scores
 from flsuite.runs.run import Run
 
 Affects = Literal["weights", "rounds", "nothing"]

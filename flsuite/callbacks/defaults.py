@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import Logger
 from flsuite.callbacks.loggers import RoundLogger
 from flsuite.callbacks.progress import RoundProgress
 from flsuite.callbacks.task_matrix import TaskMatrix
-from flsuite.client.setup import refuse_callbacks
+from flsuite.federation.client.setup import refuse_callbacks
 
 
 def moved_into(folder: Path | None, loggers: Sequence[Logger]) -> list[Logger]:

@@ -11,19 +11,19 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from flsuite.arguments import PositiveInt, Settings, at_least
 from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.common.arguments import PositiveInt, Settings, at_least
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.lightning_internals import attached
+from flsuite.common.random import numpy_generator, seed_for, torch_generator
+from flsuite.common.state import clone, load_
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import batch_bounds
 from flsuite.data.spec import Batch
-from flsuite.errors import FlsuiteError
-from flsuite.lightning_internals import attached
 from flsuite.metrics.dissimilarity import RunningDissimilarity
 from flsuite.models.modes import kept_modes
 from flsuite.models.protocols import FusedModel
-from flsuite.random import numpy_generator, seed_for, torch_generator
 from flsuite.runs.run import Run
-from flsuite.state import clone, load_
 
 
 @dataclass(eq=False)

@@ -15,16 +15,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
-from flsuite.aggregators.objectives import FeatureTerm, Objective, SecondSteps
+from flsuite.aggregators.objectives.base import Objective
+from flsuite.aggregators.objectives.feature_term import FeatureTerm
 from flsuite.aggregators.objectives.held import StatedCallback
+from flsuite.aggregators.objectives.second_steps import SecondSteps
 from flsuite.aggregators.part import Statistic
-from flsuite.arguments import PositiveFloat, Settings, SmallProbability
 from flsuite.callbacks.base import FederationCallback
-from flsuite.client.loop import hooks_of_callback
+from flsuite.common.arguments import PositiveFloat, Settings, SmallProbability
+from flsuite.common.errors import FlsuiteError, one_line, require_extra
+from flsuite.common.lightning_internals import scaler_of
+from flsuite.common.messages import ClientContext, ClientResult, Outcome
+from flsuite.common.random import torch_generator
 from flsuite.data.loader import TrainLoader
-from flsuite.errors import FlsuiteError, one_line, require_extra
-from flsuite.lightning_internals import scaler_of
-from flsuite.messages import ClientContext, ClientResult, Outcome
+from flsuite.federation.client.loop import hooks_of_callback
+from flsuite.federation.server.federation import Federation
 from flsuite.metrics.privacy import (
     RandomDraw,
     Release,
@@ -34,9 +38,7 @@ from flsuite.metrics.privacy import (
     require_small_delta,
 )
 from flsuite.models.modes import kept_modes
-from flsuite.random import torch_generator
 from flsuite.runs.run import Run
-from flsuite.server.federation import Federation
 
 _LEFT_OVER = {"activations", "max_batch_len"}
 _SEE_SAMPLES = (  # a batch, its loss, or its gradient without noise

@@ -8,17 +8,17 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from flsuite.arguments import PositiveInt, Settings, at_least
 from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.common.arguments import PositiveInt, Settings, at_least
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientFailure, Outcome
+from flsuite.common.random import numpy_generator, seed_process
+from flsuite.common.state import State, Sums, cast, divided, matches
 from flsuite.data.spec import DataSplit
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientFailure, Outcome
 from flsuite.models.declarations import parameter_groups
 from flsuite.models.modes import evaluating
 from flsuite.models.protocols import FlowModel
-from flsuite.random import numpy_generator, seed_process
 from flsuite.runs.run import Run
-from flsuite.state import State, Sums, cast, divided, matches
 
 
 @dataclass(eq=False)

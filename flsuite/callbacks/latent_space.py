@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.arguments import NonNegativeInt, PositiveInt, Settings, at_least
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.errors import FlsuiteError
+from flsuite.common.arguments import NonNegativeInt, PositiveInt, Settings, at_least
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.random import numpy_generator
 from flsuite.models.protocols import PriorModel
-from flsuite.random import numpy_generator
 from flsuite.runs.run import Run
 
 

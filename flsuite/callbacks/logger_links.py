@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger
 
 from flsuite.callbacks.round_numbers import LAST_NUMBER, RoundNumbers
 from flsuite.callbacks.tensorboard_files import logged_steps
-from flsuite.errors import one_line
+from flsuite.common.errors import one_line
 from flsuite.runs.run import Run
 
 if TYPE_CHECKING:

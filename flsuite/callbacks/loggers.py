@@ -13,7 +13,6 @@ from lightning.pytorch.loggers import (
     WandbLogger,
 )
 
-from flsuite.arguments import NonNegativeInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.callbacks.logger_links import (
     CSVLink,
@@ -25,6 +24,7 @@ from flsuite.callbacks.logger_links import (
 from flsuite.callbacks.pictures import final_pictures, first_pictures
 from flsuite.callbacks.round_numbers import earlier_rounds, latest_round
 from flsuite.callbacks.wandb_link import WandbLink
+from flsuite.common.arguments import NonNegativeInt, Settings
 from flsuite.runs.run import Run
 
 if TYPE_CHECKING:

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from flsuite.common.score_names import score_of
+from flsuite.federation.server.evaluation import GLOBAL
 from flsuite.runs.predictions import class_probabilities
 from flsuite.runs.run import Run
-from flsuite.score_names import score_of
-from flsuite.server.evaluation import GLOBAL
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,7 +16,7 @@ _MOST_CLASSES = 100
 
 def first_pictures(run: Run) -> dict[str, "Figure"]:
     """Draw the picture that is available before the first round: the partition."""
-    from flsuite.analysis import partition_figure
+    from flsuite.analysis.partition import partition_figure
     from flsuite.runs.partition import partition_table
 
     return {"partition": partition_figure(partition_table(run.federation.data))}
@@ -38,7 +38,7 @@ def final_pictures(run: Run) -> dict[str, "Figure"]:
             break
 
     if run.folder.path is not None and run.federation.schedule.declarations.is_virtual:
-        from flsuite.analysis import read_timeline, timeline_figure
+        from flsuite.analysis.timeline import read_timeline, timeline_figure
 
         timeline = read_timeline(run.folder.path)
         if not timeline.empty:

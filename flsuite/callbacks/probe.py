@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import torch
 
-from flsuite.arguments import PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.errors import FlsuiteError
+from flsuite.common.arguments import PositiveInt, Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.random import numpy_generator, seed_for
 from flsuite.models.protocols import LatentModel
-from flsuite.random import numpy_generator, seed_for
 from flsuite.runs.run import Run
 
 

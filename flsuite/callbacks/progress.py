@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.messages import Outcome
+from flsuite.common.messages import Outcome
 from flsuite.runs.run import Run
 
 _ALSO_SHOWN = ("test/f1_macro", "test/backdoor_success")

@@ -6,8 +6,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from flsuite.federation.server.evaluation import GLOBAL
 from flsuite.runs.run import Run
-from flsuite.server.evaluation import GLOBAL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

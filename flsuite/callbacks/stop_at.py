@@ -5,12 +5,12 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from flsuite.arguments import Range, Settings
 from flsuite.callbacks.base import Affects, FederationCallback, require_validation
-from flsuite.messages import Scores
+from flsuite.common.arguments import Range, Settings
+from flsuite.common.messages import Scores
+from flsuite.common.score_names import lower_is_better, require_score, score_name
+from flsuite.federation.server.evaluation import GLOBAL
 from flsuite.runs.run import Run
-from flsuite.score_names import lower_is_better, require_score, score_name
-from flsuite.server.evaluation import GLOBAL
 
 log = logging.getLogger("flsuite")
 

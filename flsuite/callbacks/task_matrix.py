@@ -7,11 +7,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flsuite.arguments import PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.common.arguments import PositiveInt, Settings
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.tasks import TaskData
-from flsuite.errors import FlsuiteError
-from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
+from flsuite.metrics.continual import (
+    average_accuracy,
+    backward_transfer,
+    forgetting,
+    forward_transfer,
+)
 from flsuite.runs.run import Run
 
 log = logging.getLogger("flsuite")

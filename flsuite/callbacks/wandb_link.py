@@ -20,7 +20,7 @@ from flsuite.callbacks.logger_links import (
 from flsuite.callbacks.round_numbers import RoundNumbers
 from flsuite.callbacks.stop_at import StopAt
 from flsuite.callbacks.wandb_files import logged_rounds
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe
 

@@ -19,12 +19,12 @@ from typing import Any
 from flsuite.commands.main import run_command, work_here
 from flsuite.commands.plugins import import_plugins
 from flsuite.commands.static.typos import TyposError, refuse_typos
-from flsuite.errors import FlsuiteError, one_line, with_place
-from flsuite.sweeps.outcome import DONE
-from flsuite.sweeps.plan import Cell, fit_arguments, require_distinct, samples_of
-from flsuite.sweeps.queue import Queue
-from flsuite.sweeps.reading import Sweep
-from flsuite.sweeps.worker import die_with, fork, run_workers
+from flsuite.commands.sweeps.outcome import DONE
+from flsuite.commands.sweeps.plan import Cell, fit_arguments, require_distinct, samples_of
+from flsuite.commands.sweeps.queue import Queue
+from flsuite.commands.sweeps.reading import Sweep
+from flsuite.commands.sweeps.worker import die_with, fork, run_workers
+from flsuite.common.errors import FlsuiteError, one_line, with_place
 
 _CELLS_PER_CHECK, _MOST_CHECKS = 8, 8  # each process that checks cells loads their data
 
@@ -143,7 +143,7 @@ def _import_all() -> None:
 
     import flsuite.analysis
     import flsuite.commands.fit
-    import flsuite.engines.worker  # noqa: F401  (where an engine's workers are forked from)
+    import flsuite.federation.engines.worker  # noqa: F401  (where an engine's workers are forked from)
 
     torch.set_num_threads(1)  # also for a cell's work outside its engine
     gc.freeze()  # a collection in a fork would copy every shared object
@@ -160,7 +160,7 @@ def _checked_in_forks(sweep: Sweep, folder: Path) -> dict[str, Any]:
         What :func:`check` returns, with the lines of ``refused`` in the order of the samples, or an
         ``error``.
     """
-    from flsuite.engines.pool import cores  # late, because the imports take a while
+    from flsuite.federation.engines.pool import cores  # late, because the imports take a while
 
     try:
         require_distinct(sweep)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flsuite.errors import FlsuiteError
-from flsuite.files import load_tensors
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import load_tensors
 from flsuite.models.pretrained import read_weights
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder, versions

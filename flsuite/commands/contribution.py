@@ -19,10 +19,10 @@ from flsuite.commands.parsers import parser_of
 from flsuite.commands.run_folder import require_run
 from flsuite.commands.shares import leave_one_out, shapley
 from flsuite.commands.worlds import Rebuilt, Retrained, Worlds
-from flsuite.errors import FlsuiteError
-from flsuite.files import csv_of, make_folder, replace_text
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import csv_of, make_folder, replace_text
+from flsuite.common.score_names import lower_is_better
 from flsuite.runs.record import is_finished, last_round, read_settings
-from flsuite.score_names import lower_is_better
 
 _NAMES = {"training": ["contribution"], "updates": ["estimate"]}
 _NAMES["both"] = [*_NAMES["training"], *_NAMES["updates"]]

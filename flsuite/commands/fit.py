@@ -8,22 +8,16 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-import flsuite.aggregators
-import flsuite.callbacks
-import flsuite.client.lr_decay
-import flsuite.data
-import flsuite.engines.processes
-import flsuite.engines.ray
-import flsuite.engines.vectorized
-import flsuite.models
-import flsuite.schedules  # noqa: F401  (an imported class has a short name in configs)
+from flsuite import aggregators, callbacks, data, federation, models
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors, refuse_nulls
-from flsuite.errors import FlsuiteError, one_line, require_extra
-from flsuite.files import parse_yaml
+from flsuite.common.errors import FlsuiteError, one_line, require_extra
+from flsuite.common.exports import import_names
+from flsuite.common.files import parse_yaml
 from flsuite.runs.folder import new_run_dir
 from flsuite.trainer import FederatedTrainer
 
 log = logging.getLogger("flsuite")
+import_names(aggregators, callbacks, data, federation, models)  # a config may use any of them
 
 _NOWHERE = (None, "", ".", "./mlruns")  # defaults of Lightning's loggers
 # Class: (packages, one of which must be installed; the extra that installs it).
@@ -160,13 +154,10 @@ class _FederatedCLI(LightningCLI):
     def after_fit(self) -> None:
         """Write pictures of the curves, partition and timeline to the run's folder."""
         # Imported late: pandas and matplotlib are not needed earlier.
-        from flsuite.analysis import (
-            partition_figure,
-            read_partition,
-            read_timeline,
-            run_figure,
-            timeline_figure,
-        )
+        from flsuite.analysis.partition import partition_figure
+        from flsuite.analysis.run_figure import run_figure
+        from flsuite.analysis.runs import read_partition
+        from flsuite.analysis.timeline import read_timeline, timeline_figure
 
         folder = self.trainer.run.folder.path if self.trainer.run else None
         if folder is None:

@@ -6,7 +6,7 @@ code of that person.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pydoc import ErrorDuringImport, locate
@@ -16,24 +16,25 @@ from jsonargparse import _typehints, _util
 from jsonargparse._common import ImportDenied
 
 from flsuite.commands.static.modules import exists
-from flsuite.errors import FlsuiteError
-from flsuite.files import read_yaml
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import read_yaml
+from flsuite.common.moved import moved
 
 # Classes of these places only. Functions of the same packages load pickles or run code, and no
 # shipped config names one. Ray is left out, because its runtime_env starts programs.
 _PLACES = (
     *("flsuite.FederatedTrainer", "flsuite.trainer", "flsuite.commands.replay.StopAfter"),
-    *("flsuite.aggregators", "flsuite.attacks", "flsuite.callbacks", "flsuite.client.lr_decay"),
-    *("flsuite.data", "flsuite.exchange", "flsuite.metrics", "flsuite.models", "flsuite.runs.fork"),
-    *("flsuite.engines.Auto", "flsuite.engines.InProcess", "flsuite.engines.Processes"),
-    *("flsuite.engines.auto", "flsuite.engines.base", "flsuite.engines.processes"),
-    *("flsuite.engines.Vectorized", "flsuite.engines.vectorized"),
-    *("flsuite.schedules", "flsuite.studies"),
+    *("flsuite.aggregators", "flsuite.callbacks", "flsuite.data", "flsuite.metrics"),
+    *("flsuite.models", "flsuite.runs.fork", "flsuite.studies", "flsuite.federation.schedules"),
+    *("flsuite.federation.client.lr_decay", "flsuite.federation.engines.auto"),
+    *("flsuite.federation.engines.base", "flsuite.federation.engines.processes"),
+    "flsuite.federation.engines.vectorized",
     *("torch.nn", "torch.optim", "torch.utils.data"),
     *("torchvision.datasets", "torchvision.models", "torchvision.transforms"),
     *("lightning.pytorch.callbacks", "lightning.pytorch.loggers"),
     *("lightning.pytorch.plugins.precision", "torchmetrics", "normflows"),
 )
+_EXPORTS = ("flsuite.federation",)  # rooms that export names of these places, and of others
 _EXCEPT = (
     "torch.utils.data.datapipes",  # unpickles files whose names end in .pickle
     "torchvision.datasets.LSUN",  # unpickles an index next to the images
@@ -82,7 +83,8 @@ def only_known_classes(config: Path) -> Iterator[None]:
 
 def _is_known(path: str) -> bool:
     """Return whether a name is that of a class, found and defined in one of the places."""
-    if not _is_in_a_place(path):
+    path = moved(path)
+    if not _is_within(path, (*_PLACES, *_EXPORTS)):
         return False
     try:
         found: Any = locate(path)
@@ -91,11 +93,11 @@ def _is_known(path: str) -> bool:
     if found is None:
         return True
     is_public = inspect.isclass(found) and not found.__name__.startswith("_")
-    return is_public and _is_in_a_place(f"{found.__module__}.{found.__qualname__}")
+    return is_public and _is_within(f"{found.__module__}.{found.__qualname__}", _PLACES)
 
 
-def _is_in_a_place(path: str) -> bool:
+def _is_within(path: str, places: Sequence[str]) -> bool:
     inside, outside = (
-        any(f"{path}.".startswith(f"{place}.") for place in places) for places in (_PLACES, _EXCEPT)
+        any(f"{path}.".startswith(f"{place}.") for place in some) for some in (places, _EXCEPT)
     )
     return inside and not outside

@@ -9,7 +9,7 @@ from flsuite.commands.main import dispatch
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.replay import adopt, engine_of, replay
 from flsuite.commands.run_folder import require_run
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.record import kept_rounds, last_round, read_settings, start_round
 

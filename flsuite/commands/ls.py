@@ -13,9 +13,9 @@ from rich.text import Text
 from flsuite.analysis.listing import State, list_runs
 from flsuite.analysis.results import short_path
 from flsuite.commands.parsers import parser_of
-from flsuite.errors import FlsuiteError
-from flsuite.files import csv_of
-from flsuite.score_names import lower_is_better
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import csv_of
+from flsuite.common.score_names import lower_is_better
 
 _FILTERS = ("method", "data", "partition")
 _COLORS = {"finished": "green", "running": "cyan", "interrupted": "yellow"}

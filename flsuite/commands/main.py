@@ -25,7 +25,7 @@ from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.commands.streams import complain, open_streams, output_fault
 from flsuite.commands.termination import ending_on_signals
 from flsuite.commands.waiting import waiting
-from flsuite.errors import (
+from flsuite.common.errors import (
     FederationError,
     FlsuiteError,
     is_out_of_memory,
@@ -230,7 +230,7 @@ def _prepare_engine(args: list[str]) -> None:
     configured = [trainer.get("engine") for trainer in trainers if isinstance(trainer, dict)]
     engines = option_values(args, "trainer.engine") or configured
     if "Processes" in str(engines) and "--print_config" not in args:
-        from flsuite.engines.forkserver import can_fork_later, prepare_workers
+        from flsuite.federation.engines.forkserver import can_fork_later, prepare_workers
 
         if not can_fork_later():
             prepare_workers()

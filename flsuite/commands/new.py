@@ -5,8 +5,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from flsuite.commands.parsers import parser_of
-from flsuite.errors import FlsuiteError
-from flsuite.files import make_folder
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import make_folder
 
 _FILES = ("my_model.py", "my_data.py", "exp.yaml")
 

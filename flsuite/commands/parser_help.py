@@ -12,7 +12,7 @@ from flsuite.commands.static.first_keys import TRAINER, first_keys
 from flsuite.commands.static.modules import Definition, last_name, lookup, resolve
 from flsuite.commands.static.signatures import Parameter, signature_of
 from flsuite.commands.static.suggestions import nearest, nearest_key
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 
 _NAME_WIDTH = 26
 _KINDS = {

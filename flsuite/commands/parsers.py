@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import NoReturn
 
-from flsuite.errors import FlsuiteError, likeliest
+from flsuite.common.errors import FlsuiteError, likeliest
 
 _CONFIG = "-c", "--config"
 

@@ -16,10 +16,10 @@ from jsonargparse._util import import_object
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 
-from flsuite.arguments import create
 from flsuite.commands.plain_types import in_words, options_of
 from flsuite.commands.static.suggestions import nearest, nearest_key
-from flsuite.errors import FlsuiteError, one_line, with_place
+from flsuite.common.arguments import create
+from flsuite.common.errors import FlsuiteError, one_line, with_place
 
 _LONGEST = 400
 _NO_CLASS = "Expected a dot import path string: "

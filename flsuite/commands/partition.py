@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from flsuite.analysis import partition_figure, task_plan_figure
+from flsuite.analysis.partition import partition_figure, task_plan_figure
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
+from flsuite.common.files import csv_of, make_folder, replace_text
 from flsuite.data.datasets.from_data_module import as_federated
 from flsuite.data.tasks import TaskData
-from flsuite.files import csv_of, make_folder, replace_text
 from flsuite.runs.partition import partition_table, task_table
 
 _MOST_SHOWN = 30

@@ -3,8 +3,8 @@
 import importlib
 
 from flsuite.commands.request import option_values, read_configs
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import parse_yaml
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.files import parse_yaml
 
 
 def import_plugins(args: list[str]) -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from flsuite.arguments import PositiveInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.main import dispatch
-from flsuite.files import read_yaml, replace_tensors
+from flsuite.common.arguments import PositiveInt, Settings
+from flsuite.common.files import read_yaml, replace_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.fork import copy_files
 from flsuite.runs.record import (

@@ -30,6 +30,7 @@ from flsuite.analysis.notes import (
     undefined,
     uneven,
 )
+from flsuite.analysis.publish.page.page import PageRequest, require_page, write_page
 from flsuite.analysis.report import (
     averaged_text,
     default_metrics,
@@ -45,9 +46,8 @@ from flsuite.analysis.target import amount_cell, first_to_target, target_markdow
 from flsuite.analysis.tuning import read_tuning
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.report_cross import report_cross
-from flsuite.errors import FlsuiteError
-from flsuite.files import csv_of, make_folder, replace_text
-from flsuite.publish.page import PageRequest, require_page, write_page
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import csv_of, make_folder, replace_text
 
 
 def report(args: list[str]) -> None:
@@ -109,7 +109,7 @@ def report(args: list[str]) -> None:
         write_page(path, groups, page, tuning, notes)
         print(path)
     if request.wandb:
-        from flsuite.publish.wandb_charts import send_report
+        from flsuite.analysis.publish.wandb_charts import send_report
 
         send_report(request.wandb, request.metric[0], _markdown(table, targets, request))
 

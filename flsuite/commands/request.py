@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flsuite.errors import FlsuiteError
-from flsuite.files import parse_yaml, read_yaml
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import parse_yaml, read_yaml
 
 
 def read_config(path: str) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from flsuite.errors import FlsuiteError, likeliest
-from flsuite.files import read_yaml
+from flsuite.common.errors import FlsuiteError, likeliest
+from flsuite.common.files import read_yaml
 
 _FILES = ("config.yaml", "metrics.csv")  # of a run from the command line
 _MOST = 3  # suggestions

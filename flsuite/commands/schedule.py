@@ -6,11 +6,11 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from flsuite.analysis import timeline_figure
+from flsuite.analysis.timeline import timeline_figure
 from flsuite.commands.fit import build
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.parsing import config_name
-from flsuite.files import make_folder
+from flsuite.common.files import make_folder
 from flsuite.runs.rehearsal import rehearse
 from flsuite.runs.table import TimelineTable
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from flsuite.commands.worlds import Worlds
-from flsuite.random import numpy_generator
+from flsuite.common.random import numpy_generator
 from flsuite.runs.record import read_settings
 
 

@@ -13,19 +13,19 @@ from typing import Any
 
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.request import read_value
-from flsuite.engines.forkserver import interrupts_ignored
-from flsuite.errors import FederationError, FlsuiteError
-from flsuite.files import make_folder
-from flsuite.sweeps.plan import samples_of
-from flsuite.sweeps.queue import Queue
-from flsuite.sweeps.reading import Overrides, Sweep, read_sweep
-from flsuite.sweeps.status import (
+from flsuite.commands.sweeps.plan import samples_of
+from flsuite.commands.sweeps.queue import Queue
+from flsuite.commands.sweeps.reading import Overrides, Sweep, read_sweep
+from flsuite.commands.sweeps.status import (
     SweepProgress,
     failures,
     print_cells,
     print_status,
     strangers,
 )
+from flsuite.common.errors import FederationError, FlsuiteError
+from flsuite.common.files import make_folder
+from flsuite.federation.engines.forkserver import interrupts_ignored
 
 _PATIENCE = 30.0  # seconds to wait for runs to end after Ctrl-C
 _LOOK = 0.2  # seconds between updates of the progress

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.run_folder import require_run
-from flsuite.errors import FederationError, FlsuiteError, one_line
-from flsuite.files import locked
+from flsuite.common.errors import FederationError, FlsuiteError, one_line
+from flsuite.common.files import locked
 from flsuite.runs.record import (
     is_asynchronous,
     is_virtual,

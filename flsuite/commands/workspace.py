@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from flsuite.analysis.publish.wandb_charts import build_workspace, default_entity, panels, saved
 from flsuite.commands.parsers import parser_of
-from flsuite.publish.wandb_charts import build_workspace, default_entity, panels, saved
 
 
 def workspace(args: list[str]) -> None:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from flsuite.analysis.runs import curve, read_metrics
 from flsuite.commands.fit import build
 from flsuite.commands.replay import arguments
-from flsuite.errors import FlsuiteError
-from flsuite.messages import Split
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import Split
 from flsuite.runs.record import is_finished, last_round, read_settings, start_round
 from flsuite.runs.rounds import KeptRound, read_rounds, refuse_unkept
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from flsuite.common.state import raw_bytes
 from flsuite.data.arguments import arguments
 from flsuite.data.federated import FederatedData
 from flsuite.data.map_style import StoredSplit, readable
 from flsuite.data.module import FederatedDataModule
-from flsuite.state import raw_bytes
 
 _PLAIN = (str, int, float, bool, type(None))
 _PROBED = 32  # samples hashed of a split that is not in memory

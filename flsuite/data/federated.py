@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flsuite.common.messages import POOLED
 from flsuite.data.images import Augment, Scaling
 from flsuite.data.map_style import StoredSplit
 from flsuite.data.spec import Batch, DataSpec, DataSplit
-from flsuite.messages import POOLED
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flsuite.arguments import NonNegativeInt, Settings
+from flsuite.common.arguments import NonNegativeInt, Settings
 from flsuite.data.arguments import PlainArguments
 
 _CHUNK = 1024

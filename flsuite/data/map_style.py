@@ -20,9 +20,9 @@ from torch.utils.data import (
     default_collate,
 )
 
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.random import seed_cpu, torch_generator
 from flsuite.data.spec import DataSplit
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.random import seed_cpu, torch_generator
 
 log = logging.getLogger("flsuite")
 

@@ -9,13 +9,16 @@ from typing import Annotated, Any
 
 from lightning.pytorch import LightningDataModule
 
-from flsuite.arguments import BelowOne, NonNegativeInt, PositiveInt, Range, check_init
+from flsuite.common.arguments import BelowOne, NonNegativeInt, PositiveInt, Range, check_init
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import POOLED
+from flsuite.common.random import numpy_generator
 from flsuite.data.arguments import PlainArguments, arguments, snapshot
 from flsuite.data.federated import FederatedData
 from flsuite.data.images import Augment, Scaling, fit_scaling, resize_images
 from flsuite.data.loader import TrainLoader
-from flsuite.data.partitions import IID, Partition, partition_labels
-from flsuite.data.partitions.base import checked_rows
+from flsuite.data.partitions.base import Partition, checked_rows, partition_labels
+from flsuite.data.partitions.iid import IID
 from flsuite.data.rows import RaggedIndex, Rows
 from flsuite.data.skews import Skew, skewed
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
@@ -26,9 +29,6 @@ from flsuite.data.splits import (
     split_test_by_owner,
     split_test_like_train,
 )
-from flsuite.errors import FlsuiteError
-from flsuite.messages import POOLED
-from flsuite.random import numpy_generator
 
 _BATCH_ARGUMENTS = {"batch_size", "augment"}
 """The arguments that affect only batches."""

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.arguments import NonNegativeFloat, Settings, Share
+from flsuite.common.arguments import NonNegativeFloat, Settings, Share
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.random import torch_generator
 from flsuite.data.arguments import PlainArguments
 from flsuite.data.spec import DataSpec, DataSplit
-from flsuite.errors import FlsuiteError
-from flsuite.random import torch_generator
 
 
 class Skew(PlainArguments, ABC):

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.random import numpy_generator
 from flsuite.data.rows import Rows
 from flsuite.data.spec import DataSplit
-from flsuite.errors import FlsuiteError
-from flsuite.random import numpy_generator
 
 _SUBSET_SEED = 0
 """A fixed seed, because the subset is part of the problem, not of a run."""

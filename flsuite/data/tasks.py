@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.arguments import PositiveInt, check_init
+from flsuite.common.arguments import PositiveInt, check_init
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.random import numpy_generator
 from flsuite.data.arguments import plain
 from flsuite.data.federated import FederatedData, Stage
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.rows import RaggedIndex
 from flsuite.data.spec import DataSplit, PublishedSplits
-from flsuite.errors import FlsuiteError
-from flsuite.random import numpy_generator
 
 Groups = tuple[tuple[int, ...], ...]
 """The classes of one client, task by task."""

@@ -7,7 +7,7 @@ Flower (``flwr``) is an extra: ``pip install "flsuite[flower]"``. A Flower app n
 
 from importlib.util import find_spec
 
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 
 if find_spec("flwr") is None:
     raise FlsuiteError(

@@ -27,7 +27,7 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.flower.nodes import REFUSED, introduce
 
 if TYPE_CHECKING:

@@ -5,15 +5,15 @@ from typing import Any
 
 from flwr.app import Context, Error, Message, MetricRecord, RecordDict
 
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import Broadcast, ClientFailure, ClientResult, FitRequest, Split
+from flsuite.common.state import State, mismatch
 from flsuite.data.module import FederatedDataModule
-from flsuite.engines.base import InProcess
-from flsuite.errors import FlsuiteError
+from flsuite.federation.engines.base import InProcess
 from flsuite.flower.nodes import FAILED, own_client
 from flsuite.flower.records import ARRAYS, pack, to_state, unpack, write_update
-from flsuite.messages import Broadcast, ClientFailure, ClientResult, FitRequest, Split
 from flsuite.models.base import ClientModel
 from flsuite.runs.preparation import make_evaluator, set_precision, worker_setup
-from flsuite.state import State, mismatch
 from flsuite.trainer import FederatedTrainer
 
 log = logging.getLogger("flsuite")

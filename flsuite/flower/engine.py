@@ -6,16 +6,16 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from flsuite.client.setup import WorkerSetup
-from flsuite.engines.base import Engine
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.messages import ClientResult, FitRequest, Outcome, OwnScores, Split
+from flsuite.common.state import State
+from flsuite.federation.client.setup import WorkerSetup
+from flsuite.federation.engines.base import Engine
+from flsuite.federation.server.evaluation import Evaluator
+from flsuite.federation.server.federation import Federation
+from flsuite.federation.server.stores import ClientStore, Memory
 from flsuite.flower.nodes import REFUSED
 from flsuite.flower.records import read_update
-from flsuite.messages import ClientResult, FitRequest, Outcome, OwnScores, Split
-from flsuite.server.evaluation import Evaluator
-from flsuite.server.federation import Federation
-from flsuite.server.stores import ClientStore, Memory
-from flsuite.state import State
 
 log = logging.getLogger("flsuite")
 

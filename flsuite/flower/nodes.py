@@ -9,7 +9,7 @@ import time
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, one_line
 
 log = logging.getLogger("flsuite")
 

@@ -14,9 +14,9 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientUpdate
-from flsuite.state import State
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State
 
 ARRAYS, METRICS = "arrays", "metrics"
 """The keys under which Flower's strategies and mods expect a model and metrics."""

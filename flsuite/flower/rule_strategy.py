@@ -12,13 +12,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from flsuite.aggregators import Aggregator, Rule
-from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.part import Server, ServerTools
-from flsuite.errors import FlsuiteError, one_line, require_instance, require_positive
+from flsuite.aggregators.rules.base import Rule
+from flsuite.common.errors import FlsuiteError, one_line, require_instance, require_positive
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import StateLayout, mismatch
 from flsuite.flower.records import to_arrays, to_state
-from flsuite.messages import ClientUpdate
-from flsuite.state import StateLayout, mismatch
 
 log = logging.getLogger("flsuite")
 

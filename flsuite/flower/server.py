@@ -4,8 +4,8 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.module import FederatedDataModule
-from flsuite.errors import FlsuiteError
 from flsuite.flower.strategy import FlowerStrategy
 from flsuite.models.base import ClientModel
 from flsuite.runs.session import opened

@@ -9,14 +9,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.messages import OwnScores
+from flsuite.common.state import mismatch
+from flsuite.federation.server.evaluation import GLOBAL
 from flsuite.flower.engine import NodeEngine, NodeEvaluator, NodeStore, by_node, messages
 from flsuite.flower.nodes import Nodes
 from flsuite.flower.records import ARRAYS, numbers_in, pack, to_arrays, to_state
-from flsuite.messages import OwnScores
 from flsuite.runs.run import Run
-from flsuite.server.evaluation import GLOBAL
-from flsuite.state import mismatch
 
 log = logging.getLogger("flsuite")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from flsuite.errors import FlsuiteError, require_extra
+from flsuite.common.errors import FlsuiteError, require_extra
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent

@@ -1,11 +1,21 @@
 """The client models, and the backbones that they are built from."""
 
-from flsuite.models.acvae import ACVAE
-from flsuite.models.backbones import CNN, MLP, Backbone, LeNet5, ResNet18, ResNet20, StridedCNN
-from flsuite.models.base import ClientModel
-from flsuite.models.classifier import Classifier
-from flsuite.models.fusedspacefed import FusedSpaceFed
-from flsuite.models.nfclassifier import NFClassifier
+from typing import TYPE_CHECKING
+
+from flsuite.common.exports import on_first_use
+
+if TYPE_CHECKING:
+    from flsuite.models.acvae import ACVAE
+    from flsuite.models.backbones.base import Backbone
+    from flsuite.models.backbones.cnn import CNN, StridedCNN
+    from flsuite.models.backbones.lenet import LeNet5
+    from flsuite.models.backbones.mlp import MLP
+    from flsuite.models.backbones.resnet18 import ResNet18
+    from flsuite.models.backbones.resnet20 import ResNet20
+    from flsuite.models.base import ClientModel
+    from flsuite.models.classifier import Classifier
+    from flsuite.models.fusedspacefed import FusedSpaceFed
+    from flsuite.models.nfclassifier import NFClassifier
 
 __all__ = [
     "ACVAE",
@@ -21,3 +31,5 @@ __all__ = [
     "ResNet20",
     "StridedCNN",
 ]
+
+__getattr__ = on_first_use(__name__, __file__)

@@ -14,7 +14,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flsuite.arguments import (
+from flsuite.common.arguments import (
     BelowOne,
     NonNegativeFloat,
     PositiveFloat,
@@ -22,8 +22,8 @@ from flsuite.arguments import (
     Range,
     check_init,
 )
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.spec import DataSpec
-from flsuite.errors import FlsuiteError
 from flsuite.models.autoencoders import (
     SMALLEST,
     BottleneckDecoder,

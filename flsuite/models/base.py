@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.spec import DataSpec
-from flsuite.errors import FlsuiteError
 from flsuite.models.strides import slice_strides
 
 _SPEC_KEY = "data_spec"

@@ -13,11 +13,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import matches
 from flsuite.data.federated import Stage
 from flsuite.data.spec import DataSpec
-from flsuite.errors import FlsuiteError
 from flsuite.models.base import ClientModel
-from flsuite.state import matches
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 

@@ -11,15 +11,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from flsuite.arguments import (
+from flsuite.common.arguments import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     check_init,
 )
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.spec import DataSpec
-from flsuite.errors import FlsuiteError
 from flsuite.models.autoencoders import (
     SMALLEST,
     BottleneckDecoder,
@@ -27,8 +27,8 @@ from flsuite.models.autoencoders import (
     UNetDecoder,
     UNetEncoder,
 )
-from flsuite.models.backbones import Backbone, ResNet20
-from flsuite.models.backbones.base import Norm
+from flsuite.models.backbones.base import Backbone, Norm
+from flsuite.models.backbones.resnet20 import ResNet20
 from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.modes import evaluating

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from flsuite.common.state import Layer
 from flsuite.models.modes import evaluating
-from flsuite.state import Layer
 
 _ELEMENTWISE = (  # they treat all channels alike, so channels may be permuted before them
     nn.ReLU,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import flsuite.models.replay as replay
-from flsuite.arguments import (
+from flsuite.common.arguments import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -21,9 +21,11 @@ from flsuite.arguments import (
     at_least,
     check_init,
 )
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.spec import DataSpec
-from flsuite.errors import FlsuiteError
-from flsuite.models.backbones import MLP, Backbone, StridedCNN
+from flsuite.models.backbones.base import Backbone
+from flsuite.models.backbones.cnn import StridedCNN
+from flsuite.models.backbones.mlp import MLP
 from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.flows import ConditionalFlow
 

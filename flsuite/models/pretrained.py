@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import require_whole
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.files import require_whole
 
 log = logging.getLogger("flsuite")
 

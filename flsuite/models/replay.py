@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flsuite.state import load_
+from flsuite.common.state import load_
 
 
 class Previous(nn.Module):

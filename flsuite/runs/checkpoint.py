@@ -8,11 +8,18 @@ from typing import Any
 
 import torch
 
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import flush_to_disk, link_or_copy, replace_file, require_whole, save_tensors
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.files import (
+    flush_to_disk,
+    link_or_copy,
+    replace_file,
+    require_whole,
+    save_tensors,
+)
+from flsuite.common.moved import renewed
+from flsuite.common.state import plain
+from flsuite.federation.schedules.base import Clock
 from flsuite.runs.kept import with_shared
-from flsuite.schedules import Clock
-from flsuite.state import plain
 
 _FORMAT = 3
 _PARTS = {
@@ -117,7 +124,7 @@ def load_own_parts(path: Path) -> dict[str, Any]:
             f"{_FORMAT}); resume it with that version, or start a new run"
         )
     _require_parts(content, path)
-    return content
+    return {**content, "settings": renewed(content["settings"])}
 
 
 def _require_parts(content: Mapping[str, Any], path: Path) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import yaml
 
-from flsuite.attacks import Attack
+from flsuite.aggregators.attacks.base import Attack
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import csv_of, locked, make_folder, replace_file, replace_text
 from flsuite.data.federated import FederatedData
 from flsuite.data.tasks import TaskData
-from flsuite.errors import FlsuiteError
-from flsuite.files import csv_of, locked, make_folder, replace_file, replace_text
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.partition import task_table, write_partition
 from flsuite.runs.record import first_round

@@ -9,9 +9,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from flsuite.arguments import NonNegativeInt, Settings
-from flsuite.errors import FlsuiteError
-from flsuite.files import link_or_copy, replace_file
+from flsuite.common.arguments import NonNegativeInt, Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import link_or_copy, replace_file
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.record import LIMITS, first_round, kept_rounds, read_settings
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from flsuite.client.loop import implements
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.federation.client.loop import implements
 
 _BASE = "flsuite.callbacks.base"  # whose hooks do nothing
 _OF_LIGHTNING = tuple(n for n in vars(Callback) if n.startswith(("on_", "setup", "teardown")))

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flsuite.errors import FlsuiteError
-from flsuite.files import load_tensors
-from flsuite.state import raw_bytes
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import load_tensors
+from flsuite.common.state import raw_bytes
 
 _SMALLEST = 4096  # bytes; a reference to a smaller tensor would save next to nothing
 _FILE, _KEYS, _BITS = "shared_with", "keys", "sha256"

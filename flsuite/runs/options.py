@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flsuite.arguments import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Settings
-from flsuite.client.entries import BatchNorm
-from flsuite.client.lr_decay import LRDecay
-from flsuite.schedules import Clock
+from flsuite.common.arguments import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from flsuite.federation.client.entries import BatchNorm
+from flsuite.federation.client.lr_decay import LRDecay
+from flsuite.federation.schedules.base import Clock
 
 
 @dataclass(frozen=True)

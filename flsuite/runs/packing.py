@@ -11,8 +11,8 @@ import zlib
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import link_or_copy, load_tensors, locked, make_folder, replace_file
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.files import link_or_copy, load_tensors, locked, make_folder, replace_file
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.record import checkpoints_of, memories_of

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 from torch import Tensor
 
+from flsuite.common.files import escaped, unescaped
 from flsuite.data.federated import FederatedData
 from flsuite.data.spec import DataSplit
 from flsuite.data.tasks import TaskData
-from flsuite.files import escaped, unescaped
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.files import make_folder, replace_tensors
+from flsuite.common.random import seed_process
+from flsuite.common.state import plain
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import SplitLoader
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import make_folder, replace_tensors
+from flsuite.federation.server.evaluation import Evaluator
+from flsuite.federation.server.federation import Federation
 from flsuite.models.declarations import has_step, pictures
 from flsuite.models.modes import evaluating
-from flsuite.random import seed_process
-from flsuite.server.evaluation import Evaluator
-from flsuite.server.federation import Federation
-from flsuite.state import plain
 
 log = logging.getLogger("flsuite")
 

@@ -8,32 +8,33 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-from flsuite.aggregators import Aggregator, Rule
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.attacks.base import Attack
+from flsuite.aggregators.exchange.secure import SecureAggregation
 from flsuite.aggregators.part import Named
-from flsuite.aggregators.transforms import Transform
-from flsuite.attacks import Attack
-from flsuite.client.entries import entries_of
-from flsuite.client.placement import on_one_gpu
-from flsuite.client.precision import AUTO, resolve_precision
-from flsuite.client.setup import WorkerSetup, fit_samples
-from flsuite.client.trainer import ClientTrainer
+from flsuite.aggregators.rules.base import Rule
+from flsuite.aggregators.transforms.base import Transform
+from flsuite.common.errors import FlsuiteError, require_instance
+from flsuite.common.random import seed_process
 from flsuite.data.datasets.from_data_module import as_federated
 from flsuite.data.module import FederatedDataModule
-from flsuite.errors import FlsuiteError, require_instance
-from flsuite.exchange.secure import SecureAggregation
+from flsuite.federation.client.entries import entries_of
+from flsuite.federation.client.placement import on_one_gpu
+from flsuite.federation.client.precision import AUTO, resolve_precision
+from flsuite.federation.client.setup import WorkerSetup, fit_samples
+from flsuite.federation.client.trainer import ClientTrainer
+from flsuite.federation.schedules.base import Schedule
+from flsuite.federation.server.evaluation import Evaluator
+from flsuite.federation.server.federation import Federation
+from flsuite.federation.server.stores import ClientStore, VersionStore
+from flsuite.federation.server.tools import ServerFit, make_tools
 from flsuite.models.base import ClientModel
 from flsuite.models.declarations import extra_epochs, has_step, require_trainable, to_channels_last
 from flsuite.models.strides import slice_strides
-from flsuite.random import seed_process
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.options import RunOptions
 from flsuite.runs.run import Run
-from flsuite.schedules import Schedule
-from flsuite.server.evaluation import Evaluator
-from flsuite.server.federation import Federation
-from flsuite.server.stores import ClientStore, VersionStore
-from flsuite.server.tools import ServerFit, make_tools
 
 log = logging.getLogger("flsuite")
 

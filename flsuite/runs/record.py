@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flsuite.errors import FlsuiteError
-from flsuite.files import read_yaml
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import read_yaml
+from flsuite.common.moved import renewed
 
 Row = Mapping[str, str]
 
@@ -36,7 +37,7 @@ def read_settings(run: Path) -> dict[str, Any]:
         raise FlsuiteError(
             f"{path} does not hold the settings of a run; restore it or leave it out"
         )
-    return {str(name): value for name, value in content.items()}
+    return {str(name): renewed(value) for name, value in content.items()}
 
 
 def _is_object(value: object) -> bool:

@@ -4,10 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from flsuite.client.setup import WorkerSetup
-from flsuite.engines.base import Engine
-from flsuite.errors import FlsuiteError
-from flsuite.messages import (
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import (
     Broadcast,
     ClientFailure,
     ClientResult,
@@ -15,9 +13,12 @@ from flsuite.messages import (
     FitRequest,
     Outcome,
 )
+from flsuite.federation.client.setup import WorkerSetup
+from flsuite.federation.engines.base import Engine
+from flsuite.federation.schedules.base import Fit
+from flsuite.federation.schedules.faults import Faults
 from flsuite.runs.run import Run
 from flsuite.runs.table import TimelineRow, timeline_rows
-from flsuite.schedules import Faults, Fit
 
 
 def rehearse(run: Run) -> Iterator[TimelineRow]:

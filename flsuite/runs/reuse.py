@@ -7,16 +7,16 @@ from typing import Any
 
 import yaml
 
+from flsuite.aggregators.attacks.base import Attack
 from flsuite.aggregators.rules.after_fit import AfterFit
-from flsuite.attacks import Attack
-from flsuite.errors import FlsuiteError
-from flsuite.files import load_tensors, make_folder, parse_yaml, replace_tensors
-from flsuite.messages import ClientContext, ClientResult, FitRequest, TrainedFit
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import load_tensors, make_folder, parse_yaml, replace_tensors
+from flsuite.common.messages import ClientContext, ClientResult, FitRequest, TrainedFit
+from flsuite.common.state import plain
+from flsuite.federation.server.federation import Federation
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.record import read_settings
 from flsuite.runs.settings import WEIGHTS, refuse_mismatch
-from flsuite.server.federation import Federation
-from flsuite.state import plain
 
 UPDATES = "updates"
 """Subfolder of a run with its clients' trained models."""

@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flsuite.client.jobs import JobRunner
-from flsuite.engines.base import threads_set
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientResult, ClientUpdate, Split
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientResult, ClientUpdate, Split
+from flsuite.common.state import State
+from flsuite.federation.client.jobs import JobRunner
+from flsuite.federation.engines.base import threads_set
+from flsuite.federation.schedules.base import Fit
+from flsuite.federation.server.evaluation import GLOBAL
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.preparation import worker_setup
 from flsuite.runs.record import kept_rounds
 from flsuite.runs.reuse import UPDATES, UpdateStore
 from flsuite.runs.run import Run
-from flsuite.schedules import Fit
-from flsuite.server.evaluation import GLOBAL
-from flsuite.state import State
 
 _TRAIN = "train without the client instead"
 

@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
-from flsuite.engines.base import Engine
-from flsuite.errors import FederationError
-from flsuite.files import replace_tensors
-from flsuite.messages import ClientResult, ClientUpdate, FitRequest, Outcome, Scores, Split
+from flsuite.common.errors import FederationError
+from flsuite.common.files import replace_tensors
+from flsuite.common.messages import ClientResult, ClientUpdate, FitRequest, Outcome, Scores, Split
+from flsuite.common.state import State, clone
+from flsuite.federation.engines.base import Engine
+from flsuite.federation.schedules.base import Fit
+from flsuite.federation.server.adaptation import adapted_scores
+from flsuite.federation.server.evaluation import GLOBAL, Evaluator
+from flsuite.federation.server.federation import Federation
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.hooks import Hooks
 from flsuite.runs.options import RunOptions
@@ -18,11 +23,6 @@ from flsuite.runs.reuse import Reuse
 from flsuite.runs.store import RunStore
 from flsuite.runs.summary import RunSummary
 from flsuite.runs.table import timeline_rows
-from flsuite.schedules import Fit
-from flsuite.server.adaptation import adapted_scores
-from flsuite.server.evaluation import GLOBAL, Evaluator
-from flsuite.server.federation import Federation
-from flsuite.state import State, clone
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

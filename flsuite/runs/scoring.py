@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-from flsuite.errors import FlsuiteError
-from flsuite.messages import Split
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import Split
+from flsuite.federation.server.evaluation import GLOBAL
 from flsuite.runs.predictions import predict
 from flsuite.runs.run import Run
 from flsuite.runs.session import left_on_cpu
 from flsuite.runs.summary import print_scores
-from flsuite.server.evaluation import GLOBAL
 
 if TYPE_CHECKING:
     import pandas as pd

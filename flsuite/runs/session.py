@@ -10,18 +10,18 @@ from typing import Any
 import lightning
 from lightning.pytorch import LightningModule
 
-from flsuite.client.setup import WorkerSetup
-from flsuite.engines.auto import Auto
-from flsuite.engines.base import Engine, EngineChoice
-from flsuite.errors import FederationError, FlsuiteError, one_line
-from flsuite.files import replace_tensors
+from flsuite.common.errors import FederationError, FlsuiteError, one_line
+from flsuite.common.files import replace_tensors
+from flsuite.common.state import plain
+from flsuite.federation.client.setup import WorkerSetup
+from flsuite.federation.engines.auto import Auto
+from flsuite.federation.engines.base import Engine, EngineChoice
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.record import first_round, read_settings
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe, described_engine, init_args
 from flsuite.runs.summary import print_summary
-from flsuite.state import plain
 
 log = logging.getLogger("flsuite")
 

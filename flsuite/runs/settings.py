@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
-from flsuite.arguments import MISSING, given_arguments, stored_argument
-from flsuite.engines.base import EngineChoice
-from flsuite.errors import FlsuiteError
+from flsuite.common.arguments import MISSING, given_arguments, stored_argument
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.moved import room_of
+from flsuite.common.state import raw_bytes
+from flsuite.federation.engines.base import EngineChoice
 from flsuite.runs.options import RunOptions
-from flsuite.state import raw_bytes
 
 # The settings that a FederatedTrainer stores under their own names.
 _OF_TRAINER = ("aggregator", "schedule", "compression", "secure_sum", "attack")
@@ -94,10 +95,8 @@ def class_name(cls: type) -> str:
 
     For example ``flsuite.models.Classifier``, not the module that defines the class.
     """
-    parts = cls.__module__.split(".")
-    if parts[0] == "flsuite" and len(parts) > 2:
-        parts = parts[:2]
-    return ".".join([*parts, cls.__qualname__])
+    ours = cls.__module__.startswith("flsuite.")
+    return f"{room_of(cls.__module__) if ours else cls.__module__}.{cls.__qualname__}"
 
 
 def init_args(obj: Any) -> dict[str, Any]:

@@ -6,14 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import (
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.files import (
     BackgroundTask,
     link_or_copy,
     load_tensors,
     replace_file,
     replace_tensors,
 )
+from flsuite.common.state import State, mismatch
+from flsuite.federation.server.federation import Federation
 from flsuite.runs.checkpoint import (
     load_checkpoint,
     load_own_parts,
@@ -43,8 +45,6 @@ from flsuite.runs.reuse import FROM_TRAINING
 from flsuite.runs.settings import WEIGHTS, refuse_mismatch, with_contents
 from flsuite.runs.summary import RunSummary
 from flsuite.runs.table import AppendedTable, MetricsTable, mark_of
-from flsuite.server.federation import Federation
-from flsuite.state import State, mismatch
 
 log = logging.getLogger("flsuite")
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from flsuite.common.score_names import lower_is_better, main_scores, score_of
+from flsuite.federation.server.arrivals import RoundLog
 from flsuite.runs.record import kept_on_disk
-from flsuite.score_names import lower_is_better, main_scores, score_of
-from flsuite.server.arrivals import RoundLog
 
 log = logging.getLogger("flsuite")
 

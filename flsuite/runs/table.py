@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import escaped, naming, unescaped
-from flsuite.schedules import Clock
-from flsuite.server.federation import Federation
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.files import escaped, naming, unescaped
+from flsuite.federation.schedules.base import Clock
+from flsuite.federation.server.federation import Federation
 
 
 class AppendedTable:

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.arguments import NonNegativeInt, Settings, check_init
 from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.common.arguments import NonNegativeInt, Settings, check_init
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.random import seed_for
 from flsuite.data.datasets.vision import MNIST
 from flsuite.data.federated import FederatedData
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
-from flsuite.errors import FlsuiteError
-from flsuite.models import ACVAE
+from flsuite.models.acvae import ACVAE
 from flsuite.models.modes import evaluating
-from flsuite.random import seed_for
 from flsuite.runs.run import Run
 
 _BATCH = 512

@@ -12,13 +12,12 @@ from typing import ClassVar
 
 import torch
 
-from flsuite.arguments import NonNegativeInt, Settings
 from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.common.arguments import NonNegativeInt, Settings
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.loader import TrainLoader
-from flsuite.errors import FlsuiteError
-from flsuite.metrics import scores
-from flsuite.models import FusedSpaceFed
-from flsuite.models.fusedspacefed import reconstruction_error
+from flsuite.metrics.scores import scores
+from flsuite.models.fusedspacefed import FusedSpaceFed, reconstruction_error
 from flsuite.runs.run import Run
 
 

@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flsuite.arguments import NonNegativeInt, Settings, check_init
 from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.common.arguments import NonNegativeInt, Settings, check_init
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientFailure, Outcome
+from flsuite.common.state import State
 from flsuite.data.datasets.vision import CIFAR10
 from flsuite.data.spec import DataSplit, PublishedSplits
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientFailure, Outcome
 from flsuite.runs.run import Run
-from flsuite.state import State
 
 
 class CIFAR10Classes(CIFAR10):

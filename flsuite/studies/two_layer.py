@@ -20,9 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from flsuite.errors import FlsuiteError, require_at_least, require_positive
-from flsuite.files import make_folder
-from flsuite.random import numpy_generator
+from flsuite.common.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.common.files import make_folder
+from flsuite.common.random import numpy_generator
 
 WIDTHS = (16, 64, 256, 1024, 4096)
 STEPS = (1, 4, 16, 64, 256, 1024, 4096)

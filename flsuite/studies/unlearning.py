@@ -31,13 +31,13 @@ from lightning.pytorch.cli import LightningCLI
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import make_folder
-from flsuite.metrics import scores
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.files import make_folder
+from flsuite.common.state import State, add, cast, difference
+from flsuite.metrics.scores import scores
 from flsuite.runs.fork import Fork
 from flsuite.runs.rounds import KeptRound, read_rounds
 from flsuite.runs.run import Run
-from flsuite.state import State, add, cast, difference
 from flsuite.trainer import FederatedTrainer
 
 WAYS = ("exact", "keep", "subtract", "rebuild", "continue", "fine-tune")

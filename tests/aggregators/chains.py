@@ -11,9 +11,9 @@ from torch.optim import SGD
 
 from flsuite import FederatedTrainer
 from flsuite.aggregators import Aggregator
+from flsuite.common.state import Layer, State, StateLayout
 from flsuite.models import Classifier
 from flsuite.models.backbones import CNN
-from flsuite.state import Layer, State, StateLayout
 from tests.aggregators.federations import federation
 from tests.conftest import digits
 

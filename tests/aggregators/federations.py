@@ -13,14 +13,14 @@ from flsuite import FederatedTrainer
 from flsuite.aggregators import Aggregator, FedAvg, FedProto, LocalOnly, Rule, Server
 from flsuite.aggregators.part import ServerTools
 from flsuite.callbacks import FederationCallback
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State, StateLayout, Sums
 from flsuite.data import DataSpec, Dirichlet, FederatedDataModule, Synthetic
 from flsuite.data.partitions import Natural
 from flsuite.data.spec import DataSplit, PublishedSplits
-from flsuite.messages import ClientUpdate
 from flsuite.models import Classifier
 from flsuite.models.backbones import Backbone
 from flsuite.models.base import ClientModel
-from flsuite.state import State, StateLayout, Sums
 
 CURVATURES, MINIMA = (1.0, 10.0), (0.0, 1.0)
 

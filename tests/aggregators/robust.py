@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flsuite import aggregators as methods
 from flsuite.aggregators.part import ServerTools
-from flsuite.messages import ClientUpdate
-from flsuite.state import State
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State
 from tests.aggregators.federations import ServerHalf, configured
 from tests.aggregators.stale_updates import late
 

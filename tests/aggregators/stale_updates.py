@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from flsuite.messages import ClientUpdate
-from flsuite.state import State
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State
 from tests.aggregators.federations import update
 
 

@@ -13,9 +13,8 @@ from lightning.pytorch import Callback
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite import aggregators as methods
 from flsuite.callbacks import FederationCallback
-from flsuite.client.loop import LocalLoop
-from flsuite.engines import Processes
-from flsuite.schedules import Synchronous
+from flsuite.federation import Processes, Synchronous
+from flsuite.federation.client.loop import LocalLoop
 from tests.aggregators.federations import (
     assert_same_models,
     assert_same_tree,

@@ -3,11 +3,11 @@
 import pytest
 
 from flsuite.aggregators import Centralized, FedAvg, LocalOnly
+from flsuite.common.messages import POOLED
 from flsuite.data import Digits, Dirichlet
-from flsuite.messages import POOLED
+from flsuite.federation import Synchronous
 from flsuite.models import Classifier
 from flsuite.models.backbones import MLP
-from flsuite.schedules import Synchronous
 from tests.aggregators.federations import (
     CURVATURES,
     MINIMA,

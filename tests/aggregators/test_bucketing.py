@@ -8,8 +8,8 @@ import torch
 
 from flsuite import FlsuiteError
 from flsuite import aggregators as methods
-from flsuite.messages import ClientUpdate
-from flsuite.state import State, StateLayout, Tree, divided
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State, StateLayout, Tree, divided
 from tests.aggregators.federations import server_of
 from tests.aggregators.robust import RULES, cloud, folded, half, models, sent, stale, trusting
 from tests.aggregators.stale_updates import assert_same_bits, late

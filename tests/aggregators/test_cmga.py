@@ -12,10 +12,10 @@ from flsuite.aggregators import CMGA, FedAvg
 from flsuite.aggregators.rules.cmga import class_momentum, move_weights, separate
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.aggregators.uplink import Uplink
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State, StateLayout, Sums
 from flsuite.data import Digits, Pathological
-from flsuite.messages import ClientUpdate
 from flsuite.models import ACVAE
-from flsuite.state import State, StateLayout, Sums
 from tests.aggregators.federations import ServerHalf
 from tests.conftest import classifier, digits, equal_states, trainer
 

@@ -22,9 +22,9 @@ from flsuite.aggregators.rules.dense_generator import (
     distillation_loss,
     statistics_distance,
 )
-from flsuite.messages import ClientUpdate
-from flsuite.random import torch_generator
-from flsuite.state import State, clone
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.random import torch_generator
+from flsuite.common.state import State, clone
 from tests.aggregators.chains import OUTPUTS, SHAPE, chain_layout, image_batch, random_net
 from tests.aggregators.federations import ServerHalf, fold, server_of
 from tests.conftest import equal_states

@@ -10,20 +10,19 @@ import torch
 from torch.optim import SGD
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import Aggregator, DPFedAvg, FedAvg
+from flsuite.aggregators import Aggregator, DPFedAvg, FedAvg, PairwiseMasks, Quantize
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.aggregators.uplink import Uplink
 from flsuite.callbacks import FederationCallback
 from flsuite.callbacks.wandb_link import _summary
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State, StateLayout
 from flsuite.data import Dirichlet, Synthetic
-from flsuite.exchange import PairwiseMasks, Quantize
-from flsuite.messages import ClientUpdate
+from flsuite.federation import Asynchronous, Bernoulli, Stragglers, Synchronous
 from flsuite.metrics.privacy import RandomDraw, epsilon
 from flsuite.models import MLP, Classifier
 from flsuite.runs.summary import print_summary
-from flsuite.schedules import Asynchronous, Bernoulli, Stragglers, Synchronous
-from flsuite.state import State, StateLayout
 from tests.aggregators.federations import (
     Quadratic,
     Quadratics,

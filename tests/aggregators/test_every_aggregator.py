@@ -14,9 +14,9 @@ import torch
 from flsuite import FlsuiteError
 from flsuite import aggregators as methods
 from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedBuff, FedProx, LocalOnly, Rule
-from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.schedules import Synchronous
-from flsuite.state import State, clone
+from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.state import State, clone
+from flsuite.federation import Synchronous
 from tests.aggregators.chains import federate
 from tests.aggregators.federations import (
     MINIMA,

@@ -18,14 +18,14 @@ from flsuite.aggregators import MOON, Aggregator, Ditto, FedAvg, FedRoD, PerFedA
 from flsuite.aggregators.ditto import PulledModel
 from flsuite.aggregators.objectives import FeatureTerm, Objective
 from flsuite.aggregators.objectives.feature_term import FeatureCallback, refuse_mixed_samples
+from flsuite.common.messages import ClientContext
 from flsuite.data import IID
-from flsuite.engines import InProcess, Vectorized
-from flsuite.messages import ClientContext
+from flsuite.federation import InProcess, Vectorized
 from flsuite.models import MLP, Backbone, Classifier
 from tests.aggregators.federations import reference, run, table_data, table_model
-from tests.engines import test_vectorized
-from tests.engines.test_processes import Images
-from tests.engines.test_vectorized import InDouble, close, distance
+from tests.federation.engines import test_vectorized
+from tests.federation.engines.test_processes import Images
+from tests.federation.engines.test_vectorized import InDouble, close, distance
 
 stacks = test_vectorized.stacks  # a fixture
 HEAD = "network.3."

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flsuite.aggregators import Aggregator, FedAsync, Hyperbolic
-from flsuite.errors import FederationError
-from flsuite.state import StateLayout
+from flsuite.common.errors import FederationError
+from flsuite.common.state import StateLayout
 from tests.aggregators.federations import ServerHalf
 from tests.aggregators.stale_updates import assert_same_bits, late, numbers, random_states
 

@@ -8,8 +8,8 @@ import torch
 from flsuite import aggregators as methods
 from flsuite.aggregators import FedAsync, FedAvg, FedBuff, Hyperbolic, Polynomial
 from flsuite.aggregators.rules import Weighting
-from flsuite.messages import ClientUpdate
-from flsuite.state import cast, clone, mean_of
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import cast, clone, mean_of
 from tests.aggregators.federations import assert_same_models, configured, reference, run
 from tests.aggregators.stale_updates import assert_same_bits, late, numbers, random_states
 

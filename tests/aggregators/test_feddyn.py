@@ -7,9 +7,17 @@ import pytest
 from lightning.pytorch import Callback
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import Aggregator, ClipUpdates, FedAvg, FedDyn, FedExP, QFedAvg
-from flsuite.exchange import Quantize, TopK
-from flsuite.schedules import Asynchronous
+from flsuite.aggregators import (
+    Aggregator,
+    ClipUpdates,
+    FedAvg,
+    FedDyn,
+    FedExP,
+    QFedAvg,
+    Quantize,
+    TopK,
+)
+from flsuite.federation import Asynchronous
 from tests.aggregators.federations import CURVATURES, MINIMA, Quadratics, optimum, run
 
 

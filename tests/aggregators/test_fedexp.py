@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from flsuite.aggregators import FedAvg, FedExP
-from flsuite.state import StateLayout
+from flsuite.common.state import StateLayout
 from tests.aggregators.federations import (
     ServerHalf,
     assert_equal,

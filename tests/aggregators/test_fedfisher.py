@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import FedFisher, FisherMerge
 from flsuite.aggregators.part import ServerTools
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import Layer, State, StateLayout
 from flsuite.data import DataSpec, FederatedDataModule
 from flsuite.data.partitions import Natural
 from flsuite.data.spec import DataSplit, PublishedSplits
-from flsuite.messages import ClientUpdate
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone
-from flsuite.state import Layer, State, StateLayout
 from tests.aggregators.federations import (
     ServerHalf,
     fedavg,

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from flsuite import FlsuiteError
 from flsuite.aggregators import FedRoD
 from flsuite.aggregators.fedrod import TwoHeads
-from flsuite.messages import ClientContext
+from flsuite.common.messages import ClientContext
 from flsuite.models import Classifier
 from tests.aggregators.federations import run, table_model
 

@@ -13,15 +13,15 @@ from torch.nn import functional as F
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import FedAvg, FedFisher, FisherAveraging, FisherMerge, RegMean
 from flsuite.aggregators.part import ServerTools
+from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.state import State, StateLayout, clone, nbytes
 from flsuite.data import DataSpec, FederatedDataModule
 from flsuite.data.loader import TrainLoader
-from flsuite.engines import Processes
-from flsuite.messages import ClientContext, ClientUpdate
+from flsuite.federation import Processes
 from flsuite.metrics.fisher import predictive_diagonal
 from flsuite.models import NFClassifier
 from flsuite.models.backbones import MLP
 from flsuite.models.base import ClientModel
-from flsuite.state import State, StateLayout, clone, nbytes
 from tests.aggregators.federations import (
     Quadratic,
     Quadratics,

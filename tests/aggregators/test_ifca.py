@@ -6,11 +6,11 @@ from torch.optim import SGD
 
 from flsuite.aggregators import IFCA, FedAvg
 from flsuite.aggregators.ifca import ClusterMeans
+from flsuite.common.state import StateLayout, Sums, clone, scaled
 from flsuite.data import DataSpec, FederatedDataModule
 from flsuite.data.partitions import Natural
 from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.models import MLP, Classifier
-from flsuite.state import StateLayout, Sums, clone, scaled
 from tests.aggregators.federations import assert_equal, assert_same_models, federation, run, update
 
 

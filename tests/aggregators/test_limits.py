@@ -22,8 +22,8 @@ from flsuite.aggregators import (
     GaussianMechanism,
     Mean,
 )
+from flsuite.federation import Synchronous
 from flsuite.models import Classifier
-from flsuite.schedules import Synchronous
 from tests.aggregators.federations import (
     Normalised,
     assert_equal,

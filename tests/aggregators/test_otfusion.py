@@ -13,8 +13,8 @@ from flsuite import FlsuiteError
 from flsuite.aggregators import FedAvg, OTFusion
 from flsuite.aggregators.rules.matching import assign, move_inputs
 from flsuite.aggregators.rules.otfusion import transport_plan
-from flsuite.messages import ClientUpdate
-from flsuite.state import Layer, State, StateLayout, clone
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import Layer, State, StateLayout, clone
 from tests.aggregators.chains import CHAINS, OUTPUTS, chain_layout, permuted, random_net
 from tests.aggregators.federations import ServerHalf, fold, server_of, update
 from tests.conftest import equal_states

@@ -23,8 +23,8 @@ from flsuite.aggregators.rules.pfnm import (
     match_neurons,
     posterior_mean,
 )
-from flsuite.messages import ClientUpdate
-from flsuite.state import Layer, State, StateLayout, clone
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import Layer, State, StateLayout, clone
 from tests.aggregators.chains import (
     CHAINS,
     OUTPUTS,

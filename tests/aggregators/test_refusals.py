@@ -10,13 +10,13 @@ from torch.optim import SGD, Optimizer
 
 from flsuite import FlsuiteError
 from flsuite import aggregators as methods
+from flsuite.aggregators import PairwiseMasks, Quantize, TopK
 from flsuite.aggregators.part import Statistic
 from flsuite.aggregators.transforms import FitView, Payload
-from flsuite.errors import FederationError
-from flsuite.exchange import PairwiseMasks, Quantize, TopK
-from flsuite.messages import ClientUpdate
-from flsuite.schedules import Synchronous
-from flsuite.state import State, StateLayout
+from flsuite.common.errors import FederationError
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State, StateLayout
+from flsuite.federation import Synchronous
 from tests.aggregators.federations import run
 
 

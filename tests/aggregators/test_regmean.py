@@ -13,10 +13,10 @@ from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import RegMean
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.regmean import solve_from
-from flsuite.messages import ClientUpdate
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import Layer, State, StateLayout
 from flsuite.models import Classifier
 from flsuite.models.backbones import Backbone
-from flsuite.state import Layer, State, StateLayout
 from tests.aggregators.federations import (
     ServerHalf,
     fedavg,

@@ -11,12 +11,12 @@ import torch
 
 from flsuite import FlsuiteError
 from flsuite import aggregators as methods
-from flsuite.client.lr_decay import ExponentialDecay
+from flsuite.common.errors import FederationError
+from flsuite.common.state import clone
 from flsuite.data import FederatedDataModule
-from flsuite.errors import FederationError
+from flsuite.federation import Schedule, Stragglers, Synchronous
+from flsuite.federation.client.lr_decay import ExponentialDecay
 from flsuite.models import FusedSpaceFed
-from flsuite.schedules import Schedule, Stragglers, Synchronous
-from flsuite.state import clone
 from tests.aggregators.federations import (
     Quadratic,
     Quadratics,

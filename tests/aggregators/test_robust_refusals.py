@@ -10,7 +10,7 @@ from flsuite import FlsuiteError
 from flsuite import aggregators as methods
 from flsuite.aggregators.part import Named, refuse_conflicts
 from flsuite.aggregators.rules.robust.base import number_of
-from flsuite.errors import FederationError
+from flsuite.common.errors import FederationError
 from tests.aggregators.robust import cloud, every_rule, folded, sent, trusting
 
 

@@ -30,7 +30,7 @@ from flsuite.aggregators import (
 )
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.robust.vectors import Vectors
-from flsuite.state import State, clone
+from flsuite.common.state import State, clone
 from tests.aggregators.robust import (
     INF,
     RULES,

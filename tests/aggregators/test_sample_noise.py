@@ -11,11 +11,11 @@ from torch import Tensor
 from flsuite.aggregators import FedFisher
 from flsuite.aggregators.rules.sample_noise import SampleNoise
 from flsuite.callbacks import DPSGD
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import flatten_tree
 from flsuite.data.loader import TrainLoader
-from flsuite.errors import FlsuiteError
 from flsuite.metrics.privacy import RandomDraw, Release, epsilon, epsilon_of
 from flsuite.models import MLP, Classifier
-from flsuite.state import flatten_tree
 from tests.aggregators.test_fedfisher import KINDS
 from tests.aggregators.test_fedfisher import fit as federation
 from tests.conftest import digits, equal_states

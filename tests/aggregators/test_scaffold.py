@@ -17,7 +17,7 @@ from flsuite import FlsuiteError
 from flsuite.aggregators import SCAFFOLD
 from flsuite.callbacks import FederationCallback
 from flsuite.data import DataSpec
-from flsuite.schedules import Synchronous
+from flsuite.federation import Synchronous
 from tests.aggregators.federations import (
     CURVATURES,
     MINIMA,

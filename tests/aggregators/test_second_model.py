@@ -13,12 +13,23 @@ from torchmetrics import MeanMetric
 
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite import aggregators as methods
-from flsuite.aggregators import APFL, IFCA, MOON, Ditto, FedALA, FedAvg, FedProto, FedRoD, QFedAvg
+from flsuite.aggregators import (
+    APFL,
+    IFCA,
+    MOON,
+    Ditto,
+    FedALA,
+    FedAvg,
+    FedProto,
+    FedRoD,
+    QFedAvg,
+    Quantize,
+    TopK,
+)
+from flsuite.common.state import State
 from flsuite.data import IID, Digits, Synthetic
-from flsuite.exchange import Quantize, TopK
 from flsuite.models import CNN, Classifier
 from flsuite.models.backbones import Backbone
-from flsuite.state import State
 from tests.aggregators.federations import Normalised, assert_same_tree, models_of, run, table_model
 from tests.conftest import long, mostly_long, table, trainer
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flsuite.aggregators import Aggregator, FedAdagrad, FedAdam, FedAvgM, FedYogi
-from flsuite.messages import ClientUpdate
-from flsuite.state import State
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State
 from tests.aggregators.federations import configured, update
 from tests.aggregators.stale_updates import late, numbers
 

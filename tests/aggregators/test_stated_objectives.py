@@ -15,15 +15,15 @@ from flsuite.aggregators import FedAvg
 from flsuite.aggregators.objectives import FeatureTerm, Objective, SecondSteps
 from flsuite.aggregators.objectives.held import own_tensors
 from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.common.messages import ClientContext
 from flsuite.data import Dirichlet
-from flsuite.engines import InProcess, Vectorized
-from flsuite.messages import ClientContext
+from flsuite.federation import InProcess, Vectorized
 from flsuite.models import Classifier
 from tests.aggregators.federations import run
 from tests.conftest import long
-from tests.engines import test_vectorized
-from tests.engines.test_processes import Images
-from tests.engines.test_vectorized import InDouble, close, fitted
+from tests.federation.engines import test_vectorized
+from tests.federation.engines.test_processes import Images
+from tests.federation.engines.test_vectorized import InDouble, close, fitted
 
 stacks = test_vectorized.stacks  # a fixture
 

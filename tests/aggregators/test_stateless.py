@@ -17,8 +17,8 @@ from torch.distributions import Categorical
 from flsuite import FlsuiteError
 from flsuite.aggregators import Aggregator, FedAvg, Mean
 from flsuite.aggregators.objectives import FeatureTerm, Objective
-from flsuite.engines import InProcess, Processes, Vectorized
-from flsuite.messages import ClientContext
+from flsuite.common.messages import ClientContext
+from flsuite.federation import InProcess, Processes, Vectorized
 from tests.aggregators.federations import run
 
 

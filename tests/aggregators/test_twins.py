@@ -8,7 +8,7 @@ import pytest
 
 from flsuite import aggregators as methods
 from flsuite.callbacks import FederationCallback
-from flsuite.schedules import Synchronous
+from flsuite.federation import Synchronous
 from tests.aggregators import twins
 from tests.aggregators.federations import models_of, run, table_model
 from tests.aggregators.twins import HEAD, Twin

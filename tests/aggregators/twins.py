@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from flsuite.aggregators import FedAvg
+from flsuite.common.state import State, clone
 from flsuite.data.loader import TrainLoader
-from flsuite.state import State, clone
 from tests.aggregators.federations import federation, table_data, table_model
 
 OPTIMIZER = {"lr": 0.05, "momentum": 0.9}

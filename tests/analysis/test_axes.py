@@ -7,7 +7,7 @@ import pytest
 
 from flsuite.analysis import curves_figure, find_runs, read_metrics
 from flsuite.analysis.axes import AXES, aligned
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 
 HEADER = "round,virtual_s,wall_s,client_updates,bytes,scope,split,metric,value\n"
 

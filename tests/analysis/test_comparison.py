@@ -8,7 +8,7 @@ import pytest
 from flsuite.analysis import compare, load
 from flsuite.analysis.comparison import comparison_note, holm, paired
 from flsuite.commands.report import report
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 from tests.analysis.made_runs import Row, made_run, settings
 from tests.commands.command import Capture
 

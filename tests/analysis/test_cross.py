@@ -14,14 +14,14 @@ from flsuite.analysis import (
     group_runs,
 )
 from flsuite.commands.main import main
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 from tests.analysis.made_runs import Row, made_run, settings
 from tests.commands.command import Capture
 
 
 def attack(name: str, fraction: float, **others: float) -> dict[str, Any]:
     arguments = {"fraction": fraction, **others}
-    return {"class_path": f"flsuite.attacks.{name}", "init_args": arguments}
+    return {"class_path": f"flsuite.aggregators.attacks.{name}", "init_args": arguments}
 
 
 def write(

@@ -9,9 +9,9 @@ from matplotlib.image import imread
 
 from flsuite.analysis import read_partition
 from flsuite.commands.main import main
+from flsuite.common.errors import FlsuiteError
 from flsuite.data import Digits, TaskSequence
 from flsuite.data.tasks import TaskData
-from flsuite.errors import FlsuiteError
 from tests.commands.command import Capture
 from tests.conftest import classifier, trainer
 

@@ -9,8 +9,8 @@ from flsuite.analysis import run_figure
 from flsuite.analysis.groups import find_runs, group_runs
 from flsuite.analysis.report import default_metrics
 from flsuite.commands.main import run_command
-from flsuite.errors import FlsuiteError
-from flsuite.score_names import main_scores
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.score_names import main_scores
 from tests.analysis.made_runs import Row, made_run, settings
 from tests.commands.command import Capture
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from flsuite.analysis import read_timeline, timeline_figure
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 from flsuite.runs.table import TimelineRow, TimelineTable
 
 # A round that gives up its last client after 2 seconds, and a round of those that remain.

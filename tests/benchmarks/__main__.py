@@ -21,10 +21,17 @@ import psutil
 import torch
 
 from flsuite import aggregators as methods
-from flsuite.engines import InProcess, Processes
+from flsuite.federation import (
+    Asynchronous,
+    Bernoulli,
+    InProcess,
+    Processes,
+    Schedule,
+    Stragglers,
+    Synchronous,
+)
 from flsuite.models import ACVAE, CNN, MLP, FusedSpaceFed, LeNet5, ResNet20
 from flsuite.models.backbones import Backbone
-from flsuite.schedules import Asynchronous, Bernoulli, Schedule, Stragglers, Synchronous
 from tests.benchmarks import sides
 from tests.benchmarks.cifar import cifar
 from tests.benchmarks.fisher import fisher

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flsuite.engines import Engine, InProcess, Processes, Vectorized
+from flsuite.federation import Engine, InProcess, Processes, Synchronous, Vectorized
 from flsuite.models.backbones import Backbone
-from flsuite.schedules import Synchronous
 from tests.benchmarks import sides
 from tests.benchmarks.gpu import Gpu
 from tests.benchmarks.loop import HandWrittenLoop

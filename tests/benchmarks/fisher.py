@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import Callback
 
-from flsuite.engines import InProcess
+from flsuite.federation import InProcess
 from flsuite.metrics.fisher import (
     fisher_diagonal,
     gram_matrices,

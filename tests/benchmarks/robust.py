@@ -11,8 +11,8 @@ import torch
 
 from flsuite import aggregators as methods
 from flsuite.aggregators.part import ServerTools
-from flsuite.messages import ClientUpdate
-from flsuite.state import State, StateLayout
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State, StateLayout
 
 __all__ = ["robust"]
 

@@ -20,7 +20,7 @@ RUNS: dict[str, list[str]] = {
     "server optimizer": ["--trainer.aggregator", "FedAdam", "--trainer.keep_optimizers", "true"],
     "control variates": ["--trainer.aggregator", "SCAFFOLD"],
     "feature term": ["--trainer.aggregator", "MOON"],
-    "personal": ["--trainer.aggregator", "FedRep"],
+    "personal": ["--trainer.aggregator", "FedRep", "--trainer.max_epochs", "2"],
     "robust": [
         *("--trainer.aggregator", "MultiKrum", "--trainer.aggregator.byzantine", "1"),
         *("--trainer.attack", "SignFlip", "--trainer.attack.clients", "[2]"),

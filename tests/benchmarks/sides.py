@@ -13,7 +13,7 @@ from flsuite.aggregators import FedAvg
 from flsuite.callbacks import FederationCallback
 from flsuite.callbacks.base import Affects
 from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, PublishedSplits
-from flsuite.engines import Engine
+from flsuite.federation import Engine
 from flsuite.models import Classifier, ClientModel
 from flsuite.models.backbones import Backbone
 from flsuite.trainer import FederatedTrainer

@@ -9,9 +9,8 @@ import psutil
 
 from flsuite.callbacks import FederationCallback
 from flsuite.data import Digits
-from flsuite.engines import Processes
+from flsuite.federation import Faults, Processes, Synchronous
 from flsuite.models import MLP, Classifier
-from flsuite.schedules import Faults, Synchronous
 from flsuite.trainer import FederatedTrainer
 
 __all__ = ["FIVE_PERCENT", "Taken", "Watch", "soak", "soaking_run"]

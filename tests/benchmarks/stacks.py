@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from flsuite.aggregators import MOON, Ditto, FedAvg
-from flsuite.engines import Engine, InProcess, Processes, Vectorized
+from flsuite.federation import Engine, InProcess, Processes, Synchronous, Vectorized
 from flsuite.models import MLP, LeNet5
 from flsuite.models.backbones import Backbone
-from flsuite.schedules import Synchronous
 from tests.benchmarks.sides import (
     Clock,
     RandomImages,

@@ -22,18 +22,17 @@ from flsuite.aggregators import (
     Objective,
 )
 from flsuite.callbacks import DPSGD
-from flsuite.client.stack import Stack
 from flsuite.data import IID, TaskSequence
 from flsuite.data.loader import TrainLoader
-from flsuite.engines import InProcess, Processes, Vectorized
+from flsuite.federation import Faults, InProcess, PowerOfChoice, Processes, Synchronous, Vectorized
+from flsuite.federation.client.stack import Stack
 from flsuite.metrics.privacy import RandomDraw, epsilon
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone, ResNet20
-from flsuite.schedules import Faults, PowerOfChoice, Synchronous
 from tests.callbacks.test_dp_sgd_alone import few
 from tests.conftest import classifier, equal_states, trainer
-from tests.engines.test_processes import Images
-from tests.engines.test_vectorized import InDouble
+from tests.federation.engines.test_processes import Images
+from tests.federation.engines.test_vectorized import InDouble
 
 pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
 pytest.importorskip("dp_accounting", reason="needs dp-accounting: pip install 'flsuite[privacy]'")

@@ -8,11 +8,11 @@ import torch
 
 from flsuite.aggregators import FedAvg, FisherAveraging
 from flsuite.callbacks import FlowMonitor
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import State, cast, clone, load_, mean_of
 from flsuite.data import Dirichlet, Synthetic, TaskSequence
-from flsuite.errors import FlsuiteError
+from flsuite.federation import Synchronous
 from flsuite.models import MLP, NFClassifier
-from flsuite.schedules import Synchronous
-from flsuite.state import State, cast, clone, load_, mean_of
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
 

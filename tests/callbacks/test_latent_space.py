@@ -13,8 +13,8 @@ from flsuite.aggregators import CMGA, FedAvg
 from flsuite.analysis import latent_figure
 from flsuite.callbacks import FederationCallback, ForestProbe, LatentSpace
 from flsuite.callbacks.latent_space import prior_distances
+from flsuite.common.errors import FlsuiteError
 from flsuite.data import Digits, Dirichlet, PublishedSplits
-from flsuite.errors import FlsuiteError
 from flsuite.models import ACVAE
 from flsuite.runs.run import Run
 from flsuite.trainer import FederatedTrainer

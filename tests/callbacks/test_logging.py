@@ -16,7 +16,7 @@ from rich.console import Console
 from flsuite.aggregators import FedBuff
 from flsuite.callbacks import FederationCallback, RoundLogger, RoundProgress, progress
 from flsuite.data import IID
-from flsuite.schedules import Asynchronous, Stragglers
+from flsuite.federation import Asynchronous, Stragglers
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, trainer
 

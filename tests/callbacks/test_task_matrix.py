@@ -12,14 +12,14 @@ from torch import Tensor
 
 from flsuite.analysis.partition import task_figure
 from flsuite.callbacks import FederationCallback, RoundEarlyStopping, TaskMatrix
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import State, clone
 from flsuite.data import Synthetic, TaskSequence
 from flsuite.data.tasks import TaskData
-from flsuite.errors import FlsuiteError
+from flsuite.federation import Synchronous
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 from flsuite.models import MLP, NFClassifier
 from flsuite.runs.run import Run
-from flsuite.schedules import Synchronous
-from flsuite.state import State, clone
 from flsuite.trainer import FederatedTrainer
 from tests.aggregators.federations import assert_same_models
 from tests.conftest import classifier, equal_states, trainer

@@ -20,8 +20,8 @@ from lightning.pytorch.loggers import WandbLogger
 from flsuite.analysis.groups import experiment_hash
 from flsuite.callbacks import FederationCallback, RoundLogger, StopAt
 from flsuite.callbacks.pictures import client_rounds, confusion_counts
-from flsuite.client.entries import Entries
 from flsuite.data.spec import DataSpec, DataSplit
+from flsuite.federation.client.entries import Entries
 from flsuite.models import MLP, Classifier
 from flsuite.runs.run import Run
 from tests.callbacks.test_logging import WORK, unsynchronised, work_so_far
@@ -98,7 +98,7 @@ def test_the_config_has_settings_and_the_group_a_hash(whole: tuple[Any, Recorded
     assert run.config["data"]["init_args"]["partition"]["init_args"]["alpha"] == 0.5
     assert run.config["aggregator"]["class_path"] == "flsuite.aggregators.FedAvg"
     assert run.config["rounds"] == ROUNDS
-    assert run.config["engine"]["class_path"] == "flsuite.engines.InProcess"
+    assert run.config["engine"]["class_path"] == "flsuite.federation.InProcess"
     assert run.group.startswith("FedAvg-") and len(run.group) == len("FedAvg-") + 8
     assert (run.name, run.job_type) == ("FedAvg-3", "fit")
     assert set(run.tags) == {"Digits", "Dirichlet(0.5)"}

@@ -17,7 +17,7 @@ from flsuite.commands import shares
 from flsuite.commands.contribution import place_of
 from flsuite.commands.shares import leave_one_out, shapley
 from flsuite.commands.worlds import Rebuilt, Retrained
-from flsuite.files import save_tensors
+from flsuite.common.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.record import read_settings
 from tests.commands.command import QUICKSTART, cli, files, refused

@@ -19,8 +19,8 @@ from flsuite.commands import replay
 from flsuite.commands.foreign import _is_known
 from flsuite.commands.static.classes import find_class
 from flsuite.commands.verify import _workplace
-from flsuite.errors import FlsuiteError
-from flsuite.files import locked
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import locked
 from flsuite.runs import packing
 from flsuite.runs.packing import unpack
 from tests.commands.command import CONFIGS, cli, refused
@@ -114,10 +114,13 @@ UNKNOWN = [
     *("torch.nn.modules.module.torch.load", "torch.nn.functional.relu", "torch.optim"),
     *("torchvision.datasets.LSUN", "torchvision.datasets.folder.default_loader"),
     *("lightning.pytorch.loggers.wandb.os.system", "lightning.pytorch.cli.instantiate_class"),
-    *("flsuite.models.Classifier.load_from_checkpoint", "flsuite.engines.Ray"),
-    *("flsuite.engines.ray_worker.RayWorker", "flsuite.commands.sweep.sweep"),
+    *("flsuite.models.Classifier.load_from_checkpoint", "flsuite.federation.Ray"),
+    *("flsuite.federation.engines.ray_worker.RayWorker", "flsuite.commands.sweep.sweep"),
     *("torch.distributed.elastic.multiprocessing.SubprocessContext"),
-    *("torch.utils.data.datapipes.iter.RoutedDecoder", "flsuite.engines.processes._Worker"),
+    *(
+        "torch.utils.data.datapipes.iter.RoutedDecoder",
+        "flsuite.federation.engines.processes._Worker",
+    ),
     *("torch.package.PackageImporter", "flsuite.data.module.Path"),
 ]
 
@@ -127,10 +130,7 @@ def test_what_could_run_code_is_no_known_class(name: str) -> None:
     assert not _is_known(name)
 
 
-PARTS = (
-    *("aggregators", "attacks", "callbacks", "data", "engines", "exchange", "metrics", "models"),
-    "schedules",
-)
+PARTS = ("aggregators", "callbacks", "data", "federation", "metrics", "models")
 
 
 def test_what_a_shipped_config_may_name_is_known() -> None:
@@ -142,7 +142,7 @@ def test_what_a_shipped_config_may_name_is_known() -> None:
     classes |= {name for name in dotted if find_class(name)}
     assert len(classes) > 100 and "torch.optim.SGD" in classes
     unknown = {name for name in classes if not _is_known(name)}
-    assert unknown == {"flsuite.engines.Ray", "flsuite.engines.Engine"}  # the latter is abstract
+    assert unknown == {"flsuite.federation.Ray"}
 
 
 MANIFESTS: dict[str, Any] = {

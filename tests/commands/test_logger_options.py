@@ -8,7 +8,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger
 
 from flsuite import errors
-from flsuite.publish.wandb_charts import build_report, build_workspace, sections
+from flsuite.analysis.publish.wandb_charts import build_report, build_workspace, sections
 from tests.analysis.made_runs import made_run, settings
 from tests.callbacks.wandb_files import recorded
 from tests.callbacks.wandb_server import WandbServer

@@ -26,9 +26,9 @@ from flsuite.analysis.runs import curve
 from flsuite.analysis.target import target_markdown
 from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping, RoundProgress
 from flsuite.commands.main import main
+from flsuite.common.errors import FlsuiteError
 from flsuite.data import FederatedDataModule, TaskSequence
-from flsuite.engines import InProcess
-from flsuite.errors import FlsuiteError
+from flsuite.federation import InProcess
 from flsuite.runs.table import MetricsTable
 from tests.commands.command import Capture
 from tests.conftest import classifier, digits, trainer
@@ -46,7 +46,7 @@ def settings(
         "data": {"class_path": "flsuite.data.Digits", "init_args": {"clients": 2}},
         "client": {"max_epochs": 1},
         "aggregator": {"class_path": f"flsuite.aggregators.{aggregator}", "init_args": {}},
-        "schedule": {"class_path": "flsuite.schedules.Synchronous", "init_args": {}},
+        "schedule": {"class_path": "flsuite.federation.Synchronous", "init_args": {}},
         "callbacks": [],
         "stopping": [],
         **others,
@@ -126,8 +126,8 @@ def test_a_value_of_several_lines_is_shown_on_one(tmp_path: Path, capsys: Captur
 
 
 def test_times_that_are_measured_within_faults_are_noted(tmp_path: Path) -> None:
-    inner = {"class_path": "flsuite.schedules.Synchronous", "init_args": {}}
-    faults = {"class_path": "flsuite.schedules.Faults", "init_args": {"schedule": inner}}
+    inner = {"class_path": "flsuite.federation.Synchronous", "init_args": {}}
+    faults = {"class_path": "flsuite.federation.Faults", "init_args": {"schedule": inner}}
     write(tmp_path / "a", settings(1, schedule=faults), [0.1])
     (line,) = measured(group_runs(find_runs([tmp_path])), "virtual_s")
     assert "were measured on the machine" in line
@@ -135,7 +135,7 @@ def test_times_that_are_measured_within_faults_are_noted(tmp_path: Path) -> None
 
 def test_a_mapping_is_named_as_a_whole(tmp_path: Path) -> None:
     for name, ranges in (("a", "maxima"), ("b", {"network.0": 30.0, "": 1.0}), ("c", {"": 2.0})):
-        masks = {"class_path": "flsuite.exchange.PairwiseMasks", "init_args": {"ranges": ranges}}
+        masks = {"class_path": "flsuite.aggregators.PairwiseMasks", "init_args": {"ranges": ranges}}
         write(tmp_path / name, settings(1, secure_sum=masks), [0.1])
     assert [group.label for group in group_runs(find_runs([tmp_path]))] == [
         "ranges=maxima",
@@ -234,7 +234,7 @@ def test_damage_that_is_seen_later_is_named_too(runs: Path) -> None:
         file.write("3,0.0,0.0,0,0,global,test,accuracy,0.7\n")
     with pytest.raises(FlsuiteError, match="two values of test accuracy in round 3: its"):
         report_table(group_runs(find_runs([runs])))
-    cut = {"class_path": "flsuite.schedules.Synchronous", "init_args": None}
+    cut = {"class_path": "flsuite.federation.Synchronous", "init_args": None}
     for damage in ({"seed": "x"}, {"seed": 10**30}, {"data": None}, {"schedule": cut}):
         (runs / "a1" / "settings.yaml").write_text(yaml.safe_dump(settings(1) | damage))
         with pytest.raises(FlsuiteError, match="does not hold the settings of a run"):
@@ -566,9 +566,9 @@ def test_runs_of_equal_work_may_differ_in_rounds(tmp_path: Path, capsys: Capture
         table = pd.read_csv(tmp_path / name / "metrics.csv")
         table.assign(client_updates=updates).to_csv(tmp_path / name / "metrics.csv", index=False)
 
-    stragglers = {"class_path": "flsuite.schedules.Stragglers", "init_args": {"fraction": 0.3}}
-    waits = {"class_path": "flsuite.schedules.Synchronous", "init_args": {"speeds": None}}
-    flows = {"class_path": "flsuite.schedules.Asynchronous", "init_args": {"speeds": stragglers}}
+    stragglers = {"class_path": "flsuite.federation.Stragglers", "init_args": {"fraction": 0.3}}
+    waits = {"class_path": "flsuite.federation.Synchronous", "init_args": {"speeds": None}}
+    flows = {"class_path": "flsuite.federation.Asynchronous", "init_args": {"speeds": stragglers}}
     write_run("waits", waits, [11, 22])  # its last round goes beyond the limit
     write_run("flows", flows, [5, 10, 15, 20])
 

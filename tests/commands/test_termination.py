@@ -15,7 +15,7 @@ import torch
 
 from flsuite.commands import main
 from flsuite.commands.termination import ending_on_signals
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, one_line
 from tests.commands.command import QUICKSTART, Capture, cli
 from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
 from tests.runs.killing import rounds_on_disk

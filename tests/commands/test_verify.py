@@ -21,8 +21,8 @@ from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.comparison import compare
 from flsuite.commands.main import main
 from flsuite.commands.replay import replay
-from flsuite.errors import FederationError, FlsuiteError
-from flsuite.files import save_tensors
+from flsuite.common.errors import FederationError, FlsuiteError
+from flsuite.common.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import is_inherited
@@ -536,8 +536,8 @@ def test_a_damaged_byte_of_a_table_is_one_line(command: str, run: Path, capsys: 
 
 
 MEASURED = {
-    "class_path": "flsuite.schedules.Asynchronous",
-    "init_args": {"speeds": {"class_path": "flsuite.schedules.Measured"}},
+    "class_path": "flsuite.federation.Asynchronous",
+    "init_args": {"speeds": {"class_path": "flsuite.federation.Measured"}},
 }
 UNREPEATABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no round": (lambda run: change_settings(run, fork={"round": 4}), "no round of its own"),

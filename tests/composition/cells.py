@@ -32,14 +32,18 @@ from flsuite.aggregators import (
     GaussianMechanism,
     GeometricMedian,
     Krum,
+    LowRank,
     Mean,
     MixedMean,
     Mixing,
     MultiKrum,
     NormClipping,
     OTFusion,
+    PairwiseMasks,
     Proximal,
+    Quantize,
     RegMean,
+    TopK,
     TrimmedMean,
 )
 from flsuite.aggregators.ditto import PulledModel
@@ -47,15 +51,13 @@ from flsuite.aggregators.fedexp import ExtrapolatedMean
 from flsuite.aggregators.fednova import NormalizedMean
 from flsuite.aggregators.part import Named, Sent, refuse_conflicts
 from flsuite.aggregators.qfedavg import FairMean
+from flsuite.common.state import Layer, State, StateLayout
 from flsuite.data import Dirichlet, FederatedDataModule, Synthetic
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
-from flsuite.engines import Engine
-from flsuite.exchange import LowRank, PairwiseMasks, Quantize, TopK
+from flsuite.federation import Asynchronous, Engine, Stragglers, Synchronous
 from flsuite.models import ACVAE, MLP, Classifier
 from flsuite.models.backbones import Backbone
 from flsuite.models.classifier import classification_loss
-from flsuite.schedules import Asynchronous, Stragglers, Synchronous
-from flsuite.state import Layer, State, StateLayout
 
 Cell = Mapping[str, str]
 """The choice of each dimension, by its name."""

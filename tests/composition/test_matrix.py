@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flsuite import FlsuiteError
-from flsuite.engines import Processes
+from flsuite.federation import Processes
 from tests.aggregators.federations import assert_same_models
 from tests.composition.cells import (
     CHOICES,

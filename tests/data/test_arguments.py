@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data import (
     CINIC10,
     GTSRB,
@@ -26,7 +27,6 @@ from flsuite.data import (
     TaskSequence,
 )
 from flsuite.data.arguments import arguments, plain, snapshot
-from flsuite.errors import FlsuiteError
 
 table, series = partial(Table, "t.csv", "kind"), partial(TaskSequence, Digits(), tasks=3)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data import (
     IID,
     CropFlip,
@@ -19,7 +20,6 @@ from flsuite.data import (
     TaskSequence,
 )
 from flsuite.data.loader import TrainLoader
-from flsuite.errors import FlsuiteError
 from tests.conftest import digits
 from tests.data.test_module import Images
 

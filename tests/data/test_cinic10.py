@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.datasets.cinic10 import CINIC10, CLASSES
-from flsuite.errors import FlsuiteError
 from tests.data.readers import check, save_image
 
 

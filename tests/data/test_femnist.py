@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data import FEMNIST
-from flsuite.errors import FlsuiteError
 
 WRITERS = {"f0002_7": 20, "f0001_41": 10, "f0003_1": 3}
 

@@ -19,6 +19,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data import (
     IID,
     Dirichlet,
@@ -30,7 +31,6 @@ from flsuite.data import (
 )
 from flsuite.data.loader import TrainLoader
 from flsuite.data.map_style import StoredSplit
-from flsuite.errors import FlsuiteError
 from flsuite.models import MLP, Classifier
 from tests.conftest import trainer
 from tests.plain import Blobs, Sentences, blobs, pad, slope

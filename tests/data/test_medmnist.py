@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from medmnist import INFO
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.datasets.medmnist import MedMNIST, _info, _spec
 from flsuite.data.spec import PublishedSplits
-from flsuite.errors import FlsuiteError
 from tests.conftest import published
 from tests.data.readers import check
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import POOLED
 from flsuite.data import (
     IID,
     CropFlip,
@@ -23,8 +25,6 @@ from flsuite.data import (
     TaskSequence,
 )
 from flsuite.data.loader import TrainLoader, batch_bounds
-from flsuite.errors import FlsuiteError
-from flsuite.messages import POOLED
 
 
 class Images(FederatedDataModule):

@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 import torch
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data import Natural, NBaIoT, PublishedSplits
 from flsuite.data.datasets import nbaiot
 from flsuite.data.datasets.nbaiot import DEVICES, GAFGYT, TRAFFIC, WITHOUT_MIRAI
-from flsuite.errors import FlsuiteError
 
 FILES = {1: 20, 3: 12}
 HEADER = [f"MI_dir_L{number}_weight" for number in range(115)]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.partitions import (
     IID,
     Dirichlet,
@@ -21,7 +22,6 @@ from flsuite.data.partitions import (
 )
 from flsuite.data.partitions.base import checked_rows
 from flsuite.data.partitions.counts import assign_by_counts
-from flsuite.errors import FlsuiteError
 
 PARTITIONS = [
     IID(),

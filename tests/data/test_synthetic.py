@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from flsuite.common.random import torch_generator
 from flsuite.data.datasets.synthetic import Synthetic, simplex_means
-from flsuite.random import torch_generator
 
 
 @pytest.mark.parametrize(("classes", "features"), [(2, 1), (3, 2), (5, 30)])

@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 import torch
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data import PublishedSplits, Table
 from flsuite.data.datasets.column_scale import fit_scale
 from flsuite.data.datasets.csv_files import csv_frames, numeric_chunks
 from flsuite.data.splits import evenly_held_out
-from flsuite.errors import FlsuiteError
 
 
 def frame(rows: int = 100, seed: int = 0) -> pd.DataFrame:

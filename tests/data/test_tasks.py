@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import POOLED
 from flsuite.data import (
     IID,
     Digits,
@@ -22,8 +24,6 @@ from flsuite.data import (
 from flsuite.data.federated import Stage
 from flsuite.data.loader import TrainLoader
 from flsuite.data.tasks import Arrangement, Groups, TaskData
-from flsuite.errors import FlsuiteError
-from flsuite.messages import POOLED
 from tests.models.test_classifier import Labels
 
 ARRANGEMENTS: tuple[Arrangement, ...] = ("disjoint", "shuffled", "heterogeneous")

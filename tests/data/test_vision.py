@@ -13,6 +13,7 @@ import pytest
 import torch
 from torchvision import datasets
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.datasets import vision
 from flsuite.data.datasets.medmnist import MedMNIST
 from flsuite.data.datasets.vision import (
@@ -27,7 +28,6 @@ from flsuite.data.datasets.vision import (
 )
 from flsuite.data.images import resize_images
 from flsuite.data.spec import PublishedSplits
-from flsuite.errors import FlsuiteError
 from tests.conftest import published
 from tests.data.readers import check, save_image
 

@@ -11,15 +11,21 @@ from importlib import import_module
 from docstring_parser import parse
 from torch.optim import Optimizer
 
-from flsuite.aggregators import Aggregator, Objective, Rule, Staleness, Transform
-from flsuite.attacks import Attack
+from flsuite.aggregators import (
+    Aggregator,
+    Attack,
+    Objective,
+    Rule,
+    SecureAggregation,
+    Staleness,
+    Transform,
+)
 from flsuite.callbacks import FederationCallback
-from flsuite.client.lr_decay import LRDecay
 from flsuite.data import Augment, FederatedDataModule, Partition, Skew
-from flsuite.engines.base import EngineChoice
-from flsuite.exchange import SecureAggregation
+from flsuite.federation import Availability, Schedule, Selection, Speeds
+from flsuite.federation.client.lr_decay import LRDecay
+from flsuite.federation.engines.base import EngineChoice
 from flsuite.models import Backbone, ClientModel
-from flsuite.schedules import Availability, Schedule, Selection, Speeds
 from tests.composition.table import pairs_table, summary_table
 from tests.docs.pages import PAGES
 
@@ -28,17 +34,17 @@ KINDS: dict[str, tuple[type, Sequence[str]]] = {  # what its classes extend, and
     "rules": (Rule, ["aggregators"]),
     "robust rules": (Rule, ["aggregators.rules.robust"]),
     "objectives": (Objective, ["aggregators"]),
-    "transforms": (Transform, ["aggregators", "exchange"]),
+    "transforms": (Transform, ["aggregators"]),
     "server optimizers": (Optimizer, ["aggregators"]),
     "staleness weights": (Staleness, ["aggregators"]),
-    "secure sums": (SecureAggregation, ["exchange"]),
-    "attacks": (Attack, ["attacks"]),
-    "schedules": (Schedule, ["schedules"]),
-    "speeds": (Speeds, ["schedules"]),
-    "availability": (Availability, ["schedules"]),
-    "selections": (Selection, ["schedules"]),
-    "engines": (EngineChoice, ["engines"]),
-    "learning rates over rounds": (LRDecay, ["client.lr_decay"]),
+    "secure sums": (SecureAggregation, ["aggregators"]),
+    "attacks": (Attack, ["aggregators"]),
+    "schedules": (Schedule, ["federation"]),
+    "speeds": (Speeds, ["federation"]),
+    "availability": (Availability, ["federation"]),
+    "selections": (Selection, ["federation"]),
+    "engines": (EngineChoice, ["federation"]),
+    "learning rates over rounds": (LRDecay, ["federation"]),
     "models": (ClientModel, ["models"]),
     "backbones": (Backbone, ["models"]),
     "data": (FederatedDataModule, ["data"]),

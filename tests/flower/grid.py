@@ -26,9 +26,9 @@ from flsuite.flower.server import serve
 from flsuite.models import ACVAE, CNN, Classifier, FusedSpaceFed
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import WithoutOne, classifier, digits, equal_states, state, trainer
-from tests.engines.test_processes import TinyConv
+from tests.federation.engines.test_processes import TinyConv
+from tests.federation.server.test_federation import Recorder
 from tests.plain import Reader
-from tests.server.test_federation import Recorder
 
 
 def travelled(message: Message) -> Message:

@@ -9,7 +9,7 @@ pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'"
 
 from flwr.app import Context, Message, RecordDict
 
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 from flsuite.flower.app import client_app, server_app
 from flsuite.flower.nodes import REFUSED
 from tests.conftest import equal_states

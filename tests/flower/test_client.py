@@ -13,12 +13,12 @@ from flwr.app import RecordDict
 
 from flsuite.aggregators import SCAFFOLD, FedAvg
 from flsuite.callbacks import GradientDissimilarity
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 from flsuite.flower.records import to_state, unpack
 from flsuite.flower.server import serve
 from tests.conftest import classifier, equal_states, state, trainer
+from tests.federation.server.test_federation import Breaks
 from tests.flower.grid import Nodes, bits, both, node_app, personal, unscaled
-from tests.server.test_federation import Breaks
 
 
 def leaves(tree: Any) -> Iterator[Tensor]:

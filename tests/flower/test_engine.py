@@ -8,9 +8,8 @@ pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'"
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from flsuite.aggregators import SCAFFOLD, Centralized
-from flsuite.attacks import LabelFlip
-from flsuite.errors import FederationError, FlsuiteError
+from flsuite.aggregators import SCAFFOLD, Centralized, LabelFlip
+from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.flower.app import make_client_app
 from flsuite.flower.client import Site
 from flsuite.flower.engine import NodeEvaluator

@@ -9,7 +9,7 @@ pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'"
 from flwr.app import Context, Error, Message
 
 from flsuite.callbacks import FederationCallback
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 from flsuite.flower.app import client_app
 from flsuite.flower.server import serve
 from tests.conftest import classifier, digits, trainer

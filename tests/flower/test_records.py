@@ -12,11 +12,11 @@ pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'"
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientUpdate
 from flsuite.flower.records import pack, read_update, to_arrays, to_state, unpack, write_update
-from flsuite.messages import ClientUpdate
 from tests.conftest import equal_states
-from tests.engines import test_wire
+from tests.federation.engines import test_wire
 from tests.flower.grid import bits, travelled
 
 TENSORS = {

@@ -14,10 +14,10 @@ from flwr.clientapp import ClientApp
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import CMGA, SCAFFOLD, FedAdam, FedAvg, FedNova, FedPer, Krum, QFedAvg
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State, StateLayout
 from flsuite.flower.records import to_arrays, to_state
 from flsuite.flower.rule_strategy import RuleStrategy
-from flsuite.messages import ClientUpdate
-from flsuite.state import State, StateLayout
 from tests.aggregators.federations import assert_equal, configured
 from tests.flower.grid import Nodes
 

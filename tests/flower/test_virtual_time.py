@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'")
 
 from flsuite.aggregators import FedAvg, FedBuff
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
+from flsuite.federation import Asynchronous, Schedule, Stragglers, Synchronous
 from flsuite.flower.server import serve
-from flsuite.schedules import Asynchronous, Schedule, Stragglers, Synchronous
 from tests.conftest import classifier, equal_states, state, table, trainer
 from tests.flower.grid import Nodes, both, node_app, unscaled
 

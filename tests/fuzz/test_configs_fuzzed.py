@@ -197,12 +197,12 @@ def _places() -> list[tuple[str, type]]:
     """Return every class of the project that a config may name, with its place in a config."""
     bases = {
         "trainer.aggregator": ("flsuite.aggregators", "Aggregator"),
-        "trainer.schedule": ("flsuite.schedules", "Schedule"),
-        "trainer.schedule.init_args.speeds": ("flsuite.schedules", "Speeds"),
-        "trainer.schedule.init_args.availability": ("flsuite.schedules", "Availability"),
+        "trainer.schedule": ("flsuite.federation", "Schedule"),
+        "trainer.schedule.init_args.speeds": ("flsuite.federation", "Speeds"),
+        "trainer.schedule.init_args.availability": ("flsuite.federation", "Availability"),
         "trainer.compression": ("flsuite.aggregators", "Transform"),
-        "trainer.secure_sum": ("flsuite.exchange", "SecureAggregation"),
-        "trainer.lr_decay": ("flsuite.client.lr_decay", "LRDecay"),
+        "trainer.secure_sum": ("flsuite.aggregators", "SecureAggregation"),
+        "trainer.lr_decay": ("flsuite.federation.client.lr_decay", "LRDecay"),
         "trainer.callbacks": ("flsuite.callbacks", "FederationCallback"),
         "data.init_args.partition": ("flsuite.data", "Partition"),
         "data.init_args.augment": ("flsuite.data.images", "Augment"),

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from flsuite.aggregators import FedAvgM
 from flsuite.analysis import load_model
+from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.data.datasets import medmnist
-from flsuite.errors import FederationError, FlsuiteError
+from flsuite.federation import Asynchronous, Stragglers
 from flsuite.models import MLP, Classifier
 from flsuite.models.pretrained import read_weights
-from flsuite.schedules import Asynchronous, Stragglers
 from tests.conftest import digits, trainer
 from tests.fuzz.settings import fuzzed
 

@@ -11,15 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flsuite.aggregators import LowRank, PairwiseMasks, Quantize, TopK
 from flsuite.aggregators.transforms.base import Payload, Transform
-from flsuite.engines.processes import _require_answer
-from flsuite.engines.wire import dumps
-from flsuite.errors import FederationError
-from flsuite.exchange import LowRank, PairwiseMasks, Quantize, TopK
-from flsuite.messages import ClientFailure, ClientResult, ClientUpdate
-from flsuite.schedules import Fit, Synchronous
-from tests.conftest import classifier, digits, trainer
-from tests.exchange.compressions import (
+from flsuite.common.errors import FederationError
+from flsuite.common.messages import ClientFailure, ClientResult, ClientUpdate
+from flsuite.federation import Fit, Synchronous
+from flsuite.federation.engines.processes import _require_answer
+from flsuite.federation.engines.wire import dumps
+from tests.aggregators.exchange.compressions import (
     LENET,
     factors_of,
     packed,
@@ -27,6 +26,7 @@ from tests.exchange.compressions import (
     state_of,
     template_for,
 )
+from tests.conftest import classifier, digits, trainer
 from tests.fuzz.settings import fuzzed
 
 junk = st.one_of(
@@ -162,8 +162,8 @@ def test_an_altered_compressed_message_is_read_or_refused(codec: Transform) -> N
 def test_an_altered_message_of_a_secure_sum_is_taken_or_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from flsuite.exchange.pairwise_server import PairwiseServer
-    from tests.exchange.test_pairwise import CLIENTS, contribution
+    from flsuite.aggregators.exchange.pairwise_server import PairwiseServer
+    from tests.aggregators.exchange.test_pairwise import CLIENTS, contribution
 
     received: list[Any] = []
     original = PairwiseServer.receive

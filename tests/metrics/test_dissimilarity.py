@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from flsuite.aggregators import LocalOnly
 from flsuite.callbacks import GradientDissimilarity
 from flsuite.callbacks.dissimilarity import gradient_batches, head_gradients, head_parameters
+from flsuite.common.errors import FlsuiteError
 from flsuite.data import Digits, Dirichlet, MedMNIST
 from flsuite.data.rows import RaggedIndex
-from flsuite.errors import FlsuiteError
 from flsuite.metrics import RunningDissimilarity
 from flsuite.models import CNN, MLP, Backbone, Classifier, ClientModel, FusedSpaceFed
 from flsuite.trainer import FederatedTrainer

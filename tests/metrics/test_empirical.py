@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite import FlsuiteError
+from flsuite.common.state import State
 from flsuite.data import DataSpec
 from flsuite.metrics.fisher import fisher_diagonal
 from flsuite.models import NFClassifier
 from flsuite.models.backbones import MLP
-from flsuite.state import State
 
 
 class Densities(nn.Module):

@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from flsuite import FlsuiteError
+from flsuite.common.state import Layer, State
 from flsuite.data import DataSpec
 from flsuite.metrics.fisher import (
     full_fisher,
@@ -20,7 +21,6 @@ from flsuite.metrics.fisher import (
 )
 from flsuite.metrics.fisher.full import gradient_rows
 from flsuite.models import MLP, Classifier
-from flsuite.state import Layer, State
 
 TASKS = ("multiclass", "multilabel", "other")
 

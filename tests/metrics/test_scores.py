@@ -8,9 +8,9 @@ import torch
 from sklearn import metrics as sk
 from torch import Tensor
 
+from flsuite.common.score_names import lower_is_better
 from flsuite.data.spec import DataSpec, Task
 from flsuite.metrics import class_accuracy, scores, summary
-from flsuite.score_names import lower_is_better
 
 
 def spec(classes: int, task: Task = "multiclass", names: tuple[str, ...] = ()) -> DataSpec:

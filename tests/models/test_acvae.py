@@ -10,12 +10,12 @@ from matplotlib.image import imread
 from torch.distributions import Independent, Normal, kl_divergence
 
 from flsuite.aggregators import Centralized
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import clone
 from flsuite.data import DataSpec, Synthetic
 from flsuite.data.federated import FederatedData
-from flsuite.engines import Engine, InProcess, Vectorized
-from flsuite.errors import FlsuiteError
+from flsuite.federation import Engine, InProcess, Vectorized
 from flsuite.models import ACVAE, gaussians
-from flsuite.state import clone
 from tests.conftest import digits, trainer
 from tests.plain import plain_trainer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 from flsuite.models.backbones import CNN, MLP, Backbone, LeNet5, ResNet18, ResNet20, make_norm
 from flsuite.models.backbones.base import Norm
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.random import seed_process
+from flsuite.common.state import clone
 from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, Natural, PublishedSplits
 from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Task
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientUpdate
 from flsuite.models import ACVAE, MLP, Backbone, Classifier, FusedSpaceFed, NFClassifier, ResNet20
 from flsuite.models.classifier import class_probabilities, classification_loss
-from flsuite.random import seed_process
-from flsuite.state import clone
 from flsuite.trainer import FederatedTrainer
 from tests.aggregators.federations import Updates
 from tests.conftest import classifier, digits, equal_states, trainer

@@ -11,14 +11,14 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from flsuite.aggregators import FedAvg, FedProx
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State, clone
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, PublishedSplits
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientContext
+from flsuite.federation import Synchronous
 from flsuite.models import CNN, Classifier, FusedSpaceFed, ResNet20
 from flsuite.models.fusedspacefed import reconstruction_error
 from flsuite.runs.session import export_model
-from flsuite.schedules import Synchronous
-from flsuite.state import State, clone
 from flsuite.trainer import FederatedTrainer
 from tests.aggregators.federations import Updates
 from tests.conftest import equal_states, trainer

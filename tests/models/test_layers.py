@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from flsuite.common.state import Layer
 from flsuite.models.backbones import CNN, MLP, LeNet5, ResNet20
 from flsuite.models.layers import read_chain, read_layers
-from flsuite.state import Layer
 
 
 def test_the_layers_of_lenet() -> None:

@@ -13,15 +13,14 @@ from torch.nn import functional as F
 
 from flsuite import FederatedTrainer, FederationError, FlsuiteError
 from flsuite.aggregators import Centralized, FedProx
+from flsuite.common.state import clone
 from flsuite.data import DataSpec, Dirichlet, Synthetic
 from flsuite.data.loader import TrainLoader
-from flsuite.engines import Processes
+from flsuite.federation import Processes, Synchronous
 from flsuite.models import Classifier, NFClassifier
 from flsuite.models.backbones import MLP, Backbone, ResNet20, StridedCNN
 from flsuite.models.nfclassifier import _Head
 from flsuite.models.replay import soft_cross_entropy
-from flsuite.schedules import Synchronous
-from flsuite.state import clone
 from tests.conftest import digits, equal_states, state, trainer
 from tests.plain import plain_trainer
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import yaml
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data import DataSpec
-from flsuite.errors import FlsuiteError
 from flsuite.models import MLP, Classifier, LeNet5
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer

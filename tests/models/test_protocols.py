@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 from flsuite.models import ACVAE, Classifier, FusedSpaceFed, NFClassifier
 from flsuite.models.protocols import (
     FlowModel,

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flsuite.engines import Processes
+from flsuite.federation import Processes
 from flsuite.models import Classifier, ResNet20
 from flsuite.models.strides import slice_strides
 from tests.conftest import digits, trainer

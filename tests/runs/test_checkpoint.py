@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flsuite.callbacks import FederationCallback
-from flsuite.errors import FlsuiteError
-from flsuite.files import replace_file
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import replace_file
 from flsuite.runs.checkpoint import load_checkpoint
 from tests.conftest import classifier, digits, trainer
 

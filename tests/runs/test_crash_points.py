@@ -11,14 +11,14 @@ import torch
 
 from flsuite.aggregators import FedAvgM
 from flsuite.callbacks import RoundEarlyStopping
-from flsuite.files import BackgroundTask
+from flsuite.common.files import BackgroundTask
+from flsuite.federation import Asynchronous, Schedule, Synchronous
 from flsuite.models import MLP, Classifier
 from flsuite.runs.table import AppendedTable
-from flsuite.schedules import Asynchronous, Schedule, Synchronous
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import digits, equal_states, trainer
+from tests.federation.schedules.simulation import PerClient
 from tests.runs.killing import table_of
-from tests.schedules.simulation import PerClient
 
 CLIENTS = 3
 KILLED = 9

@@ -13,7 +13,7 @@ import pytest
 
 from flsuite import files
 from flsuite.callbacks import FederationCallback
-from flsuite.errors import FederationError
+from flsuite.common.errors import FederationError
 from flsuite.runs import checkpoint
 from flsuite.runs.table import AppendedTable
 from tests.commands.command import QUICKSTART, cli

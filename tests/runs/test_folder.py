@@ -9,8 +9,8 @@ import yaml
 
 from flsuite.callbacks import FederationCallback, ForestProbe, RoundEarlyStopping
 from flsuite.commands.main import main
-from flsuite.errors import FlsuiteError
-from flsuite.files import save_tensors
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.fork import Fork
@@ -86,7 +86,7 @@ def test_the_second_run_looks_while_the_first_one_writes(
     has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_locks:
-        monkeypatch.setattr("flsuite.files.fcntl", None)
+        monkeypatch.setattr("flsuite.common.files.fcntl", None)
     refusals: list[str] = []
 
     def versions() -> str:

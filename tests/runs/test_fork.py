@@ -19,25 +19,25 @@ from flsuite.aggregators import (
     FedAvg,
     FedBuff,
     LocalOnly,
+    SignFlip,
 )
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules import Mean
 from flsuite.analysis.groups import group_runs
 from flsuite.analysis.report import report_table
-from flsuite.attacks import SignFlip
 from flsuite.callbacks import GradientDissimilarity, TaskMatrix, dissimilarity
 from flsuite.callbacks.dissimilarity import gradient_batches
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import save_tensors
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State, Tree
 from flsuite.data import Digits, TaskSequence
-from flsuite.engines import Auto, auto
-from flsuite.errors import FlsuiteError
-from flsuite.files import save_tensors
-from flsuite.messages import ClientUpdate
+from flsuite.federation import Asynchronous, Auto, Stragglers, Synchronous
+from flsuite.federation.engines import auto
 from flsuite.models import MLP, Classifier
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.fork import Fork
 from flsuite.runs.record import kept_rounds
-from flsuite.schedules import Asynchronous, Stragglers, Synchronous
-from flsuite.state import State, Tree
 from tests.aggregators.federations import assert_same_models
 from tests.conftest import digits, equal_states, table, trainer
 from tests.runs.killing import Interrupts

@@ -11,15 +11,15 @@ import torch
 from torch.optim import SGD
 
 from flsuite.aggregators import IFCA
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import save_tensors
 from flsuite.data import Dirichlet
-from flsuite.errors import FlsuiteError
-from flsuite.files import save_tensors
+from flsuite.federation import Synchronous
 from flsuite.models import MLP, Classifier
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.fork import Fork
 from flsuite.runs.kept import KeptTensors, with_shared
 from flsuite.runs.record import kept_on_disk
-from flsuite.schedules import Synchronous
 from tests.aggregators.federations import assert_same_models
 from tests.conftest import digits, trainer
 

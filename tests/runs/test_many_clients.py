@@ -13,13 +13,13 @@ from torch import Tensor
 
 from flsuite.analysis import read_partition
 from flsuite.callbacks import FederationCallback
+from flsuite.common.files import csv_of
 from flsuite.data import IID, Synthetic
 from flsuite.data.rows import Rows
-from flsuite.files import csv_of
+from flsuite.federation import Synchronous
 from flsuite.models import MLP, Classifier
 from flsuite.runs import run as run_module
 from flsuite.runs.partition import partition_table, write_partition
-from flsuite.schedules import Synchronous
 from tests.conftest import trainer
 
 ROWS = torch.arange(20)

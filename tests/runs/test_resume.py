@@ -10,14 +10,13 @@ import torch
 
 from flsuite.aggregators import FedAdam, FedAvgM
 from flsuite.callbacks import FederationCallback
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import save_tensors
 from flsuite.data import Digits, Dirichlet
-from flsuite.engines import InProcess, Processes
-from flsuite.errors import FlsuiteError
-from flsuite.files import save_tensors
+from flsuite.federation import InProcess, Processes, Synchronous
+from flsuite.federation.server.stores import ClientStore
 from flsuite.models import MLP, Classifier
 from flsuite.runs.checkpoint import load_checkpoint, write_checkpoint
-from flsuite.schedules import Synchronous
-from flsuite.server.stores import ClientStore
 from flsuite.trainer import FederatedTrainer
 from tests.aggregators.federations import assert_same_models, table_data, table_model
 from tests.conftest import classifier, digits, equal_states, trainer

@@ -10,8 +10,7 @@ import torch
 
 from flsuite import FederatedTrainer, FlsuiteError
 from flsuite.aggregators import SCAFFOLD, FedAvg, FedBuff, FedProx, LocalOnly
-from flsuite.engines import Processes
-from flsuite.schedules import Asynchronous, LogNormal, Synchronous
+from flsuite.federation import Asynchronous, LogNormal, Processes, Synchronous
 from tests.conftest import classifier, digits, equal_states, trainer
 
 

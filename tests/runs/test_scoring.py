@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from flsuite.analysis import read_metrics
 from flsuite.callbacks import FederationCallback
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
 from tests.plain import Net, blobs

@@ -24,9 +24,9 @@ from flsuite.aggregators import (
     LocalOnly,
     Proximal,
 )
-from flsuite.arguments import MISSING, create, stored_argument
 from flsuite.callbacks import GradientDissimilarity
-from flsuite.errors import FlsuiteError
+from flsuite.common.arguments import MISSING, create, stored_argument
+from flsuite.common.errors import FlsuiteError
 from flsuite.models import Backbone, Classifier
 from flsuite.runs.settings import describe
 from tests.conftest import classifier, digits, trainer

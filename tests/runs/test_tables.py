@@ -9,15 +9,15 @@ import pandas as pd
 import pytest
 
 from flsuite.analysis import read_metrics, read_timeline
-from flsuite.errors import FlsuiteError
-from flsuite.files import csv_of, escaped
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import csv_of, escaped
+from flsuite.federation import Clock
 from flsuite.runs.table import (
     AppendedTable,
     MetricsTable,
     TimelineRow,
     TimelineTable,
 )
-from flsuite.schedules import Clock
 
 ROWS = [
     TimelineRow(0, 4, 0, 0.0, 1.5, "merged", 1, 1.75, 0, 0.25),

@@ -8,7 +8,7 @@ import torch
 from torch.optim import AdamW
 
 from flsuite.aggregators import CMGA, LocalOnly
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 from flsuite.models import ACVAE
 from flsuite.studies.detection import (
     Detection,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from flsuite.aggregators.rules.solvers.blocks import Dense, gradient_descent
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.random import torch_generator
 from flsuite.metrics.fisher import full_fisher
-from flsuite.random import torch_generator
 from flsuite.studies import two_layer
 from flsuite.studies.two_layer import (
     Clients,

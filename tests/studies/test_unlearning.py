@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from flsuite.files import load_tensors
+from flsuite.common.files import load_tensors
 from flsuite.runs.rounds import read_rounds
 from flsuite.studies.unlearning import (
     WAYS,

@@ -5,8 +5,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 
 from flsuite.aggregators.part import Part, Server, Statistic
-from flsuite.messages import ClientContext
-from flsuite.state import State, StateLayout, Tree
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State, StateLayout, Tree
 
 
 class Objective(Part):

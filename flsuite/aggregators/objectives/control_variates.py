@@ -17,11 +17,11 @@ from torch.optim import SGD, Optimizer
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.optimizers import about_to_step
 from flsuite.aggregators.part import Server, Statistic
-from flsuite.arguments import Settings
-from flsuite.errors import FlsuiteError
-from flsuite.lightning_internals import skips_step
-from flsuite.messages import ClientContext
-from flsuite.state import State, StateLayout, Tree, add, difference
+from flsuite.common.arguments import Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.lightning_internals import skips_step
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State, StateLayout, Tree, add, difference
 
 Control = Literal["displacement", "mean_gradient"]
 

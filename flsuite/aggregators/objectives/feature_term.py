@@ -20,11 +20,11 @@ from flsuite.aggregators.objectives.held import (
     own_tensors,
     wrong,
 )
-from flsuite.errors import FlsuiteError
-from flsuite.lightning_internals import scaler_of
-from flsuite.messages import ClientContext
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.lightning_internals import scaler_of
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State
 from flsuite.models.declarations import head_of
-from flsuite.state import State
 
 
 @dataclass(frozen=True)

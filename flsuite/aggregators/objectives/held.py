@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flsuite.aggregators.objectives.base import Objective
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientContext
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientContext
 
 
 class StatedCallback(Callback):

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.optimizers import about_to_step
-from flsuite.arguments import NonNegativeFloat, Settings
-from flsuite.messages import ClientContext
-from flsuite.state import State
+from flsuite.common.arguments import NonNegativeFloat, Settings
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from flsuite.aggregators.objectives.held import (
 )
 from flsuite.aggregators.optimizers import about_to_step
 from flsuite.aggregators.second_model import SecondModel
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientContext
-from flsuite.state import State
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State
 
 
 class SecondSteps(Objective, ABC):

@@ -9,13 +9,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from flsuite.aggregators.part import Server
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientContext
+from flsuite.common.random import torch_generator
 from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Batch, Task
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientContext
-from flsuite.metrics.fisher import measuring
+from flsuite.metrics.fisher.measuring import measuring
 from flsuite.models.protocols import LogitModel
-from flsuite.random import torch_generator
 
 Measure = Callable[[Any, Iterator[Batch], Task, torch.Generator], Any]
 """Measures a trained :class:`~flsuite.models.protocols.LogitModel` on batches on its device, given

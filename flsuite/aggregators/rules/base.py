@@ -13,8 +13,8 @@ from lightning.pytorch import Callback
 
 from flsuite.aggregators.part import Capability, Part, Server, Statistic
 from flsuite.aggregators.staleness import rebased
-from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.state import State, StateLayout, Sums, Tree, moved
+from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.state import State, StateLayout, Sums, Tree, moved
 
 Weighting = Literal["samples", "uniform"]
 

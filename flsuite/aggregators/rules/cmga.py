@@ -13,10 +13,16 @@ from torch import Tensor
 
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.base import LinearRule, Weighting
-from flsuite.arguments import BelowOne, NonNegativeFloat, NonNegativeInt, PositiveFloat, Settings
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientUpdate
-from flsuite.state import State, StateLayout, Tree, divided, scaled
+from flsuite.common.arguments import (
+    BelowOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    Settings,
+)
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State, StateLayout, Tree, divided, scaled
 
 MEANS, LOG_VARIANCES = "prior_mean", "prior_log_variance"
 """The parameter groups that a model declares, one tensor ``(classes, latent)`` each."""

@@ -23,7 +23,7 @@ from flsuite.aggregators.rules.dense_generator import (
     batch_norm_distances,
     distillation_loss,
 )
-from flsuite.arguments import (
+from flsuite.common.arguments import (
     BelowOne,
     NonNegativeFloat,
     NonNegativeInt,
@@ -32,11 +32,11 @@ from flsuite.arguments import (
     Range,
     Settings,
 )
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.random import seed_process, torch_generator
+from flsuite.common.state import State, cast, clone, mean_of
 from flsuite.data.images import CropFlip
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientUpdate
-from flsuite.random import seed_process, torch_generator
-from flsuite.state import State, cast, clone, mean_of
 
 log = logging.getLogger("flsuite")
 

@@ -28,13 +28,13 @@ from flsuite.aggregators.rules.solvers.selection import (
     iterates,
     solvers,
 )
-from flsuite.arguments import PositiveInt, Settings
+from flsuite.common.arguments import PositiveInt, Settings
+from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.state import State, StateLayout, Tree, cast, divided, scaled
 from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Batch, Task
-from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.metrics.fisher import Expectation
+from flsuite.metrics.fisher.columns import Expectation
 from flsuite.metrics.privacy import Release, require_small_delta
-from flsuite.state import State, StateLayout, Tree, cast, divided, scaled
 
 log = logging.getLogger("flsuite")
 

@@ -19,20 +19,17 @@ from flsuite.aggregators.optimizers import about_to_step
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass, require_classes
 from flsuite.aggregators.rules.base import LinearRule, Weighting, withheld_by
-from flsuite.arguments import NonNegativeFloat, PositiveInt, Range, Settings
+from flsuite.common.arguments import NonNegativeFloat, PositiveInt, Range, Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.lightning_internals import skips_step
+from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.state import State, StateLayout, Tree, clone, divided, scaled
 from flsuite.data.spec import Batch, Task
-from flsuite.errors import FlsuiteError
-from flsuite.lightning_internals import skips_step
-from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.metrics.fisher import (
-    Estimator,
-    Expectation,
-    fisher_diagonal,
-    measuring,
-    predictive_diagonal,
-)
+from flsuite.metrics.fisher.columns import Expectation
+from flsuite.metrics.fisher.empirical import Estimator, fisher_diagonal
+from flsuite.metrics.fisher.measuring import measuring
+from flsuite.metrics.fisher.predictive import predictive_diagonal
 from flsuite.models.protocols import LikelihoodModel
-from flsuite.state import State, StateLayout, Tree, clone, divided, scaled
 
 _ONE_NAME = Range(
     "a list of at least one name, or null for all parameters",

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flsuite.state import Layer, State
+from flsuite.common.state import Layer, State
 
 
 def names(layer: Layer) -> tuple[str, ...]:

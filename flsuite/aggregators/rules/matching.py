@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flsuite.errors import FlsuiteError
-from flsuite.state import Layer, State, StateLayout
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import Layer, State, StateLayout
 
 
 class Places(NamedTuple):

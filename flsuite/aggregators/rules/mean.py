@@ -15,9 +15,9 @@ from torch import Tensor
 from flsuite.aggregators.part import Capability, Server
 from flsuite.aggregators.rules.base import LinearRule, Weighting
 from flsuite.aggregators.staleness import Staleness, StalenessName, staleness_weight
-from flsuite.arguments import NonNegativeFloat, Settings
-from flsuite.messages import ClientUpdate
-from flsuite.state import State, StateLayout, Tree, divided, scaled
+from flsuite.common.arguments import NonNegativeFloat, Settings
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State, StateLayout, Tree, divided, scaled
 
 Normalize = Literal["buffer", "weights"]
 

@@ -10,10 +10,10 @@ from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.base import CohortRule, Weighting
 from flsuite.aggregators.rules.mean import Mean, Normalize, mixed
 from flsuite.aggregators.staleness import Staleness, StalenessName, staleness_weight
-from flsuite.arguments import Fraction, Settings, Share
-from flsuite.errors import FederationError, FlsuiteError
-from flsuite.messages import ClientUpdate
-from flsuite.state import State, cast
+from flsuite.common.arguments import Fraction, Settings, Share
+from flsuite.common.errors import FederationError, FlsuiteError
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State, cast
 
 
 @dataclass(frozen=True)

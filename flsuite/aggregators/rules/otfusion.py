@@ -19,10 +19,10 @@ from flsuite.aggregators.rules.matching import (
     read_layer,
     require_chain,
 )
-from flsuite.arguments import NonNegativeInt, Settings
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientUpdate
-from flsuite.state import Layer, State, mean_of
+from flsuite.common.arguments import NonNegativeInt, Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import Layer, State, mean_of
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.base import CohortRule, timed
 from flsuite.aggregators.rules.matching import Places, assign, neurons, read_layer, require_chain
-from flsuite.arguments import NonNegativeInt, PositiveFloat, Settings
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientUpdate
-from flsuite.random import numpy_generator
-from flsuite.state import Layer, State
+from flsuite.common.arguments import NonNegativeInt, PositiveFloat, Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.random import numpy_generator
+from flsuite.common.state import Layer, State
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import flsuite.aggregators.rules.layer_matrices as layer_matrices
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
-from flsuite.arguments import PositiveInt, Settings, Share
+from flsuite.common.arguments import PositiveInt, Settings, Share
+from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.state import Layer, State, StateLayout, Tree, cast, clone, divided, scaled
 from flsuite.data.spec import Batch, Task
-from flsuite.messages import ClientContext, ClientUpdate
-from flsuite.metrics.fisher import gram_matrices
-from flsuite.state import Layer, State, StateLayout, Tree, cast, clone, divided, scaled
+from flsuite.metrics.fisher.products import gram_matrices
 
 log = logging.getLogger("flsuite")
 

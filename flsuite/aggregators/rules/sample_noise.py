@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from flsuite.arguments import PositiveFloat, Settings, SmallProbability
+from flsuite.common.arguments import PositiveFloat, Settings, SmallProbability
+from flsuite.common.state import State, flatten_tree, nested_like
 from flsuite.data.spec import Batch
 from flsuite.metrics.privacy import RandomDraw, Release, epsilon_of
-from flsuite.state import State, flatten_tree, nested_like
 
 _LEAST, _MOST = -40, 40  # powers of two that a tensor's norm is searched among
 _ABOVE = 0.1  # fraction of the samples whose tensors are clipped

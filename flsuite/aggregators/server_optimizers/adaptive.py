@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from flsuite.errors import require_below_one, require_positive
+from flsuite.common.errors import require_below_one, require_positive
 
 
 class Adaptive(Optimizer):

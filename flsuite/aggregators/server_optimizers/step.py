@@ -7,8 +7,8 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
 from flsuite.aggregators.part import Server
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.state import State, cast
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.state import State, cast
 
 
 def stepped(make_optimizer: OptimizerCallable, server: Server, model: State) -> State:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from flsuite.aggregators.part import Part, Server
-from flsuite.random import torch_generator
-from flsuite.state import State, Tree
+from flsuite.common.random import torch_generator
+from flsuite.common.state import State, Tree
 
 
 class Payload(NamedTuple):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
-from flsuite.arguments import Radius, Settings
-from flsuite.state import State
+from flsuite.common.arguments import Radius, Settings
+from flsuite.common.state import State
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from flsuite.aggregators.part import Capability, Server
 from flsuite.aggregators.rules.mean import mixed
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.aggregators.transforms.clip_updates import clipped
-from flsuite.arguments import (
+from flsuite.common.arguments import (
     Fraction,
     NonNegativeFloat,
     PositiveFloat,
@@ -25,7 +25,9 @@ from flsuite.arguments import (
     Settings,
     SmallProbability,
 )
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.random import secure_normal, torch_generator
+from flsuite.common.state import State, Tree
 from flsuite.metrics.privacy import (
     RandomDraw,
     calibrated_noise,
@@ -34,8 +36,6 @@ from flsuite.metrics.privacy import (
     noise_beside_count,
     require_small_delta,
 )
-from flsuite.random import secure_normal, torch_generator
-from flsuite.state import State, Tree
 
 log = logging.getLogger("flsuite")
 

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
+from flsuite.common.moved import moved
+
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _ASSIGNMENTS = (ast.Assign, ast.AnnAssign)
 _CLOSED = (*_DEFINITIONS, *_ASSIGNMENTS, ast.Lambda)  # names bound inside them are not the module's
@@ -44,7 +46,7 @@ class Content(NamedTuple):
 
 def find_source(module: str) -> Path | None:
     """Return the source file of a module, or ``None`` if none is found."""
-    top, *rest = module.split(".")
+    top, *rest = moved(module).split(".")
     try:
         spec = find_spec(top)
     except (ImportError, ValueError):  # as of __main__

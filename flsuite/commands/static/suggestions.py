@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from flsuite.errors import likeliest
+from flsuite.common.errors import likeliest
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None:

@@ -16,7 +16,7 @@ from flsuite.commands.static.first_keys import TRAINER, first_keys
 from flsuite.commands.static.modules import Definition, content_of, exists, find_source, lookup
 from flsuite.commands.static.signatures import OPEN, Parameter, Signature, signature_of
 from flsuite.commands.static.suggestions import nearest, nearest_key
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
 
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
@@ -195,7 +195,7 @@ class _Checked:
         """Yield the keys of all places, starting with the trainer and the algorithm."""
         yield from (f"trainer.{name}" for name in self._signature(("trainer",)).parameters)
         yield from (f"trainer.aggregator.{part}" for part in _PARTS)
-        if default := lookup("flsuite.schedules", "Synchronous"):
+        if default := lookup("flsuite.federation", "Synchronous"):
             yield from (f"trainer.schedule.{name}" for name in signature_of(default).parameters)
         for at in self.classes:
             yield from (".".join((*at, name)) for name in self._signature(at).parameters)

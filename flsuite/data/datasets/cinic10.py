@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 
-from flsuite.arguments import check_init
+from flsuite.common.arguments import check_init
+from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.data.datasets.vision import split_of, stacked
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
-from flsuite.errors import FlsuiteError, one_line
 
 _FOLDER = "CINIC-10"
 CLASSES = (

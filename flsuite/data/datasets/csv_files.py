@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flsuite.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, one_line
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.random import numpy_generator
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.random import numpy_generator
 
 _SIDE = 28
 _CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)

@@ -8,14 +8,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
-from flsuite.arguments import PositiveInt
+from flsuite.common.arguments import PositiveInt
+from flsuite.common.errors import FlsuiteError, require_instance
+from flsuite.common.random import seed_process
 from flsuite.data.datasets.from_dataset import MapStyleModule
 from flsuite.data.map_style import Field
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.partitions import Partition
+from flsuite.data.partitions.base import Partition
 from flsuite.data.spec import PublishedSplits
-from flsuite.errors import FlsuiteError, require_instance
-from flsuite.random import seed_process
 
 log = logging.getLogger("flsuite")
 

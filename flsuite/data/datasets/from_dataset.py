@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from flsuite.arguments import NonNegativeInt, at_least, check_init
+from flsuite.common.arguments import NonNegativeInt, at_least, check_init
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.digest import described
 from flsuite.data.images import Scaling, Unscaled
 from flsuite.data.map_style import (
@@ -25,9 +26,8 @@ from flsuite.data.map_style import (
     require_map_style,
 )
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.partitions import Partition
+from flsuite.data.partitions.base import Partition
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
-from flsuite.errors import FlsuiteError
 
 log = logging.getLogger("flsuite")
 

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from flsuite.arguments import check_init
+from flsuite.common.arguments import check_init
+from flsuite.common.errors import FlsuiteError, one_line, require_one_of
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
-from flsuite.errors import FlsuiteError, one_line, require_one_of
 
 _DEFAULT_ROOT = "~/.medmnist"
 _SPLITS = ("train", "val", "test")

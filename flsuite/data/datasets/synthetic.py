@@ -6,11 +6,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from flsuite.arguments import NonNegativeFloat, NonNegativeInt, at_least, check_init
+from flsuite.common.arguments import NonNegativeFloat, NonNegativeInt, at_least, check_init
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.random import torch_generator
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
-from flsuite.errors import FlsuiteError
-from flsuite.random import torch_generator
 
 _TEST_FRACTION = 0.2
 

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from flsuite.arguments import Range, SmallProbability, check_init
+from flsuite.common.arguments import Range, SmallProbability, check_init
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.random import numpy_generator
 from flsuite.data.datasets.column_scale import ScaleName, fit_scale
 from flsuite.data.datasets.table_files import feature_columns, read_frames, take_columns
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.splits import evenly_held_out
-from flsuite.errors import FlsuiteError
-from flsuite.random import numpy_generator
 
 _SPLIT_SEED = 0
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flsuite.common.errors import FlsuiteError, likeliest, one_line
 from flsuite.data.datasets.csv_files import (
     csv_frames,
     has_numbers,
@@ -13,7 +14,6 @@ from flsuite.data.datasets.csv_files import (
     missing_values,
     numeric_chunks,
 )
-from flsuite.errors import FlsuiteError, likeliest, one_line
 
 if TYPE_CHECKING:
     import pandas as pd

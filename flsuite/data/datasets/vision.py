@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from flsuite.arguments import PositiveInt, check_init
+from flsuite.common.arguments import PositiveInt, check_init
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.files import locked
 from flsuite.data.module import FederatedDataModule
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.files import locked
 
 _Unpacked = tuple[Any, Any, "list[str]"]
 """Images ``(n, height, width, channels)``, labels, class names."""

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 from numpy.random import Generator
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.arguments import PlainArguments
 from flsuite.data.rows import Rows
-from flsuite.errors import FlsuiteError
 
 Array = np.ndarray
 

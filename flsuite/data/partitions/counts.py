@@ -5,9 +5,9 @@ from abc import abstractmethod
 import numpy as np
 from numpy.random import Generator
 
-from flsuite.arguments import Settings
+from flsuite.common.arguments import Settings
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.partitions.base import Array, AssignedPartition
-from flsuite.errors import FlsuiteError
 
 
 class CountPartition(AssignedPartition, Settings):

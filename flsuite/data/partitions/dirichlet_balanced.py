@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flsuite.arguments import PositiveFloat
+from flsuite.common.arguments import PositiveFloat
 from flsuite.data.partitions.counts import CountPartition
 from flsuite.data.partitions.quantity import QuantitySkew
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flsuite.arguments import NonNegativeInt, PositiveFloat, PositiveInt
+from flsuite.common.arguments import NonNegativeInt, PositiveFloat, PositiveInt
 from flsuite.data.partitions.counts import CountPartition, apportion
 from flsuite.data.partitions.pathological import assign_classes
 

@@ -5,8 +5,8 @@ import heapq
 import numpy as np
 from numpy.random import Generator
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.partitions.base import Array, AssignedPartition
-from flsuite.errors import FlsuiteError
 
 
 class Natural(AssignedPartition):

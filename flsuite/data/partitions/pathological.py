@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flsuite.arguments import PositiveInt
+from flsuite.common.arguments import PositiveInt
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.partitions.counts import CountPartition
-from flsuite.errors import FlsuiteError
 
 
 @dataclass

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt
+from flsuite.common.arguments import NonNegativeFloat, PositiveFloat, PositiveInt
 from flsuite.data.partitions.counts import CountPartition, apportion
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import Generator
 
-from flsuite.arguments import NonNegativeFloat, Settings
+from flsuite.common.arguments import NonNegativeFloat, Settings
 from flsuite.data.partitions.base import Array, AssignedPartition
 
 

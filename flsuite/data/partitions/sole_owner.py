@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import Generator
 
-from flsuite.arguments import BelowOne, NonNegativeInt, Settings
+from flsuite.common.arguments import BelowOne, NonNegativeInt, Settings
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.partitions.base import Array, AssignedPartition
-from flsuite.errors import FlsuiteError
 
 
 @dataclass

@@ -14,8 +14,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from flsuite.common.errors import FlsuiteError, require_one_of
 from flsuite.data.spec import Task
-from flsuite.errors import FlsuiteError, require_one_of
 from flsuite.models.protocols import LogitModel
 
 Expectation = Literal["exact", "sampled"]

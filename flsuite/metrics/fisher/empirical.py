@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flsuite.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import State
 from flsuite.metrics.fisher.layers import LayerPass, ProductLayers
 from flsuite.metrics.fisher.per_sample import Batch
 from flsuite.metrics.fisher.products import Diagonal, summed_squares
-from flsuite.state import State
 
 Estimator = Literal["exact", "batch"]
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vjp, vmap
 
-from flsuite.errors import FlsuiteError, one_line
-from flsuite.state import State
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.state import State
 
 Batch = tuple[Tensor, ...]
 

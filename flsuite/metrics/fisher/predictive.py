@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import Layer, State
 from flsuite.data.spec import Task
-from flsuite.errors import FlsuiteError
 from flsuite.metrics.fisher.columns import Expectation, Logits, columns
 from flsuite.metrics.fisher.layers import LayerPass, ProductLayers, recorded
 from flsuite.metrics.fisher.measuring import fast_formats
@@ -26,7 +27,6 @@ from flsuite.metrics.fisher.products import (
     summed_squares,
 )
 from flsuite.models.layers import uncovered
-from flsuite.state import Layer, State
 
 Factors = dict[str, dict[str, Tensor]]
 

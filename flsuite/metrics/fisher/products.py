@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flsuite.common.state import Layer, State
 from flsuite.metrics.fisher.columns import Logits
 from flsuite.metrics.fisher.layers import LayerPass, recorded, unfolded
 from flsuite.metrics.fisher.per_sample import Batch, sample_squares
 from flsuite.models.layers import uncovered
-from flsuite.state import Layer, State
 
 
 def _layer_squares(part: LayerPass) -> State:

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, get_args
 
 from torch import nn
 
-from flsuite.arguments import Range
-from flsuite.errors import FlsuiteError, require_one_of
+from flsuite.common.arguments import Range
+from flsuite.common.errors import FlsuiteError, require_one_of
 
 Widths = Annotated[tuple[int, ...], Range("widths of at least 1", lambda w: min(w, default=1) >= 1)]
 TwoWidths = Annotated[

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from flsuite.arguments import PositiveInt, Settings
+from flsuite.common.arguments import PositiveInt, Settings
 from flsuite.models.backbones.base import (
     Backbone,
     Norm,

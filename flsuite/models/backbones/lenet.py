@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from flsuite.arguments import Settings
+from flsuite.common.arguments import Settings
 from flsuite.models.backbones.base import Backbone, TwoWidths, Widths, image_shape
 from flsuite.models.backbones.cnn import CNN
 

@@ -5,8 +5,8 @@ from math import prod
 
 from torch import nn
 
-from flsuite.arguments import BelowOne, Settings
-from flsuite.errors import FlsuiteError
+from flsuite.common.arguments import BelowOne, Settings
+from flsuite.common.errors import FlsuiteError
 from flsuite.models.backbones.base import Backbone, Widths, dense_layers
 
 

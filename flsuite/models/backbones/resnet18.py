@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from flsuite.arguments import PositiveInt, Settings
+from flsuite.common.arguments import PositiveInt, Settings
 from flsuite.models.backbones.base import Backbone, Norm, Widths, image_shape, make_norm
 
 _FEATURES = 512  # channels of the last stage

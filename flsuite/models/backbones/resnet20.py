@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from flsuite.arguments import PositiveInt, Settings
+from flsuite.common.arguments import PositiveInt, Settings
 from flsuite.models.backbones.base import Backbone, Norm, image_shape, make_norm
 
 _GROUPS = 8  # groups of GroupNorm: two channels each in the first stage, eight in the last

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flsuite.arguments import (
+from flsuite.common.arguments import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     Settings,
     SmallProbability,
 )
-from flsuite.errors import require_at_least
-from flsuite.random import torch_generator
+from flsuite.common.errors import require_at_least
+from flsuite.common.random import torch_generator
 from flsuite.studies.inversion.gan import GAN
 from flsuite.studies.inversion.target import Target
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from flsuite.errors import require_at_least
+from flsuite.common.errors import require_at_least
 
 
 def reconstruction_figure(rows: Mapping[str, Tensor], columns: int = 12) -> Figure:

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
-from flsuite.errors import FlsuiteError
-from flsuite.random import seed_process, torch_generator
+from flsuite.common.arguments import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.random import seed_process, torch_generator
 
 
 class Generator(nn.Sequential):

@@ -8,17 +8,19 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from flsuite.aggregators import Aggregator, LinearRule, Rule
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.rules.base import LinearRule, Rule
 from flsuite.analysis.runs import read_partition
-from flsuite.data import FederatedData
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.random import torch_generator
+from flsuite.common.state import State, StateLayout, cast, mean_of
+from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
-from flsuite.errors import FlsuiteError
-from flsuite.metrics.fisher import kfac_factors, measuring
+from flsuite.metrics.fisher.measuring import measuring
+from flsuite.metrics.fisher.predictive import kfac_factors
 from flsuite.models.layers import read_layers
 from flsuite.models.protocols import LogitModel
-from flsuite.random import torch_generator
 from flsuite.runs.reuse import UPDATES, UpdateStore
-from flsuite.state import State, StateLayout, cast, mean_of
 
 Knowledge = Literal["client", "mean", "factors"]
 """``client`` is the client's model, ``mean`` the mean of all clients' models, and ``factors`` the

@@ -8,11 +8,11 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from flsuite.common.state import Layer, State, load_
 from flsuite.data.images import Scaling
 from flsuite.metrics.fisher.layers import recorded, unfolded
 from flsuite.metrics.fisher.products import at_positions
 from flsuite.models.layers import read_layers
-from flsuite.state import Layer, State, load_
 from flsuite.studies.inversion.knowledge import Factors, require_logits
 
 _TINY = torch.finfo(torch.float32).tiny

@@ -10,10 +10,10 @@ from flsuite.aggregators.part import Capability, Server
 from flsuite.aggregators.rules.base import CohortRule
 from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.aggregators.rules.robust.vectors import Vectors, one_thread
-from flsuite.arguments import NonNegativeInt, Range, Settings
-from flsuite.errors import FederationError
-from flsuite.messages import ClientUpdate
-from flsuite.state import State
+from flsuite.common.arguments import NonNegativeInt, Range, Settings
+from flsuite.common.errors import FederationError
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State
 
 Clients = NonNegativeInt | Annotated[float, Range("a share in [0, 0.5)", lambda x: 0 <= x < 0.5)]
 """A number of clients as an integer, or a fraction of them as a float."""

@@ -11,11 +11,11 @@ from flsuite.aggregators.part import Capability, Server
 from flsuite.aggregators.rules.base import CohortRule, Rule, RuleAround
 from flsuite.aggregators.rules.robust.base import refuse_few
 from flsuite.aggregators.rules.robust.cohort import bucket_of, place
-from flsuite.arguments import PositiveInt, Settings
-from flsuite.errors import FlsuiteError
-from flsuite.messages import ClientUpdate
-from flsuite.random import numpy_generator
-from flsuite.state import State
+from flsuite.common.arguments import PositiveInt, Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.random import numpy_generator
+from flsuite.common.state import State
 
 
 @dataclass(frozen=True)

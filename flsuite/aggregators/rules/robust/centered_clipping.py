@@ -14,7 +14,7 @@ from flsuite.aggregators.rules.robust.base import ParameterRule
 from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.aggregators.rules.robust.norm_clipping import clip_factors
 from flsuite.aggregators.rules.robust.vectors import distances_from
-from flsuite.arguments import PositiveInt, Radius
+from flsuite.common.arguments import PositiveInt, Radius
 
 
 @dataclass(frozen=True)

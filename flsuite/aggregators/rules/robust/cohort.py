@@ -12,8 +12,8 @@ from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.base import Rule, Weighting
 from flsuite.aggregators.rules.robust.vectors import Vectors, flatten, row_dtype, unflatten
 from flsuite.aggregators.staleness import rebased
-from flsuite.messages import ClientUpdate
-from flsuite.state import State, cast, flatten_tree, mean_of, nested_like
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State, cast, flatten_tree, mean_of, nested_like
 
 log = logging.getLogger("flsuite")
 

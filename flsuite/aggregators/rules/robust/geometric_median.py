@@ -14,7 +14,7 @@ from flsuite.aggregators.rules.base import Weighting
 from flsuite.aggregators.rules.robust.base import ParameterRule
 from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.aggregators.rules.robust.vectors import distances_from, squared_distances
-from flsuite.arguments import NonNegativeFloat, PositiveFloat, PositiveInt
+from flsuite.common.arguments import NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.robust.base import Clients, ParameterRule, more_clients, number_of
 from flsuite.aggregators.rules.robust.cohort import Cohort
 from flsuite.aggregators.rules.robust.vectors import squared_distances
-from flsuite.arguments import PositiveInt
+from flsuite.common.arguments import PositiveInt
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.base import Weighting
 from flsuite.aggregators.rules.robust.base import ParameterRule
 from flsuite.aggregators.rules.robust.cohort import Cohort
-from flsuite.arguments import Radius
+from flsuite.common.arguments import Radius
 
 
 @dataclass(frozen=True)

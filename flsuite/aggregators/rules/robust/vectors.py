@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.state import State
+from flsuite.common.state import State
 
 _BLOCK = 4096  # coordinates; a block of a hundred clients fits in the cache
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flsuite.random import torch_generator
+from flsuite.common.random import torch_generator
 
 Product = Callable[[Tensor], Tensor]
 """Maps ``x`` to ``S x``, in the shape of ``x``."""

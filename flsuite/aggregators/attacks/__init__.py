@@ -1,0 +1,1 @@
+"""Attacks by some of the clients, one per file."""

@@ -1,0 +1,1 @@
+"""Compression codecs for client updates, and secure aggregation."""

@@ -1,0 +1,186 @@
+"""Low-rank compression of the matrices of K-FAC and RegMean.
+
+Jhunjhunwala, Wang and Joshi 2024, FedFisher, arXiv:2403.12329, compress the K-FAC factors by a
+singular value decomposition with 8 bits. Here the factors stay positive semi-definite.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flsuite.aggregators.exchange.base import (
+    WITHHELD,
+    TreeCode,
+    empty,
+    finite_payload,
+    require_finite,
+    require_keys,
+    require_match,
+)
+from flsuite.aggregators.exchange.codes import decode_codes, empty_codes, encode_codes, quantize
+from flsuite.aggregators.exchange.quantize import TreeQuantizer
+from flsuite.aggregators.transforms.base import FitView, Payload, Transform
+from flsuite.common.arguments import Bits, PositiveInt, Settings
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import nbytes
+
+
+@dataclass(frozen=True)
+class LowRank(Transform, Settings):
+    """Sends the k largest eigenvalues of every K-FAC factor or Gram matrix, with eigenvectors.
+
+    A matrix is sent as ``U e U^T``: codes for the eigenvectors U, float32 for the eigenvalues e. It
+    arrives exactly symmetric and, up to rounding, positive semidefinite. Its error in the spectral
+    norm is the largest omitted eigenvalue, plus the rounding of U. The change and the other
+    statistics are rounded like in :class:`~flsuite.aggregators.Quantize`.
+
+    Logged are ``trace_kept``, the fraction of the matrices' traces that is sent, and
+    ``quantized_to_zero`` of the rest.
+
+    Args:
+        bits: Bits per number of the eigenvectors, from 2 to 16.
+        rank: Eigenvalues per matrix. A smaller matrix has fewer. Default: as many as fit into the
+            bytes of the uncompressed change, which is what FedAvg sends.
+        state_bits: Bits per number of all else, from 2 to 16.
+    """
+
+    bits: Bits = 8
+    rank: PositiveInt | None = None
+    state_bits: Bits = 16
+
+    needs = frozenset({"clients", "matrices", "each update"})
+    withholds = {**WITHHELD, "matrices": "packs them itself"}
+
+    def encode(self, payload: Payload, fit: FitView) -> Payload:
+        payload = finite_payload(payload)
+        rest, eigen = self._coders(payload)
+        change = rest.encode(payload.change, "change")
+        statistics = {
+            name: (eigen if name in payload.psd else rest).encode(value, name)
+            for name, value in payload.statistics.items()
+        }
+        kept = eigen.trace_kept / eigen.trace if eigen.trace else 1.0
+        fit.metrics.update(rest.metrics(), trace_kept=kept)
+        return Payload(change, statistics)
+
+    def decode(self, payload: Payload, template: Payload, received: dict[str, Any]) -> Payload:
+        rest, eigen = self._coders(template)
+        change = rest.decode(payload.change, template.change, "change")
+        require_keys(payload.statistics, template.statistics, "statistics")
+        statistics = {
+            name: (eigen if name in template.psd else rest).decode(
+                payload.statistics[name], value, f"statistics.{name}"
+            )
+            for name, value in template.statistics.items()
+        }
+        return template._replace(change=change, statistics=statistics)
+
+    def template(self, template: Payload) -> Payload:
+        return self._packed(template, self.rank_of(template))
+
+    def rank_of(self, template: Payload) -> int:
+        """Return the number of eigenvalues of the largest matrix.
+
+        Raises:
+            FlsuiteError: If one eigenvalue per matrix does not fit into the bytes of the change.
+        """
+        sides = [s for n in template.psd for s in _sides(template.statistics[n], f"statistics.{n}")]
+        if self.rank is not None or not sides:
+            return self.rank or 1
+        # One rank for all matrices: bytes that a smaller one does not need go to the others.
+        rank = bisect_right(
+            range(1, max(sides) + 1),
+            nbytes(template.change),
+            key=lambda rank: nbytes(self._packed(template, rank)),
+        )
+        if rank == 0:
+            raise FlsuiteError(
+                "LowRank: one eigenvalue per matrix does not fit into the bytes of the change; "
+                "set its rank"
+            )
+        return rank
+
+    def _packed(self, template: Payload, rank: int) -> Payload:
+        """Return shapes and dtypes of a message with matrices of this rank."""
+        rest, eigen = TreeQuantizer(self.state_bits), _TreeEigen(rank, self.bits)
+        statistics = {
+            name: (eigen if name in template.psd else rest).template(value)
+            for name, value in template.statistics.items()
+        }
+        return Payload(rest.template(template.change), statistics)
+
+    def _coders(self, template: Payload) -> "tuple[TreeQuantizer, _TreeEigen]":
+        return TreeQuantizer(self.state_bits), _TreeEigen(self.rank_of(template), self.bits)
+
+
+def _sides(tree: Any, name: str) -> list[int]:
+    """Return the sides of all matrices in nested data, and refuse anything else."""
+    if isinstance(tree, Mapping):
+        return [side for key, value in tree.items() for side in _sides(value, f"{name}.{key}")]
+    if not isinstance(tree, Tensor) or tree.dim() != 2 or tree.shape[0] != tree.shape[1]:
+        raise FlsuiteError(f"LowRank: {name} is not a square matrix")
+    return [len(tree)]
+
+
+class _TreeEigen(TreeCode):
+    """Packs the symmetric matrices of nested dicts, and sums their traces.
+
+    A matrix ``(n, n)`` becomes codes ``(n, k)`` of its eigenvectors U, and k float32 eigenvalues e.
+    Every column of U has its own scale, so its largest entry has the largest code. The scale is not
+    sent, because the columns have unit length.
+
+    Args:
+        rank: The largest k. A smaller matrix keeps all its eigenvalues.
+        bits: Bits per number of U.
+
+    Attributes:
+        trace: Sum of all eigenvalues, packed or omitted.
+        trace_kept: Sum of the packed eigenvalues.
+    """
+
+    def __init__(self, rank: int, bits: int) -> None:
+        self.rank = rank
+        self.bits = bits
+        self.trace = 0.0
+        self.trace_kept = 0.0
+
+    def _encode(self, tree: Any, part: str) -> Any:
+        # Ascending: the last columns belong to the largest eigenvalues.
+        eigenvalues, vectors = torch.linalg.eigh(tree.double())
+        eigenvalues.clamp_(min=0.0)  # rounding makes some zeros negative
+        count = self._count(tree)
+        largest, columns = eigenvalues[-count:], vectors[:, -count:]
+        self.trace += float(eigenvalues.sum())
+        self.trace_kept += float(largest.sum())
+
+        codes = quantize(columns, columns.abs().amax(0), self.bits)
+        return {"vectors": encode_codes(codes, self.bits), "values": largest.float()}
+
+    def _decode(self, packed: Any, template: Any, name: str) -> Any:
+        count = self._count(template)
+        shape = torch.Size((len(template), count))
+        require_keys(packed, ("vectors", "values"), name)
+        codes = decode_codes(packed["vectors"], shape, self.bits, f"{name}.vectors").double()
+        values = packed["values"]
+        require_match(values, empty((count,), torch.float32), f"{name}.values")
+        require_finite(**{f"{name}.values": values})
+        lengths = codes.square().sum(0).sqrt()
+        if bool((values < 0).any()) or bool((lengths == 0).any()):
+            raise ValueError(f"{name} has a negative eigenvalue, or an eigenvector of zeros")
+
+        roots = codes * (values.double().sqrt() / lengths)
+        product = roots @ roots.T
+        # Make it exactly symmetric, which the product may not be.
+        return ((product + product.T) / 2).to(template.dtype)
+
+    def _template(self, template: Any) -> Any:
+        count = self._count(template)
+        vectors = empty_codes(torch.Size((len(template), count)), self.bits)
+        return {"vectors": vectors, "values": empty((count,), torch.float32)}
+
+    def _count(self, matrix: Tensor) -> int:
+        return min(self.rank, len(matrix))

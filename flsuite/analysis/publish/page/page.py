@@ -1,0 +1,214 @@
+"""The HTML page: tables as text, charts as data, and the script that shows them."""
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import flsuite
+import flsuite.analysis.publish.page.tables as tables
+from flsuite.analysis.comparison import compare, comparison_note, default_score
+from flsuite.analysis.groups import Group
+from flsuite.analysis.publish.page.data import gather
+from flsuite.analysis.publish.page.headline import headline
+from flsuite.analysis.report import require_score
+from flsuite.analysis.results import results_of, short_path
+from flsuite.analysis.target import own_targets
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import parse_yaml, replace_text
+
+_ALSO_SHOWN = ("accuracy", "f1_macro", "loss", "balanced_accuracy", "auroc")
+_MOST_CURVES = 5
+_MOST_CONFIGS = 40
+_LONGEST_CONFIG = 12_000  # characters
+
+
+@dataclass(frozen=True)
+class _Reproduction:
+    """How to run an experiment again.
+
+    Attributes:
+        method: The method.
+        partition: The partition.
+        command: Lines of bash. Empty for a run that was started from Python.
+        config: The config, or the settings of a run that was started from Python.
+        folders: The run folders.
+    """
+
+    method: str
+    partition: str
+    command: str
+    config: str
+    folders: tuple[str, ...]
+
+
+def _reproduction(group: Group, with_config: bool) -> _Reproduction:
+    first, *_ = group.runs
+    folders = tuple(short_path(folder) for folder in group.runs)
+    config, command = _read(first / "config.yaml"), ""
+    if _is_request(config):
+        command = _command(group, short_path(first / "config.yaml"))
+    else:
+        config = _read(first / "settings.yaml")
+    if len(config) > _LONGEST_CONFIG or not with_config:
+        config = ""
+    return _Reproduction(group.method, group.partition, command, config, folders)
+
+
+def _command(group: Group, config: str) -> str:
+    """Return a loop over the seeds, or one command for a single seed."""
+    fit = f"flsuite fit --config {shlex.quote(config)}"
+    seeds = [str(seed) for seed in group.seeds.values() if seed is not None]
+    if len(seeds) < 2:
+        return fit
+    return f"for seed in {' '.join(seeds)}; do\n  {fit} --seed_everything $seed\ndone"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _is_request(config: str) -> bool:
+    """Return whether a text is a config of the command. Runs from Python leave settings instead."""
+    try:
+        content = parse_yaml(config)
+    except Exception:  # the page shows the text unchanged
+        return False
+    return isinstance(content, dict) and "trainer" in content
+
+
+@dataclass(frozen=True)
+class PageRequest:
+    """The requested content of the page.
+
+    Attributes:
+        metrics: The scores. All charts except the curves show the first one.
+        last: Maximum number of last scores to average.
+        split: Data of the curves and of the target.
+        x: The default axis.
+        target: A score to reach. ``None`` chooses one for each partition.
+        against: Compare with this method only.
+    """
+
+    metrics: Sequence[str]
+    last: int
+    split: str
+    x: str
+    target: float | None
+    against: str | None
+
+
+def require_page() -> None:
+    """Refuse a page if its libraries are not installed.
+
+    Raises:
+        FlsuiteError: If one of them is missing.
+    """
+    try:
+        import altair  # noqa: F401
+        import jinja2  # noqa: F401
+        import vl_convert  # noqa: F401
+    except ImportError as error:
+        raise FlsuiteError(
+            f"report: --html needs altair and vl-convert ({error}); install flsuite[report], or "
+            "leave --html out"
+        ) from error
+
+
+def write_page(
+    path: Path,
+    groups: Sequence[Group],
+    request: PageRequest,
+    tuning: pd.DataFrame | None = None,
+    notes: Sequence[str] = (),
+) -> None:
+    """Write the page.
+
+    Args:
+        path: The file.
+        groups: The experiments.
+        request: What to show.
+        tuning: The trials of the sweep's tuning.
+        notes: Lines on runs that cannot be compared.
+    """
+    require_page()
+    text = _render(_content(groups, request, tuning, notes))
+    replace_text(text, path)
+
+
+def _content(
+    groups: Sequence[Group],
+    request: PageRequest,
+    tuning: pd.DataFrame | None,
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """Return the content for the template."""
+    from flsuite.analysis.publish.page.charts import charts
+
+    results, metric, split = results_of(groups), request.metrics[0], request.split
+    score, _ = default_score(results, metric)
+    targets = own_targets(results, metric, split)
+    if request.target is not None:
+        targets = {str(name): request.target for name in results["partition"].unique()}
+
+    for name in request.metrics:
+        require_score(groups, name, split)
+    shown = _curves_of(results, request.metrics, split)
+    data = gather(results, shown, split, request.x, targets, request.against)
+    return {
+        "title": Path(os.path.commonpath([run for g in groups for run in g.runs])).name,
+        "facts": tables.facts(results),
+        "headline": headline(groups, compare(results, metric), metric, score),
+        "scores": {name: tables.scores(groups, name, request.last) for name in request.metrics},
+        "partitions": data.partitions,
+        "metric": metric,
+        "split": split,
+        "target": request.target,
+        "targets": tables.targets(results, targets, metric, split) if targets else None,
+        "pairs": tables.pairs(data.pairs) if len(data.pairs) else None,
+        "comparison_note": comparison_note(data.pairs, metric, score),
+        "settings": tables.settings(groups),
+        "tuning": tables.tuning(tuning) if tuning is not None else None,
+        "reproductions": [_reproduction(g, n < _MOST_CONFIGS) for n, g in enumerate(groups)],
+        "notes": notes,
+        "version": flsuite.__version__,
+        "specs": {name: _json(spec) for name, spec in charts(data).items()},
+    }
+
+
+def _curves_of(results: pd.DataFrame, metrics: Sequence[str], split: str) -> list[str]:
+    """Return the scores for the curves: the requested ones, and well-known logged ones."""
+    is_global = (results["scope"] == "global") & (results["split"] == split)
+    logged = set(results.loc[is_global, "metric"].unique())
+    names = dict.fromkeys([*metrics, *(name for name in _ALSO_SHOWN if name in logged)])
+    return list(names)[: max(_MOST_CURVES, len(metrics))]
+
+
+def _json(content: Any) -> str:
+    """Return JSON that is safe inside an HTML script element."""
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def _render(content: dict[str, Any]) -> str:
+    import jinja2
+    import vl_convert
+    from altair import SCHEMA_VERSION
+
+    here = Path(__file__).parent
+    # Vega, Vega-Lite and vega-embed as one script, in the version of the charts.
+    version = "_".join(SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    files = {
+        # The type stubs do not declare the snippet as optional.
+        "library": vl_convert.javascript_bundle(vl_version=version),  # type: ignore[call-arg]
+        "style": (here / "page.css").read_text(encoding="utf-8"),
+        "script": (here / "page.js").read_text(encoding="utf-8"),
+    }
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("page.html").render(**content, **files)

@@ -1,0 +1,183 @@
+"""The tables of the page."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from flsuite.analysis.axes import AXES
+from flsuite.analysis.comparison import PAIR_HEADINGS, pair_cells
+from flsuite.analysis.groups import Group
+from flsuite.analysis.labels import differing, setting_text
+from flsuite.analysis.report import averaged_scores, group_row, score_cell
+from flsuite.analysis.target import amount_cell, target_table
+from flsuite.common.score_names import lower_is_better
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table.
+
+    Attributes:
+        text: The text.
+        value: The number to sort by. ``None`` sorts by the text.
+        bar: Width of the bar behind the number, in percent. ``None`` draws no bar.
+        is_best: Whether it is the best in its column and partition.
+        link: The anchor that the cell links to.
+    """
+
+    text: str
+    value: float | None = None
+    bar: float | None = None
+    is_best: bool = False
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the page.
+
+    Attributes:
+        heads: Column headings.
+        rows: Cells.
+        words: Number of text columns, from the left. The others hold numbers.
+    """
+
+    heads: list[str]
+    rows: list[list[Cell]]
+    words: int = 2
+
+
+def facts(results: pd.DataFrame) -> list[tuple[str, str]]:
+    """Return the key figures of the report, as pairs of number and name."""
+    counts = {name: results[name].nunique() for name in ("run", "method", "partition", "seed")}
+    pairs = [(f"{count}", name if count == 1 else f"{name}s") for name, count in counts.items()]
+    seconds = float(results.groupby("run", observed=True)["wall_s"].max().sum())
+    rounds = int(results["round"].max())
+    pairs.append((f"{rounds}", "round" if rounds == 1 else "rounds"))
+    return [*pairs, (_duration(seconds), "of computing")]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def scores(groups: Sequence[Group], metric: str, last: int) -> Table:
+    """Return the scores of each experiment and their cost."""
+    averaged = averaged_scores(groups, metric, last)
+    heads = {"last": "last round", "picked": "picked on validation"}
+    heads |= {"mean_last": f"mean of the last\N{NO-BREAK SPACE}{averaged}"} if averaged > 1 else {}
+    heads |= {"best_on_test": "best on test\N{NO-BREAK SPACE}*"}
+    rows = [(n, g, row) for n, g in enumerate(groups) if (row := group_row(g, metric, averaged))]
+    shown = [name for name in heads if any(name in row for _, _, row in rows)]
+    # A full bar is the best possible score.
+    values = [row[name] for _, _, row in rows for name in shown if name in row]
+    has_bars = lower_is_better(metric) is False and min(values) >= 0 and max(values) <= 1
+    cells = []
+    for n, group, row in rows:
+        names = [
+            Cell(group.method, link=f"run-{n}"),
+            Cell(group.partition),
+            Cell(f"{row['runs']}", row["runs"]),
+        ]
+        peers = [other for _, peer, other in rows if peer.partition == group.partition]
+        numbers = [_score_cell(row, name, peers, metric, has_bars) for name in shown]
+        cells.append([*names, *numbers, *_costs(group)])
+    titles = [heads[name] for name in shown]
+    return Table(["method", "partition", "runs", *titles, "seconds", "MB"], cells)
+
+
+def targets(results: pd.DataFrame, targets: Mapping[str, float], metric: str, split: str) -> Table:
+    """Return when each experiment reaches its partition's target, on every axis."""
+    tables = [
+        target_table(results[results["partition"] == name], target, metric, split)
+        for name, target in targets.items()
+    ]
+    rows = []
+    for row in pd.concat(tables).to_dict("records"):
+        target = targets[str(row["partition"])]
+        cells = [Cell(row["method"]), Cell(row["partition"]), Cell(f"{target:.4g}", target)]
+        cells += [Cell(amount_cell(row, x), _known(row[x])) for x in AXES]
+        reached = f"{row['reached']} of {row['runs']}"
+        rows.append([*cells, Cell(reached, row["reached"] / row["runs"])])
+    units = [axis.unit for axis in AXES.values()]
+    return Table(["method", "partition", "target", *units, "reached"], rows)
+
+
+def pairs(table: pd.DataFrame) -> Table:
+    """Return the paired comparison."""
+    words, numbers = ("method", "other", "partition"), ("seeds", "difference", "low", "p", "p_holm")
+    rows = []
+    for row, (_, *texts) in zip(table.to_dict("records"), pair_cells(table), strict=True):
+        cells = [Cell(row[name]) for name in words]
+        for name, text in zip(numbers, texts, strict=True):
+            is_best = name == "p_holm" and row[name] < 0.05
+            cells.append(Cell(text, _known(row[name]), is_best=is_best))
+        rows.append(cells)
+    return Table([*words, "seeds", "difference", *PAIR_HEADINGS[3:]], rows, words=3)
+
+
+def settings(groups: Sequence[Group]) -> Table | None:
+    """Return the settings in which the experiments differ, as one text per experiment."""
+    keys = differing([group.settings for group in groups])
+    if not keys:
+        return None
+
+    rows = []
+    for n, group in enumerate(groups):
+        own = {key: group.settings.get(key) for key in keys}
+        texts = [setting_text(key, value, keys) for key, value in own.items() if value is not None]
+        names = [Cell(group.method, link=f"run-{n}"), Cell(group.partition)]
+        rows.append([*names, Cell(", ".join(texts))])
+    return Table(["method", "partition", "settings"], rows, words=3)
+
+
+def tuning(table: pd.DataFrame) -> Table:
+    """Return the trials of each method, and the chosen values."""
+    rows = [
+        [
+            Cell(row["method"]),
+            Cell(row["grid point"]),
+            Cell(row["values"]),
+            Cell(f"{row['trials']}", row["trials"]),
+            Cell(row["score"], _number(row["score"])),
+        ]
+        for row in table.to_dict("records")
+    ]
+    return Table(["method", "grid point", "chosen", "trials", "validation score"], rows, words=3)
+
+
+def _score_cell(
+    row: dict[str, Any], name: str, peers: Sequence[dict[str, Any]], metric: str, has_bar: bool
+) -> Cell:
+    value = row.get(name, math.nan)
+    if math.isnan(value):
+        return Cell("")
+    values = [peer[name] for peer in peers if not math.isnan(peer.get(name, math.nan))]
+    lower = lower_is_better(metric)
+    is_best = len(values) > 1 and lower is not None and value == (min if lower else max)(values)
+    return Cell(score_cell(row, name), value, 100 * value if has_bar else None, is_best)
+
+
+def _costs(group: Group) -> list[Cell]:
+    """Return the mean seconds and bytes of a group's runs."""
+    cells = []
+    for x in ("wall_s", "bytes"):
+        value = float(pd.Series([table[x].max() for table in group.runs.values()]).mean())
+        cells.append(Cell("") if math.isnan(value) else Cell(AXES[x].number(value), value))
+    return cells
+
+
+def _known(value: float) -> float | None:
+    return None if pd.isna(value) else float(value)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

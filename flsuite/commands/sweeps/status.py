@@ -1,0 +1,227 @@
+"""A sweep's state as tables and lines: the grid, failures, and the time left."""
+
+import sys
+import time
+from datetime import timedelta
+from statistics import fmean
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from flsuite.commands.sweeps.outcome import Outcome
+from flsuite.commands.sweeps.plan import Cell, label_of
+from flsuite.commands.sweeps.queue import CellState, Queue
+from flsuite.commands.sweeps.tuning import Contest
+
+
+def print_status(queue: Queue) -> None:
+    """Print the grid with each cell's score or state."""
+    table = Table(title=f"{queue.folder}", title_justify="left")
+    table.add_column("method", overflow="fold")
+    for seed in queue.sweep.seeds:
+        table.add_column(f"seed {seed}", justify="right")
+    failed = queue.without_winner()
+    for contest in queue.contests:
+        name = _name(contest)
+        results = queue.results(contest)
+        if contest in failed:
+            table.add_row(name, *("failed" for _ in queue.sweep.seeds))
+        elif results is None:
+            table.add_row(name, *("waiting" for _ in queue.sweep.seeds))
+        else:
+            table.add_row(name, *(_cell_text(queue, cell) for cell in results))
+
+    table.caption = _caption(queue)
+    Console().print(table)
+    print(_counts(queue))
+    print(estimate(queue))
+    for line in (*failures(queue), *strangers(queue)):
+        print(line)
+
+
+def _caption(queue: Queue) -> str | None:
+    """Return what the scores in the grid are. Personal methods may have another one."""
+    methods: dict[str, dict[str, None]] = {}
+    for cell in queue.known():
+        if not cell.is_trial and (outcome := queue.outcome(cell)):
+            methods.setdefault(outcome.monitor, {})[cell.method] = None
+    scores = [f"{monitor} of {', '.join(names)}" for monitor, names in methods.items()]
+    if len(methods) == 1:
+        scores = list(methods)
+    return f"test {'; '.join(scores)}, in the round picked on validation data" if scores else None
+
+
+def print_cells(queue: Queue) -> None:
+    """Print the cells and the estimated time."""
+    table = Table(title=f"{queue.folder}", title_justify="left")
+    for heading in ("run", "state"):
+        table.add_column(heading, overflow="fold")
+    for cell in queue.known():
+        table.add_row(str(cell.folder), queue.state(cell))
+    unknown = queue.size - len(queue.known())
+    if unknown:
+        table.add_row(f"{unknown} results, with values that the tuning chooses", "waiting")
+    Console().print(table)
+    print(_counts(queue))
+    print(estimate(queue))
+
+
+def estimate(queue: Queue) -> str:
+    """Return the estimated time for the remaining cells, as a sentence."""
+    left = _seconds_left(queue)
+    if left is None:
+        return (
+            "time left: not known before the first cell is done; start the sweep, then use "
+            "--status again"
+        )
+    workers = queue.sweep.workers
+    return f"time left: about {timedelta(seconds=round(left))} with {workers} at the same time"
+
+
+def failures(queue: Queue) -> list[str]:
+    """Return a line per failed cell, and per contest without a scored trial."""
+    lines = [
+        f"failed: {'trial of ' * cell.is_trial}{cell.name} seed {cell.seed}: {queue.reason(cell)}"
+        for cell in queue.known()
+        if queue.state(cell) == "failed"
+    ]
+    return lines + [
+        f"failed: {_name(contest)}: none of its trials has a score"
+        for contest in queue.without_winner()
+    ]
+
+
+def strangers(queue: Queue) -> list[str]:
+    """Return a line about runs in the folder that do not belong to this sweep, if any."""
+    if len(queue.known()) < queue.size:  # the folders of its results are not all known yet
+        return []
+    results = {queue.run_dir(cell) for cell in queue.known() if not cell.is_trial}
+    tables = [*queue.folder.glob("*/metrics.csv"), *queue.folder.glob("*/seed-*/metrics.csv")]
+    runs = {table.parent for table in tables}
+    others = sorted(runs - results)
+    if not others:
+        return []
+    return [
+        f"{len(others)} runs in the folder do not belong to the sweep in its current form, but "
+        f"count in a report, such as {others[0]}"
+    ]
+
+
+class SweepProgress:
+    """Shows how many cells have ended (done or failed), and the time left.
+
+    Without a terminal, it prints a line per ended cell.
+
+    Args:
+        queue: The cells.
+    """
+
+    _INTERVAL = 1.0  # minimum seconds between two reads of the files
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._finished = {cell for cell in queue.known() if queue.has_ended(cell)}
+        self._next = 0.0
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("cells"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._bar = Progress(*columns, console=console) if console.is_terminal else None
+
+    def __enter__(self) -> "SweepProgress":
+        if self._bar is not None:
+            self._task = self._bar.add_task("cells", total=self._queue.size, note="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.look(is_last=True)
+        if self._bar is not None:
+            self._bar.stop()
+
+    def look(self, is_last: bool = False) -> None:
+        """Read the state of the cells, and show the changes."""
+        started = time.monotonic()
+        if not is_last and started < self._next:
+            return
+        counts = self._queue.counts()
+        ended = self._queue.ended
+        self._print_finished(ended)
+        if self._bar is not None:
+            notes = [f"{counts['running']} running"]
+            notes += [f"{counts['failed']} failed"] if counts["failed"] else []
+            if (left := _seconds_left(self._queue)) is not None:
+                notes.append(f"{timedelta(seconds=round(left))} left")
+            self._bar.update(self._task, completed=ended, note=", ".join(notes))
+        # Reading thousands of cells takes long, and the cells need the cores.
+        now = time.monotonic()
+        self._next = now + max(self._INTERVAL, 20 * (now - started))
+
+    def _print_finished(self, ended: int) -> None:
+        queue = self._queue
+        for cell in queue.known():
+            if cell in self._finished or not queue.has_ended(cell):
+                continue
+            self._finished.add(cell)
+            outcome = queue.outcome(cell)
+            result = _outcome_text(outcome, cell) if outcome else f"failed: {queue.reason(cell)}"
+            kind = "trial of " if cell.is_trial else ""
+            line = f"{ended}/{queue.size}  {kind}{cell.name} seed {cell.seed}: {result}"
+            if self._bar is not None:
+                self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
+            else:
+                print(line, file=sys.stderr, flush=True)
+
+
+def _seconds_left(queue: Queue) -> float | None:
+    """Return the seconds until all cells have ended, or ``None`` before the first one is done.
+
+    The estimate for a cell is the mean time of its method, or of all cells.
+    """
+    seconds: dict[str, list[float]] = {}
+    for cell in queue.known():
+        if outcome := queue.outcome(cell):
+            seconds.setdefault(cell.method, []).append(outcome.seconds)
+    if not seconds:
+        return None
+    overall = fmean(second for times in seconds.values() for second in times)
+
+    left = 0.0
+    for contest in queue.contests:
+        cells = contest.cells + (queue.results(contest) or [])
+        number = len(contest.cells) + len(queue.sweep.seeds) - sum(map(queue.has_ended, cells))
+        times = seconds.get(contest.method)
+        left += number * (fmean(times) if times else overall)
+    return left / queue.sweep.workers
+
+
+_UNDONE: tuple[CellState, ...] = ("running", "failed", "interrupted", "waiting")
+
+
+def _counts(queue: Queue) -> str:
+    counts = queue.counts()
+    others = [f"{counts[s]} {s}" for s in _UNDONE if counts[s]]
+    return ", ".join([f"{counts['done']} of {queue.size} cells are done", *others])
+
+
+def _name(contest: Contest) -> str:
+    return f"{contest.method} {label_of(contest.point)}".strip()
+
+
+def _cell_text(queue: Queue, cell: Cell) -> str:
+    outcome = queue.outcome(cell)
+    if outcome is None:
+        return queue.state(cell)
+    return "done" if outcome.test is None else f"{outcome.test:.4f}"
+
+
+def _outcome_text(outcome: Outcome, cell: Cell) -> str:
+    # Test scores of trials are hidden on purpose.
+    split, score = ("val", outcome.val) if cell.is_trial else ("test", outcome.test)
+    shown = "" if score is None else f", {split} {outcome.monitor} {score:.4f}"
+    return f"{outcome.seconds:.1f} s{shown}"

@@ -1,0 +1,193 @@
+"""Processes that run the cells of a queue, each in a fork of a process with all imports done.
+
+The server imports everything that a run needs, once. It forks the workers, and a worker forks one
+process per cell. Server and workers do no computation, so their forks are like new processes.
+"""
+
+import atexit
+import os
+import shlex
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from flsuite.commands.sweeps.outcome import measure, seconds_so_far
+from flsuite.commands.sweeps.plan import Cell, fit_arguments
+from flsuite.commands.sweeps.queue import Queue
+from flsuite.common.errors import FlsuiteError, one_line
+
+Fit = Callable[[list[str]], int]
+"""Runs ``flsuite fit`` with these arguments, and returns its exit status."""
+
+_LOG = "log.txt"
+_PAUSE = 0.5  # seconds between a worker's attempts to claim a cell while others run the rest
+_ERROR = "flsuite: error: "
+_INTERRUPTED = 130  # the exit status after Ctrl-C
+
+
+def run_workers(queue: Queue, fit: Fit) -> int:
+    """Run the cells of a queue with the sweep's number of workers, and return an exit status."""
+    children = _Children()
+    workers = min(queue.sweep.workers, queue.size)
+    for _ in range(workers):
+        children.start(partial(_work, queue, fit))
+    return max(abs(children.wait()) for _ in range(workers))
+
+
+class _Children:
+    """Forks of this process. SIGTERM is passed on to them.
+
+    Attributes:
+        is_stopping: Whether a SIGTERM was received.
+    """
+
+    def __init__(self) -> None:
+        self.is_stopping = False
+        self._running: set[int] = set()
+        signal.signal(signal.SIGTERM, self._stop)
+
+    def start(self, call: Callable[[], int]) -> None:
+        """Run a function in a fork, see :func:`fork`."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            self._running.add(fork(call))
+        finally:  # a pending signal is passed on to this fork too
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def wait(self) -> int:
+        """Wait for one child, and return its exit status, which is negative after a signal.
+
+        The wait has no limit, because a run takes as long as it does.
+        """
+        child, status = os.wait()
+        self._running.discard(child)
+        return os.waitstatus_to_exitcode(status)
+
+    def _stop(self, *_: object) -> None:
+        self.is_stopping = True
+        for child in self._running:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGTERM)
+
+
+def fork(call: Callable[[], int]) -> int:
+    """Run a function in a fork and return the process id. The function returns the exit status.
+
+    A SIGTERM interrupts the fork as Ctrl-C would. On Linux the fork dies with this process.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+
+    status = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        die_with(parent)
+        status = call()
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _end(status)  # the code after the fork belongs to the parent
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies. This works only on Linux."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it has already died
+        os._exit(1)
+
+
+def _end(status: int) -> NoReturn:
+    """End a fork: run its exit functions, flush its output, and skip the parent's code."""
+    with suppress(Exception):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def _work(queue: Queue, fit: Fit) -> int:
+    """Run one cell after another, until this start has no cells left."""
+    children = _Children()
+    try:
+        while not (children.is_stopping or queue.is_over_for_now()):
+            with queue.claim() as cell:
+                if cell is not None:
+                    _run_cell(queue, cell, fit, children)
+            if cell is None:  # other workers run the rest, but may not finish them
+                time.sleep(_PAUSE)
+    except (FlsuiteError, OSError) as error:
+        print(f"{_ERROR}{one_line(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run_cell(queue: Queue, cell: Cell, fit: Fit, children: _Children) -> None:
+    """Run a claimed cell and mark it as done or failed, unless this process is stopping."""
+    folder = queue.begin(cell)
+    arguments = fit_arguments(queue.sweep, cell, queue.folder)
+    before, began = seconds_so_far(folder), time.monotonic()
+    children.start(partial(_fit_in_log, fit, arguments, folder / _LOG))
+    status = children.wait()
+    if children.is_stopping:
+        return
+
+    seconds = before + time.monotonic() - began
+    if status:
+        queue.fail(cell, _reason(status, folder / _LOG))
+        return
+    try:
+        outcome = measure(folder, seconds)
+    except (FlsuiteError, OSError, KeyError, ValueError) as error:
+        queue.fail(cell, f"its scores cannot be read ({one_line(error)})")
+        return
+    if cell.is_trial and outcome.val is None:
+        queue.fail(
+            cell,
+            f"no {outcome.monitor} on validation data to tune by; set data.val_fraction "
+            "above 0, or trainer.monitor to a known score",
+        )
+    else:
+        queue.finish(cell, outcome)
+
+
+def _fit_in_log(fit: Fit, arguments: list[str], log: Path) -> int:
+    """Run a fit, with its output in a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    print("$ flsuite fit", shlex.join(arguments))
+    return fit(arguments)
+
+
+def _reason(status: int, log: Path) -> str:
+    """Return why a cell failed: its error line, or the last line that it printed."""
+    if status < 0:
+        name = signal.Signals(-status).name
+        return f"it was killed by {name}" + (", perhaps out of memory" * (name == "SIGKILL"))
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(_ERROR)]
+    last = errors[-1].removeprefix(_ERROR) if errors else lines[-1] if lines else ""
+    return f"{last[:400]} ({log})"

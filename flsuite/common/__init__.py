@@ -1,0 +1,1 @@
+"""What every room stands on: messages, tensors by name, arguments, errors, files, randomness."""

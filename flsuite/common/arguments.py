@@ -1,0 +1,249 @@
+"""Arguments that check themselves: dataclasses whose annotations state each field's valid values.
+
+jsonargparse reads the same annotations, so a config, the command line and Python reject the same
+values.
+"""
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from numbers import Integral, Real
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from flsuite.common.errors import FlsuiteError, likeliest
+
+
+class Range(NamedTuple):
+    """The valid values of an argument.
+
+    Attributes:
+        text: Text that completes the sentence "must be ...".
+        contains: Returns whether a value is valid. NaN is never valid.
+    """
+
+    text: str
+    contains: Callable[[Any], bool]
+
+    def __repr__(self) -> str:  # as --help shows it
+        return self.text
+
+
+def at_least(lowest: float) -> Range:
+    """Return the range of finite numbers >= ``lowest``."""
+    return Range(f"at least {lowest}", lambda x: lowest <= x < math.inf)
+
+
+PositiveFloat = Annotated[float, Range("positive", lambda x: 0 < x < math.inf)]
+NonNegativeFloat = Annotated[float, at_least(0)]
+Fraction = Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)]
+Share = Annotated[float, Range("from 0 to 1", lambda x: 0 <= x <= 1)]
+SmallProbability = Annotated[float, Range("above 0 and below 1", lambda x: 0 < x < 1)]
+BelowOne = Annotated[float, Range("in [0, 1)", lambda x: 0 <= x < 1)]
+Radius = Annotated[float, Range("positive", lambda x: x > 0)]  # may be infinite
+PositiveInt = Annotated[int, at_least(1)]
+NonNegativeInt = Annotated[int, at_least(0)]
+Bits = Annotated[int, Range("from 2 to 16", lambda x: 2 <= x <= 16)]
+# torch rejects absurd numbers.
+Threads = Annotated[int, at_least(1), Range("at most 4096", lambda x: x <= 4096)]
+
+
+_WORDS = {
+    bool: "true or false",
+    str: "text",
+    dict: "a mapping",
+    tuple: "a list",
+    list: "a list",
+    Sequence: "a list",
+}
+
+
+class Settings:
+    """Base of a dataclass that checks its fields by their annotations on creation.
+
+    A subclass with further checks, such as of two fields together, calls
+    ``super().__post_init__()`` first.
+
+    Attributes:
+        owner: The name that messages use instead of the class name.
+
+    Raises:
+        FlsuiteError: If a field is invalid. The message names the class, the field and the value.
+    """
+
+    owner = ""
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)  # a dataclass
+        hints = _hints(kind)
+        _check(self, {field.name: hints[field.name] for field in fields(kind) if field.init})
+
+
+def check_init(obj: Any, cls: type | None = None, names: Collection[str] | None = None) -> None:
+    """Refuse an object with an ``__init__`` argument that the annotation does not allow.
+
+    Like :class:`Settings`, but for a class that is not a dataclass.
+
+    Args:
+        obj: The object.
+        cls: The class whose own ``__init__`` is checked. It excludes the arguments of subclasses,
+            which may come from users. Default: the object's class and its bases.
+        names: The arguments that are checked. Default: all that are attributes.
+    """
+    hints = _hints_of_init(type(obj).__mro__ if cls is None else (cls,))
+    names = names or [name for name in hints if hasattr(obj, name)]
+    _check(obj, {name: hints[name] for name in names})
+
+
+def require_known(owner: type, names: Iterable[str], base: type) -> None:
+    """Refuse arguments that neither a class nor its base has.
+
+    Args:
+        owner: The class. It passes arguments that it does not have on to the base.
+        names: Names of the arguments.
+        base: The base.
+
+    Raises:
+        FlsuiteError: If an argument is unknown. The message names the most similar one.
+    """
+    passed_on = inspect.signature(base).parameters
+    known = {*inspect.signature(owner).parameters, *passed_on}
+    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in passed_on.values())
+    for name in names:
+        if name not in known and not is_open:
+            near = likeliest(name, known)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise FlsuiteError(f"{owner.__name__}: there is no argument {name!r}{hint}")
+
+
+MISSING = object()
+_GIVEN = "_given_arguments"
+_FOLLOWS = ("flsuite.", "lightning.")  # their classes store what they are given
+
+
+def stored_argument(obj: Any, name: str) -> Any:
+    """Return the value that an object stores for an argument of its ``__init__``, or ``MISSING``.
+
+    It is kept by :func:`create`, in an attribute of this name or with a leading underscore, or in
+    Lightning's hyperparameters.
+    """
+    if name in (given := given_arguments(obj)):
+        return given[name]
+    for attribute in (name, f"_{name}"):
+        value = getattr(obj, attribute, MISSING)
+        is_own_method = inspect.ismethod(value) and value.__self__ is obj
+        if name != "self" and value is not MISSING and not is_own_method:
+            return value
+    # Lightning's save_hyperparameters() stores them here.
+    return (getattr(obj, "__dict__", {}).get("_hparams") or {}).get(name, MISSING)
+
+
+def create(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """Create an object from a config, and keep the arguments of classes of the user as given.
+
+    A run's settings need them, or runs that differ in them would look the same. An attribute of an
+    argument's name may be missing or hold another thing, such as the layers made from their number.
+    """
+    given = {
+        name: _without_aliases(value)
+        for name, value in kwargs.items()
+        if not _owner(cls, name).__module__.startswith(_FOLLOWS)
+    }
+    obj = cls(*args, **kwargs)
+    if given and hasattr(obj, "__dict__"):
+        vars(obj)[_GIVEN] = given
+    return obj
+
+
+def given_arguments(obj: Any) -> dict[str, Any]:
+    """Return what :func:`create` has kept of an object's arguments."""
+    return getattr(obj, "__dict__", {}).get(_GIVEN, {})
+
+
+@cache
+def _owner(cls: type, name: str) -> type:
+    """Return the class whose ``__init__`` has an argument of this name, or the class itself."""
+    for owner in getattr(cls, "__mro__", ()):
+        with contextlib.suppress(TypeError, ValueError):  # none, or one without a signature
+            if name in inspect.signature(vars(owner).get("__init__")).parameters:
+                return owner
+    return cls
+
+
+def _without_aliases(value: Any) -> Any:
+    """Return a copy of lists and dictionaries, because a class may change what it is given."""
+    if type(value) is list:
+        return [_without_aliases(part) for part in value]
+    if type(value) is dict:
+        return {key: _without_aliases(part) for key, part in value.items()}
+    return value
+
+
+def _check(obj: Any, hints: Mapping[str, Any]) -> None:
+    for name, hint in hints.items():
+        value = getattr(obj, name)
+        if fault := _fault(value, hint):
+            got = "null" if value is None else repr(value)  # as a config has it
+            owner = getattr(obj, "owner", "") or type(obj).__name__
+            raise FlsuiteError(f"{owner}: {name} must be {fault}, got {got}")
+
+
+@cache
+def _hints_of_init(classes: tuple[type, ...]) -> dict[str, Any]:
+    hints: dict[str, Any] = {}
+    for owner in reversed(classes):
+        if init := vars(owner).get("__init__"):
+            with contextlib.suppress(NameError, TypeError):  # a name defined in a user's module
+                hints |= get_type_hints(init, include_extras=True)
+    return {name: hint for name, hint in hints.items() if name != "return"}
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+def _fault(value: Any, hint: Any) -> str | None:
+    """Return what a value must be, or ``None`` if it is valid."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        faults = [_fault(value, option) for option in get_args(hint)]
+        # null means that an argument is left out. The other options say what it must be.
+        named = [fault for fault in faults if fault not in (None, "null")]
+        return None if None in faults else " or ".join(dict.fromkeys(named))
+    if origin is Annotated:
+        kind, *ranges = get_args(hint)
+        return _fault(value, kind) or next(
+            (r.text for r in ranges if isinstance(r, Range) and not r.contains(value)), None
+        )
+    if origin is Literal:
+        choices = get_args(hint)
+        return None if value in choices else f"one of {', '.join(map(str, choices))}"
+    if origin is tuple and isinstance(value, (tuple, list)):
+        pairs = zip(value, get_args(hint), strict=False)
+        if fault := next(filter(None, (_fault(v, kind) for v, kind in pairs)), None):
+            return fault
+    return _fault_of_kind(value, origin or hint)
+
+
+def _fault_of_kind(value: Any, kind: Any) -> str | None:
+    if kind is Any:
+        return None
+    if kind is None or kind is type(None):
+        return None if value is None else "null"
+    if kind is float:
+        # bool is a subclass of int, but is never meant as a number. NumPy's numbers are Real.
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        return None if is_number else "a number"
+    if kind is int:
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        return None if is_whole else "a whole number"
+    if isinstance(kind, type) and not isinstance(value, kind):
+        # Arrays and tensors count as lists of values.
+        is_indexed = hasattr(value, "__getitem__") and not isinstance(value, (str, Mapping))
+        is_list = is_indexed and kind in (list, tuple, Sequence)
+        return None if is_list else _WORDS.get(kind, f"a {kind.__module__}.{kind.__qualname__}")
+    return None

@@ -1,0 +1,157 @@
+"""The exceptions of flsuite, and argument checks that raise them."""
+
+import math
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+
+class FlsuiteError(Exception):
+    """A request that cannot be fulfilled.
+
+    The message says what to change. The command prints it as one line and exits with status 2. A
+    message is a single sentence that names the argument and, where applicable, the client and the
+    round. This class is not a ValueError, because parsers catch those to try another reading.
+    """
+
+
+class FederationError(RuntimeError):
+    """A run that cannot continue.
+
+    The run folder keeps the last state that it reached.
+    """
+
+
+def one_line(error: object, longest: int | None = None) -> str:
+    """Return an error's message on one line, or the class name if it has no message.
+
+    Control characters are escaped, because a message may come from another machine, and a terminal
+    would obey them.
+
+    Args:
+        error: Any exception, or a message. Messages from libraries may span many lines.
+        longest: Maximum number of characters. Default: no limit.
+    """
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # from the __str__ of a user's own class
+        text = f"{type(error).__name__}, whose message cannot be read"
+    message = text or type(error).__name__
+    if not message.isprintable():
+        shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+        message = "".join(shown)
+    is_long = longest is not None and len(message) > longest
+    return f"{message[:longest]}..." if is_long else message
+
+
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "cannot allocate memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory could not be allocated. torch raises a RuntimeError for that."""
+    if isinstance(error, RuntimeError):
+        return any(words in one_line(error).lower() for words in _OUT_OF_MEMORY)
+    return isinstance(error, MemoryError)
+
+
+def with_place(error: BaseException, text: str = "", longest: int | None = None) -> str:
+    """Return an error's message with the line of the user's own code that raised it.
+
+    Args:
+        error: The error.
+        text: Its message. Default: :func:`one_line`.
+        longest: Maximum number of characters of the default.
+    """
+    libraries = (str(Path(__file__).parents[1]), sys.prefix, sysconfig.get_path("stdlib"), "<")
+    cause: BaseException | None = error
+    own: list[traceback.FrameSummary] = []
+    while cause is not None:
+        frames = traceback.extract_tb(cause.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith(libraries)] or own
+        cause = cause.__cause__ or cause.__context__
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return (text or one_line(error, longest)) + place
+
+
+def likeliest(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.65) -> list[str]:
+    """Return the existing names whose spelling is most similar to a wrong name.
+
+    Args:
+        name: The wrong name.
+        known: The existing names.
+        most: Maximum number of names to return.
+        cutoff: Minimum similarity. 1 stands for equal names, where the case of letters is ignored.
+    """
+    import difflib
+
+    spellings: dict[str, list[str]] = {}
+    for other in known:
+        spellings.setdefault(other.lower(), []).append(other)
+    close = difflib.get_close_matches(name.lower(), spellings, most, cutoff)
+    return [other for near in close for other in spellings[near]][:most]
+
+
+def require_at_least(owner: str, least: float, **numbers: float | None) -> None:
+    """Refuse an argument that is below ``least``, infinite or NaN.
+
+    ``None`` means that the argument is left out.
+    """
+    for name, value in numbers.items():
+        if value is not None and not least <= value < math.inf:
+            raise FlsuiteError(f"{owner}: {name} must be at least {least}, got {value}")
+
+
+def require_positive(owner: str, **numbers: float | None) -> None:
+    """Refuse an argument that is not finite and above zero.
+
+    ``None`` means that the argument is left out.
+    """
+    for name, value in numbers.items():
+        if value is not None and not 0 < value < math.inf:
+            raise FlsuiteError(f"{owner}: {name} must be positive, got {value}")
+
+
+def require_below_one(owner: str, **numbers: float | None) -> None:
+    """Refuse an argument outside [0, 1).
+
+    ``None`` means that the argument is left out.
+    """
+    for name, value in numbers.items():
+        if value is not None and not 0 <= value < 1:
+            raise FlsuiteError(f"{owner}: {name} must be in [0, 1), got {value}")
+
+
+def require_one_of(owner: str, choices: Iterable[str], **values: str) -> None:
+    """Refuse a value that is not one of the choices."""
+    choices = tuple(choices)
+    for name, value in values.items():
+        if value not in choices:
+            raise FlsuiteError(
+                f"{owner}: {name} must be one of {', '.join(choices)}, got {value!r}"
+            )
+
+
+def require_instance(owner: str, kind: type, **values: object) -> None:
+    """Refuse an object that is not an instance of ``kind``."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            what = f"{kind.__module__}.{kind.__qualname__}"
+            raise FlsuiteError(f"{owner}: {name} must be a {what}, got {type(value).__name__}")
+
+
+def require_extra(owner: str, packages: tuple[str, ...], extra: str) -> None:
+    """Raise an error unless one of these packages is installed.
+
+    Args:
+        owner: The feature that requires it.
+        packages: Alternative packages. One of them is enough.
+        extra: The extra of flsuite that installs one of them.
+
+    Raises:
+        FlsuiteError: If none of them is installed.
+    """
+    if not any(find_spec(package) for package in packages):
+        raise FlsuiteError(f"{owner} needs {packages[0]}: pip install 'flsuite[{extra}]'")

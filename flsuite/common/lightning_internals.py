@@ -1,0 +1,228 @@
+"""The private attributes of Lightning that flsuite uses, in one place.
+
+Lightning does not guarantee them, so ``pyproject.toml`` pins its version. A test resolves every
+name in :data:`INTERNALS` and reports those that are missing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+INTERNALS = (
+    "GradScaler._found_inf_per_device",
+    "Trainer._run_stage",
+    "Trainer._detect_anomaly",
+    "Trainer._signal_connector.register_signal_handlers",
+    "Trainer._signal_connector.teardown",
+    "Trainer._checkpoint_connector._restore_modules_and_callbacks",
+    "Trainer._checkpoint_connector._select_ckpt_path",
+    "Trainer._checkpoint_connector.restore_training_state",
+    "Trainer._checkpoint_connector.resume_end",
+    "Trainer.fit_loop._data_source.dataloader",
+    "Trainer.fit_loop._data_source.instance",
+    "Trainer.fit_loop._combined_loader",
+    "Trainer.fit_loop.epoch_loop._batches_that_stepped",
+    "Trainer.fit_loop.epoch_loop.batch_progress.is_last_batch",
+    "LightningModule._current_fx_name",
+    "LightningModule._metric_attributes",
+    "LightningModule._trainer",
+    "LightningCLI._get",
+    "LightningCLI._parse_ckpt_path",
+    "LightningCLI._parser",
+    "LightningCLI._run_subcommand",
+    "LightningCLI._set_seed",
+    "WandbLogger._experiment",
+    "WandbLogger._id",
+    "WandbLogger._log_model",
+    "WandbLogger._offline",
+    "WandbLogger._project",
+    "WandbLogger._wandb_init",
+    "CSVLogger._version",
+    "TensorBoardLogger._default_hp_metric",
+    "TensorBoardLogger._kwargs",
+    "TensorBoardLogger._version",
+    "MLFlowLogger._experiment_name",
+    "MLFlowLogger._run_id",
+    "MLFlowLogger._run_name",
+)
+"""Owner and path of every private attribute, as ``Class.attribute.attribute``.
+
+The attributes of ``LightningCLI`` are overridden in :mod:`flsuite.commands.fit`. The loggers'
+attributes are used in :mod:`flsuite.callbacks.logger_links` and
+:mod:`flsuite.callbacks.wandb_link`.
+``Trainer._run_stage`` is overridden in :mod:`flsuite.federation.client.trainer`. The functions of
+this module use the others.
+"""
+
+
+_SETTINGS = (
+    "accumulate_grad_batches",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_train_batches",
+)
+
+
+TrainerSettings = list[tuple[Any, str, Any]]
+"""Owner, name and value of each setting."""
+
+
+def make_slim(trainer: Trainer) -> None:
+    """Remove work that Lightning does once per fit, which here means once per client.
+
+    This covers moving the module back to the CPU, signal handlers, and the search for checkpoints.
+    """
+    trainer.strategy.teardown = _nothing  # type: ignore[method-assign]
+    trainer.strategy.model_to_device = lambda: _move_to_device(trainer)  # type: ignore[method-assign]
+    trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+    trainer._signal_connector.teardown = _nothing  # type: ignore[method-assign]
+
+    connector = trainer._checkpoint_connector
+    for name in (
+        "_restore_modules_and_callbacks",
+        "_select_ckpt_path",
+        "restore_training_state",
+        "resume_end",
+    ):
+        setattr(connector, name, _nothing)
+
+
+def rewind(trainer: Trainer, max_epochs: int, settings: TrainerSettings) -> None:
+    """Reset a Trainer to its state before any fit.
+
+    Otherwise, a second ``fit`` would silently do nothing.
+    """
+    trainer.should_stop = False
+    loop = trainer.fit_loop
+    loop.max_epochs = max_epochs
+    for owner, name, value in settings:
+        setattr(owner, name, value)
+    loop.epoch_progress.reset()
+    loop.epoch_loop.batch_progress.reset()
+    loop.epoch_loop.scheduler_progress.reset()
+    loop.epoch_loop._batches_that_stepped = 0
+    loop.epoch_loop.automatic_optimization.optim_progress.reset()
+    loop.epoch_loop.manual_optimization.optim_step_progress.reset()
+
+
+def trainer_settings(trainer: Trainer) -> TrainerSettings:
+    """Return the Trainer settings that hooks may change during a fit, with their owners."""
+    loop = trainer.fit_loop
+    owned = ((trainer, _SETTINGS), (loop.epoch_loop, ("max_steps", "min_steps")))
+    names = [(owner, name) for owner, names in owned for name in names] + [(loop, "min_epochs")]
+    return [(owner, name, getattr(owner, name)) for owner, name in names]
+
+
+def steps_taken(trainer: Trainer) -> int:
+    """Return the number of optimizer steps of this fit.
+
+    Under manual optimization, a batch counts as one step, however many optimizers it steps.
+    """
+    if trainer.lightning_module.automatic_optimization:
+        return trainer.global_step
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def scaler_of(trainer: Trainer) -> Any:
+    """Return the gradient scaler of ``16-mixed``, or ``None`` for any other precision."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def skips_step(trainer: Trainer, optimizer: Optimizer) -> bool:
+    """Return whether the gradient scaler is about to skip this step.
+
+    It skips a step when a gradient overflows. This is known in ``on_before_optimizer_step``.
+    """
+    scaler = scaler_of(trainer)
+    if scaler is None or not scaler.is_enabled():
+        return False
+    return any(bool(found) for found in scaler._found_inf_per_device(optimizer).values())
+
+
+def train_loader(trainer: Trainer) -> Any:
+    """Return the train dataloader passed to the current fit."""
+    return trainer.fit_loop._data_source.dataloader()
+
+
+def attach_to_fit(trainer: Trainer, loader: Any) -> None:
+    """Connect the loader and the callbacks to a fit, as ``Trainer.fit`` does."""
+    trainer.lightning_module.trainer = trainer
+    trainer.fit_loop._data_source.instance = loader
+    trainer.fit_loop._combined_loader = None  # it holds the previous fit's loader
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        callback.log = trainer.lightning_module.log
+        callback.log_dict = trainer.lightning_module.log_dict
+
+
+def run_stage(trainer: Trainer) -> None:
+    """Run the part of a fit between the hooks ``on_fit_start`` and ``on_fit_end``."""
+    trainer._run_stage()
+
+
+def set_train_loader(trainer: Trainer, loader: Any) -> None:
+    """Set ``trainer.train_dataloader`` and ``trainer.num_training_batches``."""
+    trainer.fit_loop._combined_loader = CombinedLoader(loader, "max_size_cycle")
+    trainer.fit_loop.max_batches = len(loader)
+
+
+def detects_anomalies(trainer: Trainer) -> bool:
+    """Return the Trainer's ``detect_anomaly`` argument."""
+    return trainer._detect_anomaly
+
+
+def enter_hook(module: LightningModule, name: str) -> None:
+    """Tell ``self.log`` which hook is running."""
+    module._current_fx_name = name
+
+
+def leave_hooks(module: LightningModule) -> None:
+    """Tell ``self.log`` that no hook is running."""
+    module._current_fx_name = None
+    # Otherwise, metrics created by a hook would carry over from the previous fit.
+    module._metric_attributes = None
+
+
+@contextmanager
+def attached(module: LightningModule, trainer: Any) -> Iterator[None]:
+    """Let the module have this object as its Trainer, and restore its own on exit.
+
+    Without a Trainer (``None``), it cannot log.
+    """
+    before, module.trainer = module._trainer, trainer
+    try:
+        yield
+    finally:
+        module.trainer = before
+
+
+def _move_to_device(trainer: Trainer) -> None:
+    """Move the module to its device, unless it is already there.
+
+    Checking every tensor takes longer than a small operation. On a CPU-only machine, the check is
+    skipped.
+    """
+    if not _has_accelerator():
+        return
+    device, module = trainer.strategy.root_device, trainer.lightning_module
+    # Lightning moves the metrics that a step has logged back to the CPU.
+    metrics = (part for part in module.modules() if isinstance(part, Metric))
+    tensors: Iterator[Any] = chain(module.parameters(), module.buffers(), metrics)
+    if any(tensor.device != device for tensor in tensors):
+        module.to(device)
+
+
+@cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None

@@ -1,0 +1,370 @@
+"""Messages between the server and its clients.
+
+They are plain data, identical in one process, across processes, and on the network.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from flsuite.common.errors import one_line
+from flsuite.common.state import State, StateLayout, Sums, mismatch, non_finite
+
+POOLED = -1
+"""The number of the virtual client that holds the training samples of all clients."""
+
+MOST = 2**53
+"""The largest count in a message. Up to here, a float holds every integer."""
+
+
+Fault = Literal["raises", "nan", "shapes", "hangs", "dies", "late", "twice", "gone"]
+"""An injected fault, see :class:`flsuite.federation.Faults`."""
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """One version of the global model, as sent to the clients that start from it.
+
+    Attributes:
+        round: The round that the clients train in, counted from 1. The version of the global model
+            is ``round - 1``, the number of aggregations so far.
+        state: The shared part of the global model.
+        extras: What the aggregator sends in addition to the model.
+        callbacks: The user's Lightning callbacks at the start of the round. Every fit works on a
+            copy, so all clients of a round see the same state on every engine.
+    """
+
+    round: int
+    state: State
+    extras: dict[str, Any]
+    callbacks: tuple[Callback, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainedFit:
+    """The outcome of a client's local training, reused from another run.
+
+    Attributes:
+        state: The shared part of the trained model.
+        memory: The memory that the client keeps: ``model`` and ``optimizers``, if any.
+        steps: Optimizer steps taken.
+        metrics: Metrics of the fit.
+        seconds: Wall time of the training.
+    """
+
+    state: State
+    memory: dict[str, Any]
+    steps: int
+    metrics: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """One fit with all that a worker needs to run it.
+
+    Attributes:
+        number: Number of the fit in the run, from 0. It identifies the request.
+        client: The client's number.
+        broadcast: The version of the global model to start from.
+        memory: The client's memory from earlier rounds.
+        batches: Batches per local epoch. Default: one pass over the client's samples.
+        repeat: Number of earlier fits that the client started from the same version. Each fit has
+            its own randomness.
+        trained: The outcome of this fit in another run. If given, the client does not train again.
+        part: The part of the cohort that the client belongs to. One worker may train a whole part.
+            Default: the client trains alone.
+        fault: The fault to inject in this fit. Default: none.
+        stands_for: Fits of a cohort that this fit replaces.
+        adapts: Epochs in which the client adapts its own model, without the algorithm. The outcome
+            is scored, not aggregated. 0 for an ordinary fit.
+    """
+
+    number: int
+    client: int
+    broadcast: Broadcast
+    memory: dict[str, Any]
+    batches: int | None = None
+    repeat: int = 0
+    trained: TrainedFit | None = None
+    part: int | None = None
+    fault: Fault | None = None
+    stands_for: int = 1
+    adapts: int = 0
+
+    def failure(
+        self, reason: str, details: str = "", before_first_step: bool = False
+    ) -> "ClientFailure":
+        """Return the outcome of this request as a failure."""
+        round = self.broadcast.round
+        return ClientFailure(self.client, round, reason, details, before_first_step, self.number)
+
+
+Split = Literal["val", "test"]
+"""The split that a model is scored on."""
+
+Scores = dict[str, dict[str, float]]
+"""Scope (``global`` or a client's number) to metric to value."""
+
+
+class OwnScores(NamedTuple):
+    """Scores of a client's own model on one split.
+
+    Attributes:
+        whole: Scores on the whole split.
+        part: Scores on the client's part of the split. Empty if the client has none.
+        classes: Accuracy per class, if requested.
+    """
+
+    whole: dict[str, float]
+    part: dict[str, float]
+    classes: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """A request to score one client's own model.
+
+    Attributes:
+        number: It identifies the request.
+        client: The client's number.
+        broadcast: The version of the global model to score with. Its round is the last completed
+            one.
+        own: The entries in which the client's own model differs from the global one.
+        split: The split to score on.
+        details: Whether to add the accuracy per class.
+    """
+
+    number: int
+    client: int
+    broadcast: Broadcast
+    own: State
+    split: Split
+    details: bool
+
+    def failure(self, reason: str, details: str = "") -> "ClientFailure":
+        """Return the outcome of this request as a failure."""
+        return ClientFailure(self.client, self.broadcast.round, reason, details)
+
+
+@dataclass
+class ClientContext:
+    """The part of a fit that the client half of an algorithm can see and change.
+
+    Attributes:
+        id: The client's number.
+        round: The round, counted from 1.
+        samples: Number of training samples.
+        class_counts: Training samples per class (per label in a multi-label task), int64
+            ``(classes,)``.
+        global_state: The shared model as received. It must not be changed.
+        received: What this part of the algorithm has broadcast in addition to the model.
+        memory: The client's own notes, plain data. They persist between the client's rounds and are
+            never sent.
+        extras: What to send with the update: nested dicts of tensors and numbers.
+        metrics: Metrics of this fit, for the log.
+        layout: Names and groups of the shared entries.
+    """
+
+    id: int
+    round: int
+    samples: int
+    class_counts: Tensor
+    global_state: State
+    received: dict[str, Any]
+    memory: dict[str, Any]
+    extras: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    layout: StateLayout = field(default_factory=lambda: StateLayout((), 0))
+
+
+@dataclass
+class ClientUpdate:
+    """The message that a client sends back. An aggregator sees nothing else of the client.
+
+    Attributes:
+        client: The client's number.
+        round: The round that it trained in, counted from 1. It started from version ``round - 1``.
+        samples: Number of training samples.
+        steps: Optimizer steps taken.
+        class_counts: Training samples per class, int64 ``(classes,)``. Empty under secure
+            aggregation.
+        state: The shared part of its model.
+        extras: What the client half of the algorithm sends in addition.
+        metrics: Metrics of the fit, for the log.
+        bytes_up: Bytes sent, tensors in their own dtype.
+        bytes_down: Bytes received.
+        seconds: Wall time of the fit.
+        number: Number of the fit in the run. The server accepts each fit once.
+        staleness: Aggregations between the version that it started from and its arrival. Set by
+            the server, to 0 in a synchronous round.
+        base: The shared state that the client started from, set by the server. Without staleness,
+            it is the global state. It must not be changed.
+        part: The part of the cohort that the client belongs to. Set by the server.
+        partial: The partial sum of the part's contributions, if a worker has computed it. The last
+            update of the part carries it and the others have an empty one. None of these updates
+            has a state.
+    """
+
+    client: int
+    round: int
+    samples: int
+    steps: int
+    class_counts: Tensor
+    state: State
+    extras: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds: float = 0.0
+    number: int = 0
+    staleness: int = 0
+    base: State = field(default_factory=dict)
+    part: int | None = None
+    partial: Sums | None = None
+
+    def mismatch(self, state: State, extras: dict[str, Any]) -> str | None:
+        """Return how the update differs from templates of its tensors, or ``None``.
+
+        Args:
+            state: A state with the expected keys, shapes and dtypes.
+            extras: Statistics with the expected keys, shapes and dtypes, see
+                :meth:`Aggregator.statistics`.
+        """
+        return mismatch(self.state, state) or mismatch(self.extras, extras, "extras")
+
+    def fault(self, reads_numbers: bool = True) -> str | None:
+        """Return why this update must not reach the aggregator, or ``None`` if it may.
+
+        Args:
+            reads_numbers: Whether to check that every number is finite.
+        """
+        if fault := self._fault_of_numbers():
+            return fault
+
+        if not reads_numbers:
+            return None
+
+        name = non_finite(self.state) or non_finite(self.extras, "extras")
+        if name is None:
+            return None
+        return (
+            f"{name} is not finite; lower the learning rate, clip gradients with "
+            "trainer.gradient_clip_val, or look for such numbers in the samples"
+        )
+
+    def _fault_of_numbers(self) -> str | None:
+        """Return what is wrong with the non-tensor fields, which make up the record."""
+        if not is_count(self.samples) or self.samples < 1:
+            return f"it claims {_shown(self.samples)} training samples"
+        for name in ("steps", "bytes_up", "bytes_down"):
+            if not is_count(value := getattr(self, name)):
+                return f"its {name} are {_shown(value)}"
+        if type(self.seconds) not in (int, float) or not 0 <= self.seconds <= MOST:
+            return f"its seconds are {_shown(self.seconds)}"
+        if not isinstance(self.metrics, dict) or any(
+            type(name) is not str or type(value) not in (int, float)
+            for name, value in self.metrics.items()
+        ):
+            return f"its metrics are not numbers: {self.metrics!r}"[:200]
+        return self._fault_of_class_counts()
+
+    def _fault_of_class_counts(self) -> str | None:
+        counts = self.class_counts
+        if not isinstance(counts, Tensor) or counts.ndim != 1:
+            return "its class counts are not a vector"
+        if counts.dtype != torch.int64 or counts.layout != torch.strided:
+            return f"its class counts are {counts.dtype}, {counts.layout}; int64 is expected"
+        # A sample has a class once, or a label once.
+        if counts.numel() and not bool(((counts >= 0) & (counts <= self.samples)).all()):
+            return f"its class counts are not between 0 and its {self.samples} samples"
+        return None
+
+    def without_tensors(self) -> "ClientUpdate":
+        """Return a copy without tensors, for the record.
+
+        The copy shares ``metrics``, so an aggregator can still add the client's weight to them.
+        """
+        return replace(self, state={}, extras={}, base={}, partial=None)
+
+
+@dataclass
+class ClientResult:
+    """A finished fit.
+
+    Attributes:
+        update: The message to the server.
+        memory: The client's memory for its next round: ``model`` (private entries), ``objective``
+            (its notes), ``optimizers``, ``transforms`` (notes by the position of the transform)
+            and, until it is masked, ``held``, if any.
+        training: The metrics of local training alone.
+    """
+
+    update: ClientUpdate
+    memory: dict[str, Any]
+    training: dict[str, float] = field(default_factory=dict)
+
+    def fault(self, reads_numbers: bool = True) -> str | None:
+        """Return why the update must not reach the aggregator, or ``None`` if it may.
+
+        A worker has already checked the sums that it computed.
+
+        Args:
+            reads_numbers: Whether to check that every number is finite.
+        """
+        if self.update.partial is not None:
+            return None
+        if fault := self.update.fault(reads_numbers):
+            return fault
+        if not isinstance(self.memory, dict):
+            return "its memory is not a dict"
+        kept = (self.memory.get(part, {}) for part in ("model", "objective"))
+        name = next(filter(None, map(non_finite, kept)), None)
+        if name is None:
+            return None
+        return f"its private entry {name} is not finite; lower the learning rate"
+
+
+@dataclass
+class ClientFailure:
+    """A fit without an update.
+
+    Attributes:
+        client: The client's number.
+        round: The round of the fit.
+        reason: The reason on one line.
+        details: The traceback, if any.
+        before_first_step: Whether the client's code raised before its first step. If all clients
+            fail in this way, the settings are to blame.
+        number: Number of the fit in the run. The server accepts each fit once.
+        steps: Optimizer steps of an update that was sent but not used, because it was refused or
+            late. 0 if nothing was sent.
+    """
+
+    client: int
+    round: int
+    reason: str
+    details: str = ""
+    before_first_step: bool = False
+    number: int = 0
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        # The reason may come from another machine.
+        self.reason = one_line(self.reason, 500)
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value of a message is an integer from 0 to :data:`MOST`."""
+    return type(value) is int and 0 <= value <= MOST
+
+
+def _shown(value: Any) -> str:
+    """Return a value of a message as text. Python does not print integers of any length."""
+    return "more than 2**53" if type(value) is int and value > MOST else repr(value)[:80]
+
+
+Outcome = ClientResult | ClientFailure

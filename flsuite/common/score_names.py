@@ -1,0 +1,80 @@
+"""Interpretation of score names: the split, and whether high or low values are better."""
+
+import re
+from collections.abc import Collection, Iterable
+
+from flsuite.common.errors import FlsuiteError
+
+HIGHER_IS_BETTER = {
+    "accuracy": True,
+    "f1_macro": True,
+    "balanced_accuracy": True,
+    "auroc": True,
+    "loss": False,
+}
+_SPLIT_PREFIX = re.compile(r"^(val|valid|validation|test|eval)[_/]")
+_STATISTIC = re.compile(r"_(client_mean|client_worst|client_std|worst|std|first_five)$")
+_LOW = {
+    *("bce", "bpc", "brier", "ce", "cer", "distance", "ece", "entropy", "error", "forgetting"),
+    *("hamming", "kl", "logloss", "loss", "mae", "mape", "mse", "nll", "perplexity", "ppl"),
+    *("reconstruction", "rmse", "smape", "std", "wer"),
+}
+_HIGH = {
+    *("acc", "accuracy", "agreement", "ap", "auc", "auprc", "auroc", "bleu", "corr"),
+    *("correlation", "dice", "explained", "f1", "iou", "jaccard", "kappa", "map", "mcc", "mrr"),
+    *("ndcg", "pearson", "precision", "psnr", "r2", "recall", "rouge", "sensitivity"),
+    *("spearman", "specificity", "ssim", "transfer"),
+}
+
+
+def lower_is_better(name: str) -> bool | None:
+    """Return whether low values of a score are better, judging by the last word that tells.
+
+    ``dice_loss`` is a loss. In a name with a slash, the first part with such a word counts, because
+    the rest names a class. ``None`` if no word tells.
+    """
+    for part in name.lower().split("/"):
+        telling = [word for word in re.split(r"[^a-z0-9]+", part) if word in _LOW | _HIGH]
+        if telling:
+            return telling[-1] in _LOW
+    return None
+
+
+def require_score(owner: str, **names: str) -> None:
+    """Refuse the name of a score if it is unknown whether high or low values are better."""
+    for argument, name in names.items():
+        if lower_is_better(name) is None:
+            raise FlsuiteError(
+                f"{owner}: {argument} must be one of {', '.join(HIGHER_IS_BETTER)}, or a number "
+                "that the model logs with such a word in its name (also error, mae, r2, ...), got "
+                f"{name!r}"
+            )
+
+
+def score_name(name: str) -> str:
+    """Return the name of a logged metric without its split: ``val_loss`` becomes ``loss``."""
+    return _SPLIT_PREFIX.sub("", name).removesuffix("_epoch") or name
+
+
+def score_of(name: str) -> str:
+    """Return the score of a statistic over clients: ``accuracy_client_mean`` is of ``accuracy``."""
+    return _STATISTIC.sub("", name)
+
+
+def main_scores(names: Iterable[str], monitor: str) -> list[str]:
+    """Return the main scores: the monitor first, then the loss, then the rest.
+
+    Scores of single classes, tasks or models, and statistics over clients, are left out, unless
+    the monitor is one.
+    """
+    known = list(dict.fromkeys(names))
+    main = [name for name in known if name == monitor or not _is_detail(name, known)]
+    return sorted(main, key=lambda name: (name != monitor, name != "loss"))
+
+
+def _is_detail(name: str, names: Collection[str]) -> bool:
+    """Return whether a name is a part or a statistic of another of these names."""
+    stem, *part = name.split("/", 1)
+    return (bool(part) and (stem in names or part[0] in names)) or (
+        score_of(name) in set(names) - {name}
+    )

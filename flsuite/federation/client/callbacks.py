@@ -1,0 +1,132 @@
+"""Callbacks of every client's fit, independent of the algorithm."""
+
+import copy
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.lightning_internals import skips_step
+from flsuite.models.declarations import extra_epochs
+
+
+class MeanLoss(Callback):
+    """Records the mean training loss over a fit's steps, without a device sync or log call per
+    step.
+
+    The steps of a model's warm-up (``extra_epochs``) are counted separately, because their loss may
+    be another function.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[str, Tensor] = {}
+        self._steps: dict[str, int] = {}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is None:
+            return
+        loss = torch.as_tensor(loss).detach()  # manual optimization may return a float
+        if pl_module.automatic_optimization:
+            # Lightning has divided it, because gradients of several batches are summed.
+            loss = loss * trainer.accumulate_grad_batches
+
+        is_warmup = trainer.current_epoch < extra_epochs(pl_module)
+        name = "warmup_loss" if is_warmup else "loss"
+
+        # In place and on the device, because reading the value would synchronize.
+        if name in self._totals:
+            self._totals[name].add_(loss)
+        else:
+            self._totals[name] = loss.clone()
+        self._steps[name] = self._steps.get(name, 0) + 1
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps with a loss."""
+        return sum(self._steps.values())
+
+    def means(self) -> dict[str, float]:
+        """Return ``loss`` (NaN without a step) and, after a warm-up, ``warmup_loss``."""
+        means = {name: float(total) / self._steps[name] for name, total in self._totals.items()}
+        # NaN instead of 0, because a fit without a step must not look perfect.
+        return {"loss": float("nan"), **means}
+
+
+class CountSkips(Callback):
+    """Counts the steps that the gradient scaler of ``16-mixed`` skips because gradients overflow.
+
+    Attributes:
+        skipped: Number of skipped steps in the fit.
+    """
+
+    def __init__(self) -> None:
+        self.skipped = 0
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        self.skipped += skips_step(trainer, optimizer)
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``skipped_steps`` if there are any."""
+        return {"skipped_steps": float(self.skipped)} if self.skipped else {}
+
+
+class RoundLearningRate(Callback):
+    """Scales the learning rates of a fit's optimizers before its first step.
+
+    Args:
+        factor: Factor of the model's own learning rates in this round.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A scheduler would overwrite the scaled rates at its first step.
+        if trainer.lr_scheduler_configs:
+            raise FlsuiteError(
+                f"trainer.lr_decay and the scheduler of {type(pl_module).__name__}."
+                "configure_optimizers would both set the learning rate; leave one of them out"
+            )
+
+        # Every fit has new optimizers, so the factor does not compound.
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] *= self.factor
+
+
+class KeepOptimizers(Callback):
+    """Carries a client's optimizer states over between its fits.
+
+    Accumulated state (momentum, moments) carries over. Settings such as the learning rate do not:
+    the model sets them for each fit. Otherwise, a schedule inside a fit, or ``trainer.lr_decay``,
+    would compound from round to round.
+
+    Attributes:
+        states: The state dicts of the optimizers, on the CPU. ``None`` before the first fit.
+    """
+
+    def __init__(self, states: list[dict[str, Any]] | None) -> None:
+        self.states = states
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not strict, because there is nothing to restore before the client's first fit.
+        for optimizer, kept in zip(trainer.optimizers, self.states or (), strict=False):
+            settings = optimizer.state_dict()["param_groups"]
+            # Copy, because load_state_dict keeps references to its tensors.
+            optimizer.load_state_dict(
+                {"state": copy.deepcopy(kept["state"]), "param_groups": settings}
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Copy, because the state dict aliases the optimizer's tensors.
+        states = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
+        self.states = move_data_to_device(states, torch.device("cpu"))

@@ -1,0 +1,136 @@
+"""The shared and private entries of a model's state, and the layout of the shared ones."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from lightning.pytorch import LightningModule
+
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.objectives.base import Objective
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import StateLayout, matches
+from flsuite.models.declarations import (
+    entry_names,
+    frozen_entries,
+    own_entries,
+    parameter_groups,
+    refuse_unused,
+    training_only,
+)
+from flsuite.models.layers import read_chain, read_layers
+
+BatchNorm = Literal["average", "local", "reset"]
+
+
+class Entries(NamedTuple):
+    """The entries of a model's state dict, by ownership. Tied weights have their first name only.
+
+    Attributes:
+        shared: Sent between the server and the clients.
+        private: Each client has its own.
+        frozen: Not trained by anyone, so they are the same everywhere and never sent.
+        buffers: Entries that are not parameters: running statistics and counters.
+        reset: Buffers that every fit starts from their initial values.
+        personal: Entries that predictions read and that differ between clients. Without them, the
+            model is the same for all clients.
+        has_own_models: Whether a client's model may differ from the global one in shared entries.
+    """
+
+    shared: tuple[str, ...]
+    private: tuple[str, ...]
+    frozen: tuple[str, ...]
+    buffers: tuple[str, ...]
+    reset: tuple[str, ...]
+    personal: tuple[str, ...]
+    has_own_models: bool = False
+
+
+def entries_of(model: LightningModule, aggregator: Aggregator, batchnorm: BatchNorm) -> Entries:
+    """Return the ownership of entries, as defined by the model, the algorithm and ``batchnorm``.
+
+    An entry that the model declares private is private even if it is frozen, because it may change
+    by other means than gradients.
+
+    Args:
+        model: The model.
+        aggregator: The algorithm.
+        batchnorm: The treatment of buffers, see ``WorkerSetup`` in ``client/setup.py``.
+    """
+    names = entry_names(model)
+    parameters = {name for name, _ in model.named_parameters()}
+    unlearned = tuple(name for name in names if name not in parameters)
+
+    private: set[str] = set()
+    own = own_entries(model)
+    # The pooled fit is not a client, so it has no memory for private entries.
+    if not aggregator.pools:
+        private = {*own, *(unlearned if batchnorm == "local" else ())}
+        every_name = list(model.state_dict())
+        refuse_unused(model, "trainer.aggregator.private", aggregator.private, every_name)
+        private |= {name for name in every_name if matches(name, aggregator.private)}
+
+    # Untrained entries are not stored per client, unless the model declares them private.
+    frozen = set(frozen_entries(model))
+    private -= frozen
+
+    _refuse_half_private(model, private)
+    kept = tuple(name for name in names if name in private)
+    shared = tuple(name for name in names if name not in private | frozen)
+    has_own = type(aggregator.objective).own_entries is not Objective.own_entries
+    read = tuple(name for name in kept if not matches(name, training_only(model)))
+    return Entries(
+        shared=shared,
+        private=kept,
+        frozen=tuple(name for name in names if name in frozen),
+        buffers=unlearned,
+        reset=unlearned if batchnorm == "reset" else (),
+        personal=(*read, *shared) if has_own else read,
+        has_own_models=has_own,
+    )
+
+
+def _refuse_half_private(model: LightningModule, private: Collection[str]) -> None:
+    """Refuse tied weights that are private under one of their names alone."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for tied in names.values():
+        if len({name in private for name in tied}) > 1:
+            raise FlsuiteError(
+                f"model: {' and '.join(tied)} are the same weights; name all or none in private"
+            )
+
+
+def layout_of(
+    model: LightningModule,
+    shared: Collection[str],
+    shape: tuple[int, ...],
+    sizes: Sequence[int],
+    needs_chain: bool,
+) -> StateLayout:
+    """Return the names and groups of the shared entries.
+
+    Args:
+        model: The model.
+        shared: Names of the shared entries.
+        shape: The shape of a sample.
+        sizes: Training samples of each client.
+        needs_chain: Whether to read the chain of layers, which takes a pass through the model.
+    """
+    parameters = tuple(name for name, _ in model.named_parameters() if name in shared)
+    groups = {
+        group: tuple(name for name in parameters if matches(name, patterns))
+        for group, patterns in parameter_groups(model).items()
+    }
+    layers, others = read_layers(model, shared)
+    buffers = tuple(name for name in shared if name not in parameters)
+    layout = StateLayout(
+        parameters, len(sizes), groups, sum(sizes), layers, others, buffers=buffers
+    )
+    if not needs_chain:
+        return layout
+    chain, no_chain = read_chain(model, shape)
+    if not {layer.name for layer in chain} <= {layer.name for layer in layers}:
+        chain, no_chain = (), "a part of it stays with the clients, or two layers share weights"
+    return replace(layout, chain=chain, no_chain=no_chain)

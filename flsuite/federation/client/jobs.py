@@ -1,0 +1,114 @@
+"""Answers the jobs of a worker: fits, whose models it may sum up, and scores."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from flsuite.common.messages import ClientResult, ClientUpdate, FitRequest, Outcome, ScoreRequest
+from flsuite.common.state import Sums, Tree, clone, moved
+from flsuite.federation.client.fits import StackedFit
+from flsuite.federation.client.runner import ClientRunner
+from flsuite.federation.client.setup import WorkerSetup
+
+
+class JobRunner:
+    """Runs the jobs of one worker.
+
+    Args:
+        setup: The setup shared by all workers.
+        worker: Number of the worker, which determines its GPU if there are several.
+    """
+
+    def __init__(self, setup: WorkerSetup, worker: int = 0) -> None:
+        self._setup, self._runner = setup, ClientRunner(setup, worker)
+        self._stacked: dict[int, StackedFit] = {}
+
+    def answer(self, job: Sequence[FitRequest | ScoreRequest]) -> list[Any]:
+        """Return the answers to the requests of a job, which are all of one kind.
+
+        The models of a part of the cohort are summed. A faulty update keeps its model and is
+        excluded from the sum, so the server can refuse it by name. The model of a single client is
+        sent unchanged.
+        """
+        fits = [request for request in job if isinstance(request, FitRequest)]
+        if not fits:
+            return [self._runner.score(r) for r in job if isinstance(r, ScoreRequest)]
+        self._stacked = self._runner.train_together(fits)
+        parts = groupby(fits, key=lambda request: request.part)
+        outcomes = [o for part, members in parts for o in self._part(part, list(members))]
+        self._stacked = {}
+        return outcomes
+
+    def _run(self, request: FitRequest) -> Outcome:
+        return self._runner.run(request, self._stacked.get(request.number))
+
+    def _whole(self, request: FitRequest) -> Outcome:
+        """Return the outcome of a fit, with its model on the CPU."""
+        outcome = self._run(request)
+        if isinstance(outcome, ClientResult):
+            outcome.update.state = moved(outcome.update.state, "cpu")
+        return outcome
+
+    def _part(self, part: int | None, fits: Sequence[FitRequest]) -> list[Outcome]:
+        """Return the outcomes of a part of the cohort."""
+        if part is None or len(fits) < 2 or not self._setup.sums_parts:
+            return [self._whole(request) for request in fits]
+
+        # NaN and infinity propagate to the sum, so checking the sum is enough. If it fails, run the
+        # same fits again to find the client.
+        outcomes, total = self._sum_up(fits, reads_numbers=False)
+        return outcomes if total.is_finite else self._sum_up(fits, reads_numbers=True)[0]
+
+    def _sum_up(
+        self, requests: Sequence[FitRequest], reads_numbers: bool
+    ) -> tuple[list[Outcome], Sums]:
+        """Train several clients, and return their outcomes and the sum of the models.
+
+        Args:
+            requests: The fits.
+            reads_numbers: Whether to exclude models with non-finite numbers.
+        """
+        total, outcomes = Sums(), []
+        last: ClientUpdate | None = None
+        for request in requests:
+            outcome = self._run(request)
+            if isinstance(outcome, ClientResult):
+                update = outcome.update
+                is_late = request.fault == "late"  # excluded from its part's sum
+                if not is_late and (read := self._readable(outcome, request, reads_numbers)):
+                    total.add(self._contribution(read))
+                    update.state, update.extras, update.partial, last = {}, {}, Sums(), update
+                else:
+                    update.state = moved(update.state, "cpu")
+            outcomes.append(outcome)
+
+        if last is not None:
+            last.partial = total
+        return outcomes, total
+
+    def _contribution(self, update: ClientUpdate) -> Tree:
+        """Return what a client adds to the sums, on the device of its model."""
+        device = next((value.device for value in update.state.values()), torch.device("cpu"))
+        counts, extras = update.class_counts.to(device), moved(update.extras, device)
+        try:
+            here = replace(update, class_counts=counts, extras=extras)
+            return self._setup.uplink.contribution(here)
+        except (RuntimeError, TypeError):
+            if device.type == "cpu":
+                raise
+            # A rule of the user may have tensors of its own on the CPU, or use NumPy.
+            return self._setup.uplink.contribution(replace(update, state=clone(update.state)))
+
+    def _readable(
+        self, outcome: ClientResult, request: FitRequest, reads_numbers: bool
+    ) -> ClientUpdate | None:
+        """Return an update as the server reads it, or ``None`` if the server will refuse it."""
+        base, received = request.broadcast.state, request.broadcast.extras
+        try:
+            read = self._setup.uplink.unpack(outcome.update, base, received)
+        except ValueError:
+            return None
+        return None if replace(outcome, update=read).fault(reads_numbers) else read

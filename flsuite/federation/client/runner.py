@@ -1,0 +1,352 @@
+"""Runs fits: copy a client's state into the resident model, train, copy the state out.
+
+A worker has one model and one Lightning Trainer, whatever the number of clients. A client is a
+state dict and an index array.
+"""
+
+import copy
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from flsuite.aggregators.rules.after_fit import AfterFit
+from flsuite.aggregators.stateless import Stateless
+from flsuite.aggregators.transforms.base import FitView
+from flsuite.common.errors import FlsuiteError, one_line, with_place
+from flsuite.common.lightning_internals import scaler_of, steps_taken
+from flsuite.common.messages import (
+    Broadcast,
+    ClientContext,
+    ClientFailure,
+    ClientResult,
+    ClientUpdate,
+    FitRequest,
+    Outcome,
+    OwnScores,
+    ScoreRequest,
+    TrainedFit,
+)
+from flsuite.common.random import seed_process
+from flsuite.common.state import State, clone, load_, nbytes
+from flsuite.data.federated import FederatedData
+from flsuite.data.loader import TrainLoader
+from flsuite.federation.client.callbacks import (
+    CountSkips,
+    KeepOptimizers,
+    MeanLoss,
+    RoundLearningRate,
+)
+from flsuite.federation.client.entries import entries_of
+from flsuite.federation.client.faults import carry_out
+from flsuite.federation.client.fits import (
+    StackedFit,
+    Starts,
+    callbacks_of_algorithm,
+    context_of,
+    loader_of,
+)
+from flsuite.federation.client.loop import NeedsLightningLoopError, supports_local_loop
+from flsuite.federation.client.placement import on_one_gpu
+from flsuite.federation.client.resident import Resident
+from flsuite.federation.client.scorer import Scorer
+from flsuite.federation.client.setup import WorkerSetup
+from flsuite.federation.client.stack import Stack
+from flsuite.federation.client.trainer import ClientTrainer
+from flsuite.models import declarations
+
+
+class ClientRunner:
+    """Runs the fits of one worker, one after another, on the same tensors.
+
+    Args:
+        setup: The setup shared by all workers.
+        worker: Number of the worker, which determines its GPU if there are several.
+    """
+
+    def __init__(self, setup: WorkerSetup, worker: int = 0) -> None:
+        self.setup = setup
+        self.trainer_kwargs = on_one_gpu(setup.trainer_kwargs, worker)
+        self.model = setup.model
+        if setup.channels_last:
+            declarations.to_channels_last(self.model)
+        self.entries = entries_of(setup.model, setup.uplink.aggregator, setup.batchnorm)
+        self._resident = Resident(self.model, self.entries.frozen)
+        self._stateless = Stateless(setup.uplink.aggregator)
+        self._use_local_loop = True
+        self._trainer: ClientTrainer | None = None
+        self._data: FederatedData | None = None
+        self._counted: tuple[Broadcast, int] | None = None
+        self._starts = Starts(setup, self.entries)
+        self._stack = Stack(self._starts, setup) if setup.stack > 1 else None
+
+    def run(self, request: FitRequest, stacked: StackedFit | None = None) -> Outcome:
+        """Train one client.
+
+        An error of one client becomes a :class:`ClientFailure`. The update stays on the device of
+        the model. With transforms, it is on the CPU.
+
+        Args:
+            request: The request.
+            stacked: The fit, if it has been trained with others, see :meth:`train_together`.
+
+        Raises:
+            FlsuiteError: If no client can train with the settings of the run.
+        """
+        loss = MeanLoss()
+        if stacked is None or stacked.measures:  # else the model is not needed
+            self._resident.restore()
+        try:
+            result = self._fit(request, loss, stacked)
+            return result if request.fault is None else carry_out(request.fault, result)
+        except NeedsLightningLoopError:
+            # Restart the whole fit in Lightning's loop, from the same state and seed.
+            self._use_local_loop, self._trainer = False, None
+            self._resident.release()  # a callback may have frozen a part of the model
+            return self.run(request, stacked)
+        except FlsuiteError:
+            raise
+        except (Exception, SystemExit) as error:  # a library may call exit()
+            self._trainer = None  # an exception may leave the Trainer in any state
+            reason = f"{type(error).__name__}: {with_place(error, longest=300)}"
+            has_stepped = bool(loss.steps or stacked or request.trained)
+            return request.failure(
+                reason, traceback.format_exc(), before_first_step=not has_stepped
+            )
+        finally:
+            self._resident.release()
+
+    def train_together(self, requests: Sequence[FitRequest]) -> dict[int, StackedFit]:
+        """Train clients in stacks, and return the fits of those that could, by number.
+
+        They are all fits, or all adaptations of the final model. Without stacks, there are none.
+        """
+        if self._stack is None:
+            return {}
+        trainer, data = self._rewound_trainer([], requests[0].adapts)
+        self._resident.restore()
+        try:
+            return self._stack.train_all(requests, trainer, data)
+        finally:
+            self._resident.release()
+
+    def score(self, request: ScoreRequest) -> OwnScores | ClientFailure | None:
+        """Score one client's own model.
+
+        Returns ``None`` if there is no such split, and a failure after an error.
+        """
+        self._resident.restore()
+        try:
+            trainer, _ = self._rewound_trainer([])
+            data = self.setup.data.at(request.broadcast.round)
+            device, precision = trainer.strategy.root_device, trainer.precision_plugin
+            scorer = Scorer(
+                self.model,
+                data,
+                device,
+                precision.forward_context,
+                seed=self.setup.seed,
+                trainer_kwargs=self.trainer_kwargs,
+                attack=self.setup.attack,
+            )
+            state = {**self.setup.initial, **request.broadcast.state, **request.own}
+            return scorer.own(request.client, state, request.split, request.details)
+        except (Exception, SystemExit) as error:
+            reason = f"{type(error).__name__}: {one_line(error, 300)}"
+            return request.failure(reason, traceback.format_exc())
+
+    def _fit(self, request: FitRequest, loss: MeanLoss, stacked: StackedFit | None) -> ClientResult:
+        started = time.perf_counter()
+        setup, broadcast = self.setup, request.broadcast
+        view = setup.data.at(broadcast.round)
+        client = stacked.own_client() if stacked else context_of(setup, request)
+        if stacked and not stacked.measures:
+            whole = stacked.trained
+            began = started - whole.seconds
+            return self._result(request, client, began, whole, whole.state)
+
+        # Only an initialized device can be seeded.
+        device = self._started_trainer().strategy.root_device
+        # Before any draw, so the fit depends only on the seed, round, client and repeat.
+        stream = f"fit/{request.repeat}" if request.repeat else "fit"
+        seed_process(setup.seed, stream, client.round, client.id)
+        load_(self.model.state_dict(), self._starts.of(request, device))
+        self._resident.mark()
+        declarations.begin_task(self.model, view.stage)
+        keeper, skips = KeepOptimizers(request.memory.get("optimizers")), CountSkips()
+        callbacks = self._callbacks(request, client, keeper, loss, skips)
+        trainer, data = self._rewound_trainer(callbacks, request.adapts)
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]
+        loader = loader_of(data.at(broadcast.round), setup.seed, request)
+        trained = stacked.trained if stacked else request.trained
+        if trained is None:
+            trainer.fit(self.model, loader)
+            self._resident.check()
+            self._stateless.check("in a fit", "client.memory")
+            steps = steps_taken(trainer) - skips.skipped
+            if steps and self.model.automatic_optimization and not loss.steps:
+                raise RuntimeError(
+                    f"training_step of {type(self.model).__name__} returned no loss for any batch, "
+                    "so nothing was trained; return the loss, or set automatic_optimization to "
+                    "False"
+                )
+            numbers = _training_numbers(trainer, loss, skips, steps)
+            trained = TrainedFit({}, {"optimizers": keeper.states}, steps, numbers, seconds=0.0)
+        else:
+            self._measure(trained, trainer, callbacks, loader)
+        state = self.model.state_dict()
+        return self._result(request, client, started - trained.seconds, trained, state)
+
+    def _callbacks(
+        self,
+        request: FitRequest,
+        client: ClientContext,
+        keeper: KeepOptimizers,
+        loss: MeanLoss,
+        skips: CountSkips,
+    ) -> list[Callback]:
+        """Return the callbacks of a fit, in order.
+
+        The learning rate is set before the user's callbacks see it. The algorithm comes after them,
+        to change the final gradient.
+        """
+        setup = self.setup
+        return [
+            *([RoundLearningRate(setup.lr_decay.factor(client.round))] if setup.lr_decay else []),
+            *copy.deepcopy(request.broadcast.callbacks),
+            *([keeper] if setup.keep_optimizers and not request.adapts else []),
+            *([] if request.adapts else callbacks_of_algorithm(setup, client)),
+            loss,
+            *([skips] if scaler_of(self._started_trainer()) is not None else []),
+        ]
+
+    def _result(
+        self,
+        request: FitRequest,
+        client: ClientContext,
+        started: float,
+        trained: TrainedFit,
+        state: State,
+    ) -> ClientResult:
+        """Return the outcome of a fit: the update and the client's memory.
+
+        Args:
+            request: The request.
+            client: The client's view of the round.
+            started: Start of the fit, in seconds of ``time.perf_counter``.
+            trained: The outcome of the training, without its state.
+            state: All entries of the trained model.
+        """
+        setup, broadcast = self.setup, request.broadcast
+        shared, private = ({name: state[name] for name in part} for part in self.entries[:2])
+        update = ClientUpdate(
+            client=client.id,
+            round=client.round,
+            samples=client.samples,
+            steps=trained.steps,
+            class_counts=client.class_counts,
+            # Transforms compute on the CPU.
+            state=clone(shared, "cpu" if setup.uplink.chain.transforms else None),
+            extras=client.extras,
+            metrics={**trained.metrics, **_numbers(client.metrics)},
+            bytes_down=self._bytes_of(broadcast),
+            number=request.number,
+        )
+        if request.adapts:  # it is scored as it is
+            return ClientResult(update, {"model": clone(private)})
+        notes = copy.deepcopy(request.memory.get("transforms", {}))
+        at = client.id, client.round, setup.seed, request.repeat
+        fit = FitView(*at, broadcast.extras, metrics=update.metrics)
+        packed, held = setup.uplink.pack(update, broadcast.state, fit, notes)
+        packed.seconds = time.perf_counter() - started
+        memory = {
+            "model": clone(private),
+            "objective": client.memory,
+            "optimizers": trained.memory.get("optimizers"),
+            "transforms": {place: own for place, own in notes.items() if own},
+            "held": held,
+        }
+        # Without empty parts, which a checkpoint does not need.
+        return ClientResult(packed, {k: v for k, v in memory.items() if v}, trained.metrics)
+
+    def _bytes_of(self, broadcast: Broadcast) -> int:
+        """Return the bytes of a broadcast, computed once per version."""
+        if self._counted is None or self._counted[0] is not broadcast:
+            self._counted = broadcast, nbytes(broadcast.state) + nbytes(broadcast.extras)
+        return self._counted[1]
+
+    def _measure(
+        self,
+        trained: TrainedFit,
+        trainer: ClientTrainer,
+        callbacks: Sequence[Callback],
+        loader: TrainLoader,
+    ) -> None:
+        """Load a trained model, and let the algorithm measure it."""
+        load_(self.model.state_dict(), trained.state)
+        load_(self.model.state_dict(), trained.memory.get("model", {}))
+        self.model.to(trainer.strategy.root_device)
+
+        for callback in callbacks:
+            if isinstance(callback, AfterFit):
+                callback.measure(self.model, loader)
+
+    def _rewound_trainer(
+        self, callbacks: list[Callback], epochs: int = 0
+    ) -> tuple[ClientTrainer, FederatedData]:
+        """Return a Trainer rewound for some epochs, or for its own, and the data on its device.
+
+        The Trainer is reused unless callbacks may have changed it in unknown ways. In that case,
+        every fit has a new Trainer, so a fit never depends on earlier fits of its worker.
+        """
+        is_known = all(map(supports_local_loop, callbacks)) and self._has_no_callbacks_of_its_own()
+        if not is_known:
+            self._trainer = None
+        trainer = self._started_trainer()
+        if self._data is None:
+            self._data = self.setup.data.to(trainer.strategy.root_device)
+        trainer.rewind(declarations.extra_epochs(self.model), epochs or None)
+        return trainer, self._data
+
+    def _started_trainer(self) -> ClientTrainer:
+        """Return the Trainer with its device initialized. Create it if necessary."""
+        if self._trainer is None:
+            with isolate_rng():  # the fit may already be seeded
+                self._trainer = ClientTrainer(self._use_local_loop, **self.trainer_kwargs)
+            if self._trainer.strategy.root_device.type == "cuda":
+                torch.cuda.init()
+        return self._trainer
+
+    def _has_no_callbacks_of_its_own(self) -> bool:
+        method = type(self.model).configure_callbacks
+        return method.__module__.startswith(("flsuite.", "lightning."))
+
+
+def _training_numbers(
+    trainer: ClientTrainer, loss: MeanLoss, skips: CountSkips, steps: int
+) -> dict[str, float]:
+    """Return the fit's measurements and the model's logged metrics."""
+    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+    numbers = {**loss.means(), **skips.metrics(), **logged}
+    if steps and not loss.steps:  # under manual optimization, steps need not return a loss
+        del numbers["loss"]
+        numbers |= {"loss": logged["train_loss"]} if "train_loss" in logged else {}
+    return numbers
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return a client's metrics as numbers.
+
+    Raises:
+        TypeError: If one is not a number.
+    """
+    for name, value in metrics.items():
+        try:
+            float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"client.metrics[{name!r}] must be a number, got {value!r}") from error
+    return {name: float(value) for name, value in metrics.items()}

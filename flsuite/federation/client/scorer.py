@@ -1,0 +1,309 @@
+"""Evaluation of a model, on a whole split and on a client's part of it."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from flsuite.aggregators.attacks.base import Attack
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.lightning_internals import make_slim
+from flsuite.common.messages import OwnScores, Scores, Split
+from flsuite.common.random import seed_process
+from flsuite.common.score_names import score_name
+from flsuite.common.state import State, load_
+from flsuite.data.federated import FederatedData
+from flsuite.data.loader import SplitLoader
+from flsuite.data.map_style import StoredSplit
+from flsuite.data.spec import DataSplit
+from flsuite.federation.client.resident import Resident
+from flsuite.federation.client.trainer import quiet_lightning
+from flsuite.metrics.scores import class_accuracy, scores
+from flsuite.models.classifier import class_probabilities, classification_loss
+from flsuite.models.declarations import class_outputs, has_step, scores_by_columns, scores_by_steps
+from flsuite.models.modes import evaluating, kept_modes
+
+_SCORING_ARGUMENTS = (  # Lightning Trainer arguments that affect scoring
+    "accelerator",
+    "benchmark",
+    "deterministic",
+    "devices",
+    "inference_mode",
+    "plugins",
+    "precision",
+    "strategy",
+)
+
+
+class _EvaluationSteps:
+    """Runs a model's own evaluation steps, and returns what they log.
+
+    Lightning reduces the logged values as usual: by a mean over batches weighted by their sizes, by
+    a metric's own reduction, or in the model's hooks.
+
+    Args:
+        model: The resident model.
+        trainer_kwargs: Arguments of each client's Lightning Trainer.
+
+    Attributes:
+        names: The names of all logged values, in order, as keys.
+    """
+
+    def __init__(self, model: LightningModule, trainer_kwargs: Mapping[str, Any]) -> None:
+        self.model = model
+        self._kwargs = {k: v for k, v in trainer_kwargs.items() if k in _SCORING_ARGUMENTS}
+        self._trainer: Trainer | None = None
+        self.names: dict[str, None] = {}
+
+    def metrics(self, split: Split, batches: SplitLoader) -> dict[str, float]:
+        """Return the values that the step logs, with the same names for both splits.
+
+        Args:
+            split: ``test`` runs ``test_step``, and ``val`` runs ``validation_step``. If a model
+                lacks one of them, the other is used.
+            batches: The samples.
+
+        Raises:
+            FlsuiteError: If the step logs nothing.
+        """
+        trainer, step = self._started_trainer(), self._step(split)
+        run = trainer.test if step == "test_step" else trainer.validate
+        # Neither modes nor values collected by a step must leak into the next fit.
+        resident = Resident(self.model)
+        with kept_modes(self.model):
+            run(self.model, dataloaders=batches, verbose=False)
+        resident.restore()
+
+        logged: dict[str, float] = {}
+        for name, value in trainer.callback_metrics.items():
+            # If a score has several names, such as loss and val_loss, the split's own one counts.
+            if score_name(name) not in logged or name.startswith(split):
+                logged[score_name(name)] = float(value)
+        if not logged:
+            raise FlsuiteError(
+                f"model: {step} of {type(self.model).__name__} logs nothing to score by; call "
+                "self.log in it"
+            )
+        self.names.update(dict.fromkeys(logged))
+        # Exclude values that are undefined on these samples, like flsuite's own scores.
+        return {name: value for name, value in logged.items() if not math.isnan(value)}
+
+    def predictions(self, batches: SplitLoader) -> list[Any]:
+        """Return what the model's ``predict_step`` returns for each batch."""
+        resident = Resident(self.model)
+        with kept_modes(self.model):
+            predictions = self._started_trainer().predict(self.model, dataloaders=batches)
+        resident.restore()
+        return predictions or []
+
+    def _step(self, split: Split) -> str:
+        own, other = "test_step", "validation_step"
+        if split == "val":
+            own, other = other, own
+        return own if has_step(self.model, own) else other
+
+    def _started_trainer(self) -> Trainer:
+        if self._trainer is None:
+            quiet_lightning()
+            self._trainer = Trainer(
+                **self._kwargs,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            make_slim(self._trainer)
+        return self._trainer
+
+
+class Scorer:
+    """Scores models in large batches, off the clients' critical path.
+
+    A model is scored by its ``evaluation_step``, which returns a row per sample. A model without
+    one is scored by the values that its own ``test_step`` and ``validation_step`` log. If it also
+    has class logits, flsuite's scores are added.
+
+    Args:
+        model: The resident model that states are copied into.
+        data: The samples. They may change from task to task.
+        device: The device for scoring.
+        precision: Returns the context of the forward pass, for example autocast.
+        seed: The run's seed, for randomness during evaluation.
+        trainer_kwargs: Arguments of each client's Lightning Trainer.
+        attack: The attack, whose success is also scored. Default: none.
+
+    Attributes:
+        batch_size: Samples per forward pass. Samples that are not tensors in memory, and a model's
+            own steps, use the batches of training.
+    """
+
+    batch_size = 1024
+
+    def __init__(
+        self,
+        model: LightningModule,
+        data: FederatedData,
+        device: torch.device,
+        precision: Callable[[], AbstractContextManager[Any]],
+        *,
+        seed: int = 0,
+        trainer_kwargs: Mapping[str, Any] | None = None,
+        attack: Attack | None = None,
+    ) -> None:
+        self.model = model
+        self.data = data
+        self.device = device
+        self.trainer_kwargs = dict(trainer_kwargs or {})
+        self.precision = precision
+        self.seed = seed
+        self.attack = attack
+        self._steps = (
+            _EvaluationSteps(model, self.trainer_kwargs) if scores_by_steps(model) else None
+        )
+
+    def own(
+        self, client: int, state: State, split: Split, details: bool = False
+    ) -> OwnScores | None:
+        """Score one client's own model.
+
+        Returns ``None`` if there is no such split.
+        """
+        samples = self._samples(split)
+        if samples is None:
+            return None
+
+        self.load(state)
+        with self._seeded(split, client):
+            whole, outputs = self._whole(samples, split)
+            local = self._local(outputs, samples, [client], split)
+        classes = self._class_rows(outputs, samples) if details else {}
+        return OwnScores(whole, local.get(str(client), {}), classes)
+
+    @contextmanager
+    def _seeded(self, split: Split, client: int = 0) -> Iterator[None]:
+        """Seed an evaluation, so it does not depend on earlier draws."""
+        with isolate_rng():
+            seed_process(self.seed, f"score/{split}", client=client)
+            yield
+
+    def load(self, state: State) -> None:
+        """Load a state into the resident model."""
+        load_(self.model.state_dict(), state)
+
+    def predictions(self, batches: SplitLoader) -> list[Any]:
+        """Return what the ``predict_step`` of the resident model returns for each batch."""
+        with isolate_rng():
+            seed_process(self.seed, "predict")
+            return _EvaluationSteps(self.model, self.trainer_kwargs).predictions(batches)
+
+    def outputs(self, samples: DataSplit) -> dict[str, Tensor]:
+        """Return the model's evaluation columns for every sample, on the CPU."""
+        self.model.to(self.device)  # parameters moved in inference mode would not be trainable
+        with evaluating(self.model), torch.inference_mode():
+            return self._outputs(samples)
+
+    def _samples(self, split: Split) -> DataSplit | None:
+        """Return the samples of a split, or ``None`` if there is no validation data."""
+        return self.data.test if split == "test" else self.data.val
+
+    @property
+    def _has_columns(self) -> bool:
+        """Return whether :meth:`outputs` returns columns: a row per sample, or class logits."""
+        return scores_by_columns(self.model) or self._logits is not None
+
+    @property
+    def _logits(self) -> Callable[[Any], Tensor] | None:
+        return class_outputs(self.model, self.data.spec)
+
+    def _outputs(
+        self, samples: DataSplit, change: Callable[[Any], Any] | None = None
+    ) -> dict[str, Tensor]:
+        parts: list[dict[str, Tensor]] = []
+        is_stored = isinstance(samples, StoredSplit)
+        size = self.data.batch_size if is_stored else self.batch_size
+
+        for batch in SplitLoader(self.data, samples, size):
+            batch = batch if change is None else change(batch)
+            with self.precision():
+                columns = self._columns(move_data_to_device(batch, self.device))
+            # Move to the CPU batch by batch, so the outputs of a large split do not fill the
+            # device.
+            parts.append({name: column.float().cpu() for name, column in columns.items()})
+
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _columns(self, batch: Any) -> Mapping[str, Tensor]:
+        """Return a batch's columns, with one row per sample."""
+        model: Any = self.model
+        if scores_by_columns(model):
+            return model.evaluation_step(batch)
+        assert self._logits is not None
+        x, y = batch
+        logits = self._logits(x)
+        return {"loss": classification_loss(logits, y), "scores": class_probabilities(logits, y)}
+
+    def _whole(
+        self, samples: DataSplit, split: Split
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Return the scores on a whole split, and the columns that they are computed from."""
+        outputs = self.outputs(samples) if self._has_columns else {}
+        values = self._numbers(outputs, samples, split)
+        return values | self._aim(samples), outputs
+
+    def _aim(self, samples: DataSplit) -> dict[str, float]:
+        """Return an attack's success on a changed copy of a split."""
+        trial = None if self.attack is None else self.attack.trial(samples)
+        if trial is None or not len(trial.rows):
+            return {}
+        self.model.to(self.device)
+        # Draws of the model here must not affect its draws for the other scores.
+        with isolate_rng(), evaluating(self.model), torch.inference_mode():
+            seed_process(self.seed, "attack/score")
+            outputs = self._outputs(samples.take(trial.rows), trial.change)
+        return {trial.metric: float(trial.hits(outputs["scores"]).double().mean())}
+
+    def _numbers(
+        self,
+        outputs: Mapping[str, Tensor],
+        samples: DataSplit,
+        split: Split,
+        rows: Tensor | None = None,
+    ) -> dict[str, float]:
+        """Return the scores on some rows of a split, or on all."""
+        part = outputs if rows is None else {name: column[rows] for name, column in outputs.items()}
+        y = samples.y if rows is None else samples.y[rows]
+        # No AUROC of a client's part, because it is costly, and the part often lacks a class.
+        values = scores(part, y, self.data.spec, auroc=rows is None) if part else {}
+        if self._steps is not None:
+            batches = SplitLoader(self.data, samples, self.data.batch_size, rows)
+            # The model's own logged value takes precedence.
+            values |= self._steps.metrics(split, batches)
+        return values
+
+    def _local(
+        self,
+        outputs: Mapping[str, Tensor],
+        samples: DataSplit,
+        clients: Sequence[int],
+        split: Split,
+    ) -> Scores:
+        """Return each client's scores on its part of a split. Empty if clients have no parts."""
+        by_client: Scores = {}
+        for client in clients if len(samples.rows) else ():
+            own = samples.rows[client]
+            if len(own):
+                values = self._numbers(outputs, samples, split, own)
+                by_client[str(client)] = values | {"samples": float(len(own))}
+        return by_client
+
+    def _class_rows(self, outputs: Mapping[str, Tensor], samples: DataSplit) -> dict[str, float]:
+        if "scores" not in outputs:
+            return {}
+        by_class = class_accuracy(outputs["scores"], samples.y, self.data.spec)
+        return {f"accuracy/{name}": value for name, value in by_class.items()}

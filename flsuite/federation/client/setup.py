@@ -1,0 +1,165 @@
+"""The setup that a worker receives once, and checks of the Trainer arguments."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
+
+from flsuite.aggregators.attacks.base import Attack
+from flsuite.aggregators.uplink import Uplink
+from flsuite.common.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.common.state import State
+from flsuite.data.federated import FederatedData
+from flsuite.data.loader import batch_bounds
+from flsuite.federation.client.entries import BatchNorm
+from flsuite.federation.client.lr_decay import LRDecay
+
+_ALL_SAMPLES = (
+    "has no effect, because scores use all samples; remove it, and for fewer samples set "
+    "data.train_samples and data.test_samples"
+)
+_WORKERS = "because a client trains on one device; spread clients with Processes(workers=4)"
+_Accepted = tuple[Any, ...]
+# Lightning Trainer arguments: the values that a federation accepts, and what to do about others.
+_REFUSED: dict[str, tuple[_Accepted, str]] = {
+    "check_val_every_n_epoch": ((None, 1), "has no effect; set trainer.evaluate_every instead"),
+    "enable_model_summary": ((), "has no effect in a federation; remove it"),
+    "limit_predict_batches": ((None,), _ALL_SAMPLES),
+    "limit_test_batches": ((None,), _ALL_SAMPLES),
+    "limit_val_batches": ((None,), _ALL_SAMPLES),
+    "max_time": (
+        (None,),
+        "would make results depend on the machine; limit rounds or max_steps",
+    ),
+    "num_nodes": ((None, 1), f"must be 1, {_WORKERS}"),
+    "num_sanity_val_steps": ((None, 0), "has no effect in a federation; remove it"),
+    "profiler": (
+        (None,),
+        "would report every client's fit; leave it out, or profile one fit with a plain Lightning "
+        "Trainer",
+    ),
+    "strategy": ((None, "auto"), f"must be auto, {_WORKERS}"),
+    "val_check_interval": ((None,), "has no effect; set trainer.evaluate_every instead"),
+}
+_PRECISIONS = ("32-true", "32", "bf16-mixed", "bf16", "16-mixed", "16", "transformer-engine")
+_FEDERATION_CALLBACKS = {
+    Checkpoint: "the federation writes checkpoints/last.ckpt and best.ckpt itself",
+    ProgressBar: "RoundProgress shows the whole federation's progress",
+    LearningRateMonitor: "clients have no logger; trainer.lr_decay logs lr_factor",
+}
+
+
+@dataclass
+class WorkerSetup:
+    """All that a worker needs to train any client.
+
+    It is sent once. Data that changes from round to round is part of the
+    :class:`~flsuite.common.messages.Broadcast`.
+
+    Attributes:
+        model: The model. Its weights are not used.
+        data: The samples of all clients.
+        uplink: Packs and unpacks the updates that clients send. It has the algorithm, and the names
+            and groups of the shared entries.
+        seed: The run's seed.
+        initial: Initial values of entries that a fit receives from nowhere else: private entries
+            before a client's first fit, frozen parameters, and buffers.
+        trainer_kwargs: Arguments of each client's Lightning Trainer.
+        batchnorm: The treatment of BatchNorm statistics and other buffers. With ``average``, they
+            are sent and averaged. With ``local``, they stay with the client. With ``reset``, they
+            are sent, but every fit starts from the initial values.
+        keep_optimizers: Whether a client keeps the state of its optimizers between its rounds.
+        channels_last: Whether images and convolutions use that memory format.
+        lr_decay: How learning rates change from round to round. Default: they are constant.
+        sums_parts: Whether a worker sends the sums over a part of the cohort instead of each
+            update.
+        attack: The attack by some clients. Default: none.
+        stack: Clients that a worker trains as one batched program. With 1, each trains by itself.
+    """
+
+    model: LightningModule
+    data: FederatedData
+    uplink: Uplink
+    seed: int
+    initial: State
+    trainer_kwargs: dict[str, Any]
+    batchnorm: BatchNorm = "average"
+    keep_optimizers: bool = False
+    channels_last: bool = True
+    lr_decay: LRDecay | None = None
+    sums_parts: bool = False
+    attack: Attack | None = None
+    stack: int = 1
+
+
+def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of Lightning's Trainer that apply to each client's fit.
+
+    Raises:
+        FlsuiteError: If a federation does not support an argument, or an argument must be a
+            mistake.
+    """
+    if str(kwargs.get("precision") or "32-true") not in _PRECISIONS:
+        raise FlsuiteError(
+            f"trainer: precision {kwargs['precision']} is not supported: weights are sent and "
+            "averaged in float32; use auto, bf16-mixed, 16-mixed or 32-true"
+        )
+
+    for name, (accepted, what) in _REFUSED.items():
+        if name in kwargs and kwargs[name] not in accepted:
+            raise FlsuiteError(f"trainer: {name} {what}")
+
+    require_at_least("trainer", 1, max_epochs=kwargs.get("max_epochs"))
+    require_positive("trainer", limit_train_batches=kwargs.get("limit_train_batches"))
+    require_at_least("trainer", 0, gradient_clip_val=kwargs.get("gradient_clip_val"))
+    require_at_least("trainer", 1, accumulate_grad_batches=kwargs.get("accumulate_grad_batches"))
+    if kwargs.get("max_steps") not in (None, -1):  # -1 means no limit
+        require_at_least("trainer", 1, max_steps=kwargs["max_steps"])
+    return {name: value for name, value in kwargs.items() if name not in _REFUSED}
+
+
+def fit_samples(
+    trainer_kwargs: Mapping[str, Any], batch_size: int, extra_epochs: int
+) -> Callable[[int], int]:
+    """Return a function from a client's sample count to the samples that one fit processes.
+
+    Args:
+        trainer_kwargs: Arguments of each client's Lightning Trainer.
+        batch_size: Samples per batch.
+        extra_epochs: Warm-up epochs of the model.
+    """
+    epochs = (trainer_kwargs.get("max_epochs") or 1) + extra_epochs
+    limit = trainer_kwargs.get("limit_train_batches")
+    steps = trainer_kwargs.get("max_steps")
+
+    def processed(samples: int) -> int:
+        per_epoch = samples
+        if limit is not None:
+            batches = len(batch_bounds(samples, batch_size))
+            # As in Lightning: a fraction of the batches, or their number.
+            most = int(batches * limit) if isinstance(limit, float) else limit
+            per_epoch = min(samples, most * batch_size)
+        total = epochs * per_epoch
+        if steps in (None, -1):
+            return total
+        per_step = batch_size * (trainer_kwargs.get("accumulate_grad_batches") or 1)
+        return min(total, steps * per_step)
+
+    return processed
+
+
+def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Refuse Lightning callbacks that do not work in a client's fit.
+
+    Raises:
+        FlsuiteError: If there is one. The message names it, and its replacement.
+    """
+    for callback in callbacks:
+        for kind, instead in _FEDERATION_CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise FlsuiteError(
+                    f"trainer.callbacks: {type(callback).__name__} belongs to a single fit, but "
+                    f"every client has its own; remove it ({instead})"
+                )

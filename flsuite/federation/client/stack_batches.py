@@ -1,0 +1,118 @@
+"""The batches of a stack of clients, read together where they are of one size."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from flsuite.data.federated import FederatedData
+from flsuite.data.loader import TrainLoader
+from flsuite.data.map_style import StoredSplit
+from flsuite.federation.client.stack_member import Member
+from flsuite.federation.client.stacked_loss import Group
+from flsuite.federation.client.trainer import ClientTrainer
+
+
+class StackBatches:
+    """Yields the batches of each step, in groups of one size.
+
+    Clients with fewer steps than others are in no group of the last ones.
+
+    Args:
+        members: The clients.
+        view: The samples in this round.
+        trainer: Moves batches to its device.
+
+    Attributes:
+        fills: Whether smaller batches are filled up, so that clients need fewer groups.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], view: FederatedData, trainer: ClientTrainer
+    ) -> None:
+        self.members, self.view, self.trainer = members, view, trainer
+        self._device = trainer.strategy.root_device
+        # The batches of a step are read at once, unless each has randomness of its own.
+        self._reads_rows = view.augment is None and not isinstance(view.train, StoredSplit)
+        self.fills = False
+
+    def __iter__(self) -> Iterator[list[Group]]:
+        streams = [self._of(member.loader, member.epochs) for member in self.members]
+        for step, batches in enumerate(zip_longest(*streams)):
+            alike: dict[Any, list[int]] = {}
+            for place, batch in enumerate(batches):
+                if batch is not None:
+                    alike.setdefault(self._shape_of(batch), []).append(place)
+            yield [self._group(step, places, batches) for places in alike.values()]
+
+    def first(self) -> Any:
+        """Return the first batch of the first client."""
+        one = next(self._of(copy.copy(self.members[0].loader), 1))
+        return tree_map(lambda part: part[0], self._read([one]))
+
+    def mixed(self) -> Any:
+        """Return a batch of all clients' samples, as large as their first batches."""
+        ones = [next(self._of(copy.copy(member.loader), 1)) for member in self.members]
+        longest, total = max(map(_size, ones)), sum(map(_size, ones))
+        spread = torch.arange(longest) * total // longest
+        mix = tree_map(lambda *parts: torch.cat(parts)[spread], *ones)
+        return tree_map(lambda part: part[0], self._read([mix]))
+
+    def _shape_of(self, batch: Any) -> Any:
+        """Return what batches of a group have in common."""
+        start = 1 if self.fills else 0
+        return tuple(part.shape[start:] for part in _parts(batch))
+
+    def _group(self, step: int, places: list[int], batches: Sequence[Any]) -> Group:
+        own, at = [batches[place] for place in places], self._at(places)
+        index = self._index(step, places)
+        sizes = [_size(batch) for batch in own]
+        if len({*sizes}) == 1:
+            return Group(places, at, self._read(own), index)
+        filled = [_filled(batch, size, max(sizes)) for batch, size in zip(own, sizes, strict=True)]
+        count = torch.tensor(sizes, device=self._device)
+        return Group(places, at, self._read(filled), index, count)
+
+    def _of(self, loader: TrainLoader, epochs: int) -> Iterator[Any]:
+        """Return a client's batches, or only their rows where they are read at once."""
+        epoch = loader.rows if self._reads_rows else loader.__iter__
+        return chain.from_iterable(epoch() for _ in range(epochs))
+
+    def _index(self, step: int, places: list[int]) -> int | Tensor:
+        """Return the numbers of the batches in their epochs: one, if it is the same for all."""
+        numbers = [step % len(self.members[place].loader) for place in places]
+        if len({*numbers}) == 1:
+            return numbers[0]
+        return torch.tensor(numbers, device=self._device)
+
+    def _at(self, places: list[int]) -> Any:
+        is_all = len(places) == len(self.members)
+        return slice(None) if is_all else torch.tensor(places, device=self._device)
+
+    def _read(self, batches: Sequence[Any]) -> Any:
+        """Return batches of the same size as one, ``(clients, batch, ...)``."""
+        if not self._reads_rows:
+            moved = map(self.trainer.strategy.batch_to_device, batches)
+            return tree_map(lambda *parts: torch.stack(parts), *moved)
+        (batch,) = self.view.batches_of(self.view.train, [torch.cat(list(batches))])
+        return tree_map(lambda part: part.unflatten(0, (len(batches), -1)), batch)
+
+
+def _filled(batch: Any, size: int, longest: int) -> Any:
+    """Return a batch with its last sample repeated, to be as large as the longest one."""
+    index = torch.arange(longest).clamp(max=size - 1)
+    return tree_map(lambda part: part[index], batch)
+
+
+def _size(batch: Any) -> int:
+    """Return the number of samples of a batch, or of its rows."""
+    return _parts(batch)[0].shape[0]
+
+
+def _parts(batch: Any) -> list[Any]:
+    """Return the tensors of a batch, or its rows. This is called for each client in each step."""
+    return [batch] if isinstance(batch, torch.Tensor) else tree_leaves(batch)

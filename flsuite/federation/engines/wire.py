@@ -1,0 +1,155 @@
+"""Serialization of objects with tensors, as raw memory instead of torch's own format.
+
+cloudpickle serializes everything else, including classes defined in a notebook or a script.
+"""
+
+import io
+import mmap
+import os
+import pickle
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from flsuite.federation.client.setup import WorkerSetup
+from flsuite.models import declarations
+
+CANNOT_PICKLE = (TypeError, AttributeError, pickle.PicklingError)
+"""Errors raised for an object that cannot be serialized."""
+
+_ALIGNMENT = 64
+
+
+def _rebuild(
+    buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None
+) -> Tensor:
+    flat = torch.frombuffer(buffer, dtype=dtype)
+    return flat.reshape(shape) if strides is None else flat.as_strided(shape, strides)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    """Return a tensor. A tensor on a GPU is pickled as a call of this with its copy on the CPU."""
+    return tensor
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and obj.is_cuda:  # another process may see other GPUs
+            return _itself, (obj.detach().cpu(),)
+        # Other tensors use torch's own format, because memory alone does not describe them.
+        plain = (
+            type(obj) is Tensor
+            and obj.device.type == "cpu"
+            and obj.layout == torch.strided
+            and obj.numel() > 0
+        )
+
+        if plain and not obj.requires_grad:
+            # Preserve channels_last, because the memory order affects the order of sums.
+            is_dense = obj.ndim == 4 and obj.is_contiguous(memory_format=torch.channels_last)
+            flat = obj.permute(0, 2, 3, 1).reshape(-1) if is_dense else obj.reshape(-1)
+            return _rebuild, (
+                pickle.PickleBuffer(flat.contiguous().view(torch.uint8).numpy()),
+                obj.dtype,
+                tuple(obj.shape),
+                tuple(obj.stride()) if is_dense else None,
+            )
+
+        return super().reducer_override(obj)
+
+
+def dumps(obj: Any, buffers: list[pickle.PickleBuffer] | None = None) -> memoryview:
+    """Serialize an object.
+
+    With ``buffers``, the memory of plain tensors is collected there instead of being copied.
+    """
+    stream = io.BytesIO()
+    collect = None if buffers is None else buffers.append
+    _Pickler(stream, protocol=5, buffer_callback=collect).dump(obj)
+    return stream.getbuffer()
+
+
+def dump_without_data(setup: WorkerSetup) -> bytes:
+    """Serialize a setup without its data, which workers share.
+
+    Every worker has its own model, which it may change.
+
+    Raises:
+        PicklingError: If a part of it cannot be sent.
+    """
+    if declarations.has_gradient_hooks(setup.model):
+        raise pickle.PicklingError("hooks on the gradients of parameters would get lost")
+    setup.model.cpu()  # workers may see other GPUs or none
+    return bytes(dumps(replace(setup, data=None)))  # type: ignore[arg-type]
+
+
+def send(connection: Connection, obj: Any) -> None:
+    connection.send_bytes(dumps(obj))
+
+
+def receive(connection: Connection) -> Any:
+    """Wait for the next object, without a limit.
+
+    The other side may work as long as it needs. The wait ends when it dies, or an alarm kills it.
+
+    Raises:
+        EOFError: If the other side has closed.
+        OSError: If the connection was cut in the middle of a message.
+    """
+    return pickle.loads(connection.recv_bytes())
+
+
+def dump_shared(obj: Any) -> tuple[int, memoryview, list[tuple[int, int]]]:
+    """Write the tensors of ``obj`` into one anonymous file that other processes map.
+
+    The tensors exist once, whatever the number of processes. The file has no name, so it disappears
+    with the last process that holds it, however that process ends.
+
+    Returns:
+        The file descriptor, the serialized rest of the object, and the start and end of each tensor
+        in the file, in bytes.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    head = dumps(obj, buffers)
+    descriptor = _anonymous_file()
+
+    places, end = [], 0
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        for buffer in buffers:
+            raw = buffer.raw()
+            # Aligned, because the tensors are used in place.
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            file.seek(start)
+            file.write(raw)
+            end = start + len(raw)
+            places.append((start, end))
+
+    return descriptor, head, places
+
+
+def load_shared(
+    descriptor: int, head: bytes | memoryview, places: Sequence[tuple[int, int]]
+) -> Any:
+    """Load what :func:`dump_shared` wrote.
+
+    Pages are shared until a process writes to them.
+    """
+    if not places:
+        return pickle.loads(head)
+    # Copy on write, so a worker's changes do not affect other workers.
+    view = memoryview(mmap.mmap(descriptor, places[-1][1], access=mmap.ACCESS_COPY))
+    return pickle.loads(head, buffers=[view[start:end] for start, end in places])
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("flsuite")
+    # macOS has no memfd. An unnamed temporary file is equivalent.
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,1 @@
+"""Who trains when, and how long it takes on the virtual clock."""

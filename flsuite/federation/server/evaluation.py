@@ -1,0 +1,261 @@
+"""Evaluation of the global model and of the clients' models."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+
+from flsuite.common.errors import FlsuiteError, require_one_of
+from flsuite.common.messages import Broadcast, OwnScores, ScoreRequest, Scores, Split
+from flsuite.common.score_names import HIGHER_IS_BETTER, lower_is_better, score_name
+from flsuite.common.state import State
+from flsuite.data.loader import SplitLoader
+from flsuite.data.spec import DataSplit
+from flsuite.federation.client.scorer import Scorer
+from flsuite.federation.engines.base import Engine
+from flsuite.federation.server.federation import Federation
+from flsuite.metrics.scores import scores, summary
+from flsuite.models.classifier import class_probabilities, classification_loss
+from flsuite.models.modes import evaluating
+from flsuite.models.protocols import LatentModel
+
+log = logging.getLogger("flsuite")
+
+GLOBAL = "global"
+_MAIN = ("accuracy", "f1_macro", "balanced_accuracy", "loss")
+
+
+class Evaluator(Scorer):
+    """Scores the models of a federation.
+
+    Attributes:
+        engine: Scores the clients' own models in parallel. Default: this process scores them one
+            after another.
+    """
+
+    engine: Engine | None = None
+
+    @property
+    def has_classes(self) -> bool:
+        """Return whether flsuite's classification scores can be computed."""
+        return self._has_columns and self.data.spec.task != "other"
+
+    def monitored(self, monitor: str | None, has_own_models: bool = False) -> str:
+        """Return the score that picks the best round. The model must have it.
+
+        Args:
+            monitor: Its name, or the name of its mean or worst value over clients, such as
+                ``accuracy_client_mean``. Default: accuracy, else the loss, else the first metric
+                that the model logs.
+            has_own_models: Whether clients have models of their own. The default is then the mean
+                over clients, if clients have validation samples.
+
+        Raises:
+            FlsuiteError: If there is no such score. The message lists the available ones.
+        """
+        names, val = self._rehearsed(), self.data.val
+        # Without parts of their own, clients have no validation scores.
+        has_parts = val is not None and len(val.rows) > 0
+        of_clients = [n for n in dict.fromkeys(self.names) if n in names] if has_parts else []
+        if monitor is not None:
+            statistics = [f"{n}_client_{what}" for n in of_clients for what in ("mean", "worst")]
+            require_one_of("trainer", names + statistics, monitor=score_name(monitor))
+            chosen = score_name(monitor)
+        else:
+            chosen = next((name for name in ("accuracy", "loss") if name in names), names[0])
+            if has_own_models and chosen in of_clients:
+                chosen = f"{chosen}_client_mean"
+        if lower_is_better(chosen) is None:
+            log.warning(
+                "trainer.monitor: high values of %s are taken to be good; if low ones are, log it "
+                "under a name with a word such as loss or error",
+                chosen,
+            )
+        return chosen
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names of the scores that are compared across clients."""
+        return _MAIN if self._steps is None else (*_MAIN, *self._steps.names)
+
+    def _rehearsed(self) -> list[str]:
+        """Return the names of the scores that can pick a round.
+
+        They are found by scoring a few samples of both splits if necessary. With validation data,
+        only its scores count.
+        """
+        picking = "test" if self._samples("val") is None else "val"
+        is_usual = self._steps is None and self.data.spec.task != "other"
+        names = dict.fromkeys(HIGHER_IS_BETTER if self.has_classes else ())
+        for split in () if is_usual else get_args(Split):
+            samples = self._samples(split)
+            if samples is None:
+                continue
+            few = samples.take(torch.arange(min(len(samples), self.data.batch_size)))
+            with self._seeded(split):
+                # An error in the model's own step shows up here, before a round of training.
+                own = self._whole(few, split)[0]
+            names |= dict.fromkeys(own if split == picking else ())
+        return list(names)
+
+    def scores(
+        self, federation: Federation, split: Split, clients: Sequence[int], details: bool = False
+    ) -> Scores:
+        """Score a federation in its current state, and these clients.
+
+        Returns no scores if the data has no such split.
+
+        Args:
+            federation: The federation whose models are scored.
+            split: ``val`` or ``test``.
+            clients: Clients to score one by one.
+            details: Add the accuracy per class.
+        """
+        self.data = federation.data.at(federation.clock.round)
+        if not federation.entries.personal:
+            return self.shared(federation.client_state(None), split, clients, details)
+        return of_own_models(self._own_rows(federation, split, clients, details), self.names)
+
+    def shared(
+        self, state: State, split: Split, clients: Sequence[int], details: bool = False
+    ) -> Scores:
+        """Score one model that all clients share.
+
+        A client's own score is the model's score on the client's part of the split, which has the
+        client's class mix. The forward pass runs once for all clients.
+        """
+        samples = self._samples(split)
+        if samples is None:
+            return {}
+
+        self.load(state)
+        with self._seeded(split):
+            whole, outputs = self._whole(samples, split)
+            by_scope: Scores = {GLOBAL: whole}
+            if details:
+                by_scope[GLOBAL] |= self._class_rows(outputs, samples)
+
+            of_clients = self._local(outputs, samples, clients, split)
+        by_scope[GLOBAL] |= _spread(of_clients, "client_", self.names)
+        return by_scope | of_clients
+
+    def _own_rows(
+        self, federation: Federation, split: Split, clients: Sequence[int], details: bool
+    ) -> dict[int, OwnScores]:
+        """Score the clients' own models, and return the scores by client.
+
+        Returns no scores if the data has no such split.
+        """
+        version = Broadcast(max(federation.clock.round, 1), federation.state, {})
+        # A generator, so the clients' models are not all in memory at once.
+        requests = (
+            # Below 0, to differ from the numbers of fits.
+            ScoreRequest(
+                -1 - place, client, version, federation.own_entries(client), split, details
+            )
+            for place, client in enumerate(clients)
+        )
+        # For one model, sending it to a worker does not pay off.
+        answers = self.engine.score(requests) if self.engine and len(clients) > 1 else None
+
+        rows: dict[int, OwnScores] = {}
+        for client, answer in zip(clients, answers or [None] * len(clients), strict=True):
+            # If a worker failed, score here. This raises the worker's error if it persists.
+            if not isinstance(answer, OwnScores):
+                answer = self.own(client, federation.client_state(client), split, details)
+            if answer is not None:
+                rows[client] = answer
+        return rows
+
+    def of_module(self, module: nn.Module, samples: DataSplit) -> dict[str, float]:
+        """Score a standalone module that maps inputs to logits, by the scores of logits alone."""
+        device = next(module.parameters()).device
+        with evaluating(module), torch.inference_mode():
+            batches = SplitLoader(self.data, samples, self.batch_size)
+            logits = torch.cat([module(x.to(device)).cpu() for x, _ in batches])
+
+        y = samples.y
+        outputs = {"scores": class_probabilities(logits, y), "loss": classification_loss(logits, y)}
+        return scores(outputs, y, self.data.spec)
+
+    def latents(self, x: Tensor) -> Tensor:
+        """Return the latent variables of stored samples ``(n, latent)``, on the CPU.
+
+        Raises:
+            FlsuiteError: If the model has no latent space.
+        """
+        if not isinstance(self.model, LatentModel):
+            raise FlsuiteError(
+                f"{type(self.model).__name__} has no latent space: it has no method latent(x); use "
+                "a model that has one, such as ACVAE"
+            )
+
+        self.model.to(self.device)
+        with evaluating(self.model), torch.inference_mode(), self.precision():
+            latents = [
+                self.model.latent(self.data.scaling(chunk).to(self.device))
+                for chunk in x.split(self.batch_size)
+            ]
+            return torch.cat([chunk.float().cpu() for chunk in latents])
+
+
+def of_own_models(clients: Mapping[int, OwnScores], names: Sequence[str]) -> Scores:
+    """Combine the scores of the clients' own models.
+
+    ``global`` is the mean over clients of their models' scores on the whole split, with worst and
+    spread. ``accuracy_first_five`` is the mean over the first five clients, which some published
+    tables report. A client's row has ``accuracy`` on its own part of the split, and
+    ``accuracy_all`` on the whole split.
+    """
+    if not clients:
+        return {}
+
+    by_scope = {
+        str(client): row.part | {f"{name}_all": value for name, value in row.whole.items()}
+        for client, row in clients.items()
+    }
+
+    whole_splits = {str(client): row.whole for client, row in clients.items()}
+    own_parts = {str(client): row.part for client, row in clients.items() if row.part}
+    classes = [row.classes for row in clients.values() if row.classes]
+
+    by_scope[GLOBAL] = (
+        _means(list(whole_splits.values()))
+        | _means(classes)
+        | _spread(whole_splits, "", names)
+        | _first_five(whole_splits)
+        | _spread(own_parts, "client_", names)
+    )
+    return by_scope
+
+
+def _spread(clients: Scores, prefix: str, names: Sequence[str]) -> dict[str, float]:
+    """Return mean, worst and standard deviation over clients of the main scores."""
+    if not clients:
+        return {}
+    spread: dict[str, float] = {}
+    for metric in dict.fromkeys(names):
+        values = [row[metric] for row in clients.values() if metric in row]
+        if not values:
+            continue
+        for name, value in summary(values, metric, not lower_is_better(metric)).items():
+            stem, statistic = name.rsplit("_", 1)
+            if prefix or statistic != "mean":  # the mean of whole splits is the score itself
+                spread[f"{stem}_{prefix}{statistic}"] = value
+    return spread
+
+
+def _first_five(clients: Scores) -> dict[str, float]:
+    # Only if all five are scored: a mean over fewer is not comparable.
+    first = [clients[str(c)]["accuracy"] for c in range(5) if "accuracy" in clients.get(str(c), {})]
+    return {"accuracy_first_five": sum(first) / 5} if len(first) == 5 else {}
+
+
+def _means(rows: list[dict[str, float]]) -> dict[str, float]:
+    if not rows:
+        return {}
+    # A score that is undefined for some client has no mean over clients.
+    names = [name for name in rows[0] if all(name in row for row in rows)]
+    return {name: sum(row[name] for row in rows) / len(rows) for name in names}

@@ -1,0 +1,79 @@
+"""Private attributes of Lightning: this says which of them is gone."""
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from torch.amp import GradScaler
+
+from flsuite.common.lightning_internals import INTERNALS
+from tests.plain import plain_trainer
+
+PACKAGE = Path(__file__).parents[2] / "flsuite"
+
+
+@cache
+def owner_of(name: str, folder: Path) -> Any:
+    makers: dict[str, Callable[[], Any]] = {
+        "GradScaler": lambda: GradScaler,
+        "Trainer": plain_trainer,
+        "LightningModule": LightningModule,
+        "LightningCLI": lambda: LightningCLI,
+        "WandbLogger": lambda: WandbLogger(offline=True, save_dir=folder),
+        "CSVLogger": lambda: CSVLogger(folder),
+        "TensorBoardLogger": lambda: TensorBoardLogger(folder),
+        "MLFlowLogger": lambda: MLFlowLogger(tracking_uri="http://127.0.0.1:1"),
+    }
+    return makers[name]()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("loggers")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name.startswith("MLFlow") else [])
+        for name in INTERNALS
+    ],
+)
+def test_it_is_there(name: str, folder: Path) -> None:
+    owner, *path = name.split(".")
+    if owner == "MLFlowLogger":
+        pytest.importorskip("mlflow", reason="needs MLflow: pip install 'flsuite[mlflow]'")
+    value = owner_of(owner, folder)
+    for attribute in path:
+        if value is LightningCLI and attribute == "_parser":
+            assert "_parser" in inspect.getsource(LightningCLI), f"{name} is gone"
+            return
+        assert hasattr(value, attribute), f"{name} is gone from Lightning"
+        value = getattr(value, attribute)
+
+
+def test_no_other_file_uses_one() -> None:
+    """All private names of foreign objects, outside the files that override or need them."""
+    allowed = {"commands/fit.py", "federation/client/trainer.py", "common/lightning_internals.py"}
+    allowed |= {"callbacks/logger_links.py", "callbacks/wandb_link.py"}
+    foreign = re.compile(
+        r"\b(?:trainer|pl_module|module|model|logger|fit_loop|loop|strategy)\._[a-z]\w*"
+    )
+    used = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = str(path.relative_to(PACKAGE))
+        if name not in allowed and (names := foreign.findall(path.read_text())):
+            used[name] = names
+    assert used == {}
+
+
+def test_the_version_is_bounded() -> None:
+    text = (PACKAGE.parent / "pyproject.toml").read_text()
+    assert re.search(r'"lightning>=2\.6,<2\.\d+"', text)

@@ -1,0 +1,91 @@
+"""Names of 0.2, and names that a room exports."""
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from pydoc import locate
+
+import pytest
+import torch
+
+from flsuite.common.files import save_tensors
+from flsuite.common.moved import moved, renewed
+from tests.commands.command import QUICKSTART, cli
+
+ROOMS = ["aggregators", "callbacks", "data", "federation", "models"]
+NOW = {
+    "flsuite.engines": "flsuite.federation",
+    "flsuite.engines.Processes": "flsuite.federation.Processes",
+    "flsuite.engines.processes.Processes": "flsuite.federation.engines.processes.Processes",
+    "flsuite.client.CosineDecay": "flsuite.federation.CosineDecay",
+    "flsuite.client": "flsuite.federation.client",
+    "flsuite.attacks.sign_flip": "flsuite.aggregators.attacks.sign_flip",
+    "flsuite.exchange.secure.Parties": "flsuite.aggregators.exchange.secure.Parties",
+    "flsuite.messages.ClientUpdate": "flsuite.common.messages.ClientUpdate",
+    "flsuite.publish.page.page": "flsuite.analysis.publish.page.page",
+}
+
+
+@pytest.mark.parametrize("old", NOW)
+def test_a_name_of_another_version_is_found(old: str) -> None:
+    assert moved(old) == NOW[old] and moved(NOW[old]) == NOW[old]
+    assert locate(NOW[old]) is not None
+
+
+@pytest.mark.parametrize("name", ["torch", "flsuite", "flsuite.clients.X", "my.engines.Own", ""])
+def test_other_names_stay(name: str) -> None:
+    assert moved(name) == name
+
+
+def test_a_description_of_another_version_is_renewed() -> None:
+    inner = {"class_path": "flsuite.schedules.Stragglers", "init_args": {"text": "flsuite.client"}}
+    new = {"class_path": "flsuite.federation.Stragglers", "init_args": {"text": "flsuite.client"}}
+    assert renewed({"a": [inner, 1], "b": None}) == {"a": [new, 1], "b": None}
+
+
+def test_an_old_import_gives_the_same_objects_and_says_the_new_name() -> None:
+    code = """
+from flsuite.engines import Processes
+from flsuite.engines.processes import Processes as Again
+from flsuite.messages import ClientUpdate
+import flsuite.federation, flsuite.common.messages
+assert Processes is Again is flsuite.federation.Processes
+assert ClientUpdate is flsuite.common.messages.ClientUpdate
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.splitlines() == [
+        "flsuite.engines is now flsuite.federation: please change the name",
+        "flsuite.messages is now flsuite.common.messages: please change the name",
+    ]
+
+
+def test_a_run_of_another_version_is_verified_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = ["--trainer.rounds", "2", "--data.clients", "3", "--run_dir", "run"]
+    assert cli("fit", "--config", QUICKSTART, *short) == 0
+    for name in ("config.yaml", "settings.yaml"):
+        path = tmp_path / "run" / name
+        text = path.read_text().replace("flsuite.federation.", "flsuite.schedules.")
+        assert text.count("flsuite.schedules.Synchronous") == 1
+        path.write_text(text)
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    content = torch.load(last, weights_only=True)
+    content["settings"]["schedule"]["class_path"] = "flsuite.schedules.Synchronous"
+    last.unlink()  # it may be a link to another checkpoint
+    save_tensors(content, last)
+
+    assert cli("verify", "run") == 0
+    assert cli("resume", "run", "--trainer.rounds", "3") == 0
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_exports_what_it_lists(room: str) -> None:
+    package = import_module(f"flsuite.{room}")
+    assert all(getattr(package, name).__name__ == name for name in package.__all__)
+    modules = {path.stem for path in Path(str(package.__file__)).parent.iterdir()}
+    assert not modules & {*package.__all__}, "a module would hide the name"
+    with pytest.raises(AttributeError, match=f"'flsuite.{room}' has no attribute 'Nothing'"):
+        getattr(package, "Nothing")  # noqa: B009

@@ -1,0 +1,152 @@
+"""The engine that measures: its choice at given costs, and what a run records and keeps."""
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+
+import flsuite.federation.engines.auto as auto
+from flsuite.aggregators import SCAFFOLD, Centralized, FedAvg
+from flsuite.federation import (
+    Asynchronous,
+    Auto,
+    Faults,
+    InProcess,
+    Measured,
+    Processes,
+    Synchronous,
+    Vectorized,
+)
+from flsuite.models import MLP, Classifier
+from flsuite.runs.preparation import worker_setup
+from flsuite.runs.session import choose_engine
+from tests.aggregators.federations import assert_same_models
+from tests.conftest import digits, trainer
+from tests.federation.engines.test_vectorized import Watched
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Return the seconds of a fit, alone and in a stack, which a test may change."""
+    seconds = {"alone": 1.0, "stacked": 0.1}
+    monkeypatch.setattr(auto, "_seconds_alone", lambda *args: seconds["alone"])
+    monkeypatch.setattr(auto, "_seconds_stacked", lambda *args: seconds["stacked"])
+    monkeypatch.setattr(auto, "cores", lambda: 4)
+    return seconds
+
+
+def choice(
+    rounds: int = 10, clients: int = 6, ckpt_path: str | None = None, **settings: Any
+) -> Any:
+    """Return the engine that is chosen for a run, without training it."""
+    made = trainer(rounds=rounds, engine=Auto(), **settings)
+    run = made.prepare(model(), digits(clients=clients))
+    chosen = choose_engine(run, made.engine, worker_setup(made, run), ckpt_path)
+    return chosen, run.settings.get("engine")
+
+
+def model() -> Classifier:
+    return Classifier(MLP(hidden=(8,)), optimizer=partial(SGD, lr=0.1))
+
+
+def test_the_least_expected_time_is_taken(costs: dict[str, float]) -> None:
+    chosen, recorded = choice()
+    assert isinstance(chosen, Vectorized) and (chosen.clients, chosen.workers) == (6, 1)
+    assert recorded == {"class_path": "flsuite.federation.Vectorized", "init_args": {"clients": 6}}
+
+    # In a stack of two a fit takes 0.46 s, and four workers make that 0.135 s.
+    chosen, recorded = choice(rounds=1000)
+    assert isinstance(chosen, Vectorized) and (chosen.clients, chosen.workers) == (6, 1)
+    costs["stacked"] = 0.3  # each client costs nearly as much in a stack
+    chosen, recorded = choice(rounds=1000)  # the start of workers is paid back
+    assert isinstance(chosen, Vectorized) and (chosen.clients, chosen.workers) == (2, 4)
+    costs["stacked"] = 0.95  # not worth other digits
+    chosen, recorded = choice(rounds=1)
+    assert isinstance(chosen, Processes) and chosen.workers == 4 and recorded is None
+    costs["alone"], costs["stacked"] = 0.001, 0.01
+    assert isinstance(choice()[0], InProcess)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"aggregator": FedAvg(objective=Watched())}, "FedAvg does more"),
+        ({"schedule": Asynchronous(6, speeds=Measured())}, "durations are measured"),
+        ({"schedule": Asynchronous(3)}, "one client at a time"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
+        ({"schedule": Synchronous(participation=1)}, "one client at a time"),
+    ],
+)
+def test_without_stacks_the_reason_is_said(
+    costs: dict[str, float], settings: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="flsuite"):
+        chosen, recorded = choice(**settings)
+    assert not isinstance(chosen, Vectorized) and recorded is None
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("engine: ")]
+    assert f"no stacks: {reason}" in line or reason in line.partition("no stacks: ")[2]
+    assert "\n" not in line and "InProcess() " in line
+
+
+def test_stacks_of_fits_in_flight_are_of_one_process(costs: dict[str, float]) -> None:
+    costs["stacked"] = 0.1
+    chosen, _ = choice(rounds=1000, schedule=Asynchronous(6, buffer_size=5))
+    assert isinstance(chosen, Vectorized) and (chosen.clients, chosen.workers) == (3, 1)
+
+
+def test_an_injected_death_needs_processes(costs: dict[str, float]) -> None:
+    chosen, _ = choice(rounds=1, schedule=Faults(Synchronous(), dies=0.1))
+    assert "dies" in chosen.declarations.survives
+    assert "dies" in Auto().declarations.survives
+    assert "dies" not in Auto(workers=1).declarations.survives, "a dry run of a sweep refuses it"
+
+
+def test_a_resumed_run_keeps_its_stacks_and_has_workers_again(
+    costs: dict[str, float], tmp_path: Path
+) -> None:
+    begun = trainer(rounds=1, engine=Vectorized(clients=2), run_dir=tmp_path / "run")
+    begun.fit(model(), digits(clients=6))
+    chosen, recorded = choice(ckpt_path="last", run_dir=tmp_path / "run")
+    assert isinstance(chosen, Vectorized) and (chosen.clients, chosen.workers) == (2, 3)
+    assert recorded["init_args"] == {"clients": 2}
+
+
+def test_training_in_one_place_is_one_fit(costs: dict[str, float]) -> None:
+    costs["alone"] = 1e9
+    assert isinstance(choice(aggregator=Centralized())[0], InProcess)
+
+
+def test_a_run_ends_as_with_the_chosen_engine(costs: dict[str, float], tmp_path: Path) -> None:
+    def fit(engine: Any, name: str, rounds: int = 2, **resumed: Any) -> Any:
+        folder = tmp_path / name
+        made = trainer(rounds=rounds, engine=engine, run_dir=folder, aggregator=SCAFFOLD())
+        made.fit(model(), digits(clients=6), **resumed)
+        return made
+
+    named = fit(Vectorized(clients=6), "named")
+    assert_same_models(fit(Auto(), "auto"), named)
+    fit(Auto(), "parts", rounds=1)
+    costs["alone"] = 1e-9  # now alone would be faster, but the run goes on as it began
+    assert_same_models(fit(Auto(), "parts", ckpt_path="last"), named)
+
+    fit(InProcess(), "alone", rounds=1)
+    costs["alone"] = 1e9
+    whole = fit(InProcess(), "whole")
+    assert_same_models(fit(Auto(), "alone", ckpt_path="last"), whole)
+
+
+def test_what_is_measured_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is really measured here, whatever comes out."""
+    monkeypatch.setattr(auto, "_SECONDS", 0.01)
+    measured = trainer(rounds=2, engine=Auto(workers=1), aggregator=SCAFFOLD())
+    torch.manual_seed(3)
+    measured.fit(model(), digits(clients=6))
+    chosen = measured.run.engine
+    plain = trainer(rounds=2, engine=chosen, aggregator=SCAFFOLD())
+    plain.fit(model(), digits(clients=6))
+    assert isinstance(chosen, (InProcess, Vectorized))
+    assert_same_models(measured, plain)
