@@ -49,4 +49,4 @@ def test_tests_import_each_other_under_one_name() -> None:
     bare = "|".join({file.stem for file in files} - {"__init__", "__main__"})
     line = re.compile(rf"^ *(?:from|import) (?:{bare})\b(?!\.)", re.MULTILINE)
     assert line.search("import conftest\n") and line.search("    from conftest import digits\n")
-    assert not [str(file) for file in files if line.search(file.read_text())]
+    assert not [str(file) for file in files if line.search(file.read_text("utf-8"))]

@@ -56,7 +56,7 @@ def is_module(name: str) -> bool:
 def imports(path: Path) -> set[str]:
     """Return the modules of flsuite that a file imports, wherever in the file."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= {name if is_module(name) else node.module for name in inner}
@@ -113,7 +113,7 @@ def test_the_root_holds_the_trainer_alone() -> None:
 
 
 def test_the_picture_of_the_code_has_the_layers_from_the_top() -> None:
-    picture = (PACKAGE / "README.md").read_text().split("```")[1]
+    picture = (PACKAGE / "README.md").read_text("utf-8").split("```")[1]
     shown = re.findall(r"(?:^|  )(\w+)(?:/|\.py)(?=\s)", picture, flags=re.M)
     floors = [
         FLOOR[name] for room in shown for name in (room, f"federation.{room}") if name in FLOOR

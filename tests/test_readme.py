@@ -29,7 +29,7 @@ from tests.docs.pages import (
     text_of,
 )
 
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text("utf-8")
 GUIDE = ROOT / "configs" / "guide"
 OWN = GUIDE / "your-own.md"
 RESULTS = [
@@ -56,7 +56,7 @@ def test_the_python_example_runs(
 
 def test_the_config_shown_is_the_shipped_one() -> None:
     (shown,) = blocks(README, "yaml")
-    shipped = (ROOT / "configs" / "quickstart.yaml").read_text()
+    shipped = (ROOT / "configs" / "quickstart.yaml").read_text("utf-8")
     assert yaml.safe_load(shown) == yaml.safe_load(shipped)
 
 
@@ -67,7 +67,7 @@ def test_the_test_command_is_where_ci_reads_it() -> None:
 
 
 def test_the_guide_has_a_line_for_every_page_and_the_readme_for_every_notebook() -> None:
-    index = (ROOT / "configs" / "README.md").read_text()
+    index = (ROOT / "configs" / "README.md").read_text("utf-8")
     assert all(f"(guide/{page.name})" in index for page in GUIDE.glob("*.md"))
     assert all(f"| [{path.stem}](notebooks/{path.name}) |" in README for path in NOTEBOOKS)
 
@@ -75,9 +75,11 @@ def test_the_guide_has_a_line_for_every_page_and_the_readme_for_every_notebook()
 # The tables that follow from the code
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if tables(p.read_text())], ids=page_id)
+@pytest.mark.parametrize("page", [p for p in PAGES if tables(p.read_text("utf-8"))], ids=page_id)
 def test_generated_tables_are_those_of_today(page: Path) -> None:
-    assert page.read_text() == written(page.read_text()), "run python -m tests.docs.generated"
+    assert page.read_text("utf-8") == written(page.read_text("utf-8")), (
+        "run python -m tests.docs.generated"
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,19 +103,19 @@ def test_everything_inside_is_listed(package: str) -> None:
 
 
 def test_the_table_shown_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (shown,) = (b for b in blocks((GUIDE / "data.md").read_text(), "yaml") if "Table" in b)
+    (shown,) = (b for b in blocks((GUIDE / "data.md").read_text("utf-8"), "yaml") if "Table" in b)
     monkeypatch.chdir(tmp_path)
     rows = [f"{n}.5,{n % 2},device{n % 9}" for n in range(180)]
     Path("traffic.csv").write_text("\n".join(["bytes,attack,device", *rows]) + "\n")
     Path("traffic.yaml").write_text(shown)
     assert cli("partition", "--config", "traffic.yaml") == 0
-    lines = Path("traffic-partition.csv").read_text().splitlines()[1:]
+    lines = Path("traffic-partition.csv").read_text("utf-8").splitlines()[1:]
     assert {line.split(",")[0] for line in lines} == {str(client) for client in range(9)}
 
 
 def test_the_tasks_shown_are_those_of_a_config() -> None:
-    (block,) = blocks((GUIDE / "tasks.md").read_text(), "yaml")
-    shipped = (ROOT / "configs" / "nf_fisher" / "fashionmnist.yaml").read_text()
+    (block,) = blocks((GUIDE / "tasks.md").read_text("utf-8"), "yaml")
+    shipped = (ROOT / "configs" / "nf_fisher" / "fashionmnist.yaml").read_text("utf-8")
     data = yaml.safe_load(shipped)["data"]
     data["init_args"]["data"]["init_args"].pop("batch_size")  # the default
     assert yaml.safe_load(block)["data"] == data
@@ -122,13 +124,13 @@ def test_the_tasks_shown_are_those_of_a_config() -> None:
 @pytest.mark.parametrize("page", mostly_long({n: n for n in ("algorithm", "failures")}, "failures"))
 def test_parts_of_a_config_that_are_shown_are_understood(page: str, tmp_path: Path) -> None:
     path, quickstart = tmp_path / "shown.yaml", str(ROOT / "configs" / "quickstart.yaml")
-    for shown in blocks((GUIDE / f"{page}.md").read_text(), "yaml"):
+    for shown in blocks((GUIDE / f"{page}.md").read_text("utf-8"), "yaml"):
         path.write_text(shown)
         assert cli("fit", "--config", quickstart, "--config", str(path), "--print_config") == 0
 
 
 def test_the_sweep_shown_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (shown,) = blocks((GUIDE / "comparing.md").read_text(), "yaml")
+    (shown,) = blocks((GUIDE / "comparing.md").read_text("utf-8"), "yaml")
     monkeypatch.chdir(ROOT)
     (tmp_path / "shown.yaml").write_text(shown)
     sweep = read_sweep(tmp_path / "shown.yaml")
@@ -136,12 +138,14 @@ def test_the_sweep_shown_is_understood(tmp_path: Path, monkeypatch: pytest.Monke
         assert cli("fit", *fit_arguments(sweep, cell, tmp_path), "--print_config") == 0
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text(), "python")], ids=page_id)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if blocks(p.read_text("utf-8"), "python")], ids=page_id
+)
 def test_python_shown_is_python(page: Path) -> None:
     """Everything that a block imports from flsuite exists."""
     if page.name == "flower.md":
         pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'")
-    for block in blocks(page.read_text(), "python"):
+    for block in blocks(page.read_text("utf-8"), "python"):
         tree = ast.parse(block)
         imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
         for node in imports:
@@ -197,12 +201,12 @@ def test_the_ten_minutes_are_understood(
 ) -> None:
     pytest.importorskip("flsuite.commands.new")
     monkeypatch.chdir(tmp_path)
-    (config,) = blocks(OWN.read_text(), "yaml")
+    (config,) = blocks(OWN.read_text("utf-8"), "yaml")
     first, *others = new_commands()[OWN]
     assert cli(*first) == 0
     monkeypatch.chdir(tmp_path / "my_project")
     monkeypatch.syspath_prepend(Path.cwd())
-    assert yaml.safe_load(config) == yaml.safe_load(Path("exp.yaml").read_text())
+    assert yaml.safe_load(config) == yaml.safe_load(Path("exp.yaml").read_text("utf-8"))
     require_understood(others, capsys)
 
 
@@ -232,7 +236,7 @@ def test_pages_that_the_code_names_exist() -> None:
     sources += (ROOT / "flsuite").rglob("*.py")
     for source in sources:
         for link in re.findall(
-            r"(?<![\w/.])((?:\.\./)?[\w/-]+\.md(?:#[\w-]+)?)", source.read_text()
+            r"(?<![\w/.])((?:\.\./)?[\w/-]+\.md(?:#[\w-]+)?)", source.read_text("utf-8")
         ):
             path, _, anchor = link.partition("#")
             if "/" not in path and path != "README.md":
@@ -248,7 +252,7 @@ def test_pages_that_the_code_names_exist() -> None:
 @pytest.mark.parametrize("folder", RESULT_PAGES)
 def test_a_results_page_names_its_configs_and_opens_with_its_findings(folder: str) -> None:
     path = ROOT / "configs" / folder / "README.md"
-    page = path.read_text()
+    page = path.read_text("utf-8")
     named = set(re.findall(r"`([\w-]+\.yaml)`", page))
     places = [path.parent, ROOT / "configs"]
     assert named and all(any((place / n).is_file() for place in places) for n in named)

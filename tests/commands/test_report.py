@@ -478,7 +478,7 @@ def test_all_axes_are_in_one_table(races: Path, capsys: Capture) -> None:
     table = pd.read_csv(output / "target.csv").set_index("method")
     assert table.loc["FedAvg", list(POINTS)].to_dict() == POINTS
     assert (table.loc["FedAvg", "runs"], table.loc["FedAvg", "reached"]) == (3, 2)
-    assert "To test accuracy 0.7, means of" in (output / "report.md").read_text()
+    assert "To test accuracy 0.7, means of" in (output / "report.md").read_text("utf-8")
     assert (output / "report.png").is_file()
 
 

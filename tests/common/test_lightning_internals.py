@@ -69,11 +69,11 @@ def test_no_other_file_uses_one() -> None:
     used = {}
     for path in PACKAGE.rglob("*.py"):
         name = str(path.relative_to(PACKAGE))
-        if name not in allowed and (names := foreign.findall(path.read_text())):
+        if name not in allowed and (names := foreign.findall(path.read_text("utf-8"))):
             used[name] = names
     assert used == {}
 
 
 def test_the_version_is_bounded() -> None:
-    text = (PACKAGE.parent / "pyproject.toml").read_text()
+    text = (PACKAGE.parent / "pyproject.toml").read_text("utf-8")
     assert re.search(r'"lightning>=2\.6,<2\.\d+"', text)

@@ -166,4 +166,4 @@ def tables(text: str) -> list[str]:
 
 if __name__ == "__main__":
     for page in PAGES:
-        page.write_text(written(page.read_text()))
+        page.write_text(written(page.read_text("utf-8")))
