@@ -26,9 +26,9 @@ def test_what_comes_first_imports_nothing_heavy() -> None:
 @pytest.mark.long
 def test_a_run_and_its_workers_import_little_beside_lightning() -> None:
     by_lightning = "import lightning.pytorch; known = set(sys.modules)"
-    ours = "import flsuite.commands.fit, flsuite.federation.engines.worker"
+    ours = "import flsuite.commands.fit, flsuite.federation.engines.wire"
     added = imported(f"{by_lightning}; {ours}; [sys.modules.pop(name) for name in known]")
-    assert "flsuite.federation.engines.worker" in added
+    assert "flsuite.federation.engines.wire" in added
     assert not added & (HEAVY | LATER)
     packages = {name.split(".")[0] for name in added} - sys.stdlib_module_names
     assert packages <= {

@@ -8,18 +8,18 @@ if TYPE_CHECKING:
     from flsuite.aggregators.adaptive import FedAdagrad, FedAdam, FedAvgM, FedYogi
     from flsuite.aggregators.aggregator import Aggregator
     from flsuite.aggregators.apfl import APFL
-    from flsuite.aggregators.attacks.alie import ALittleIsEnough
-    from flsuite.aggregators.attacks.backdoor import PixelBackdoor
     from flsuite.aggregators.attacks.base import Attack, Trial
-    from flsuite.aggregators.attacks.collusion import Collusion
+    from flsuite.aggregators.attacks.batches import LabelFlip, PixelBackdoor
     from flsuite.aggregators.attacks.compose import with_attack
-    from flsuite.aggregators.attacks.free_rider import FreeRider
-    from flsuite.aggregators.attacks.inner_product import InnerProduct
-    from flsuite.aggregators.attacks.label_flip import LabelFlip
-    from flsuite.aggregators.attacks.noise import GaussianNoise
-    from flsuite.aggregators.attacks.scaled_update import ScaledUpdate
-    from flsuite.aggregators.attacks.sign_flip import SignFlip
-    from flsuite.aggregators.baselines import Centralized, LocalOnly
+    from flsuite.aggregators.attacks.updates import (
+        ALittleIsEnough,
+        Collusion,
+        FreeRider,
+        GaussianNoise,
+        InnerProduct,
+        ScaledUpdate,
+        SignFlip,
+    )
     from flsuite.aggregators.ditto import Ditto
     from flsuite.aggregators.dp_fedavg import DPFedAvg
     from flsuite.aggregators.exchange.low_rank import LowRank
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from flsuite.aggregators.exchange.top_k import TopK
     from flsuite.aggregators.fedala import FedALA
     from flsuite.aggregators.fedasync import FedAsync
-    from flsuite.aggregators.fedavg import FedAvg
+    from flsuite.aggregators.fedavg import Centralized, FedAvg, LocalOnly
     from flsuite.aggregators.fedbuff import FedBuff
     from flsuite.aggregators.feddyn import FedDyn
     from flsuite.aggregators.fedexp import FedExP
@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from flsuite.aggregators.fedrod import FedRoD
     from flsuite.aggregators.ifca import IFCA
     from flsuite.aggregators.moon import MOON
-    from flsuite.aggregators.objectives.base import Objective
+    from flsuite.aggregators.objectives.base import Objective, Proximal
     from flsuite.aggregators.objectives.control_variates import ControlVariates
-    from flsuite.aggregators.objectives.proximal import Proximal
     from flsuite.aggregators.part import Part, Server, Statistic
     from flsuite.aggregators.partial import FedBN, FedPer, LGFedAvg
     from flsuite.aggregators.perfedavg import PerFedAvg
@@ -53,18 +52,18 @@ if TYPE_CHECKING:
     from flsuite.aggregators.rules.dense import DENSE
     from flsuite.aggregators.rules.fedfisher import FedFisher
     from flsuite.aggregators.rules.fisher import FisherAveraging, FisherMerge
-    from flsuite.aggregators.rules.mean import Mean
-    from flsuite.aggregators.rules.mixing import MixedMean, Mixing
+    from flsuite.aggregators.rules.mean import Mean, MixedMean, Mixing
     from flsuite.aggregators.rules.otfusion import OTFusion
     from flsuite.aggregators.rules.pfnm import PFNM
     from flsuite.aggregators.rules.regmean import RegMean
-    from flsuite.aggregators.rules.robust.bucketing import Bucketing
-    from flsuite.aggregators.rules.robust.centered_clipping import CenteredClipping
-    from flsuite.aggregators.rules.robust.fltrust import FLTrust
-    from flsuite.aggregators.rules.robust.geometric_median import GeometricMedian
-    from flsuite.aggregators.rules.robust.krum import Krum, MultiKrum
-    from flsuite.aggregators.rules.robust.median import CoordinateMedian, TrimmedMean
-    from flsuite.aggregators.rules.robust.norm_clipping import NormClipping
+    from flsuite.aggregators.rules.robust.centers import (
+        CenteredClipping,
+        CoordinateMedian,
+        GeometricMedian,
+        NormClipping,
+        TrimmedMean,
+    )
+    from flsuite.aggregators.rules.robust.chosen import Bucketing, FLTrust, Krum, MultiKrum
     from flsuite.aggregators.scaffold import SCAFFOLD
     from flsuite.aggregators.server_optimizers.adaptive import (
         AdaptiveAdagrad,
@@ -72,8 +71,7 @@ if TYPE_CHECKING:
         AdaptiveYogi,
     )
     from flsuite.aggregators.staleness import Constant, Hinge, Hyperbolic, Polynomial, Staleness
-    from flsuite.aggregators.transforms.base import Transform
-    from flsuite.aggregators.transforms.clip_updates import ClipUpdates
+    from flsuite.aggregators.transforms.base import ClipUpdates, Transform
     from flsuite.aggregators.transforms.gaussian import GaussianMechanism
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.rules.base import Weighting
-from flsuite.aggregators.rules.mixing import Mixing
+from flsuite.aggregators.rules.mean import Mixing
 from flsuite.aggregators.staleness import Staleness, StalenessName
 from flsuite.common.arguments import Fraction
 

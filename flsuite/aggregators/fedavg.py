@@ -1,4 +1,4 @@
-"""FedAvg: McMahan et al. 2017, algorithm 1.
+"""FedAvg, and the two baselines without a federation.
 
 Communication-Efficient Learning of Deep Networks from Decentralized Data, arXiv:1602.05629.
 """
@@ -40,3 +40,27 @@ class FedAvg(Aggregator):
                 f"{name}; leave them out, or set them as arguments of {name} if it has them"
             )
         super().__init__(rule=rule or Mean(weighting, staleness), **kwargs)
+
+
+class LocalOnly(Aggregator):
+    """The lower baseline: every entry is private, so each client trains alone."""
+
+    needs = frozenset()  # nothing is averaged
+
+    def __init__(self) -> None:
+        super().__init__(private=["*"])
+
+
+class Centralized(Aggregator):
+    """The upper baseline: one client with the training samples of all clients.
+
+    In each round, one fit replaces the fits of the cohort. It draws batches from the union of all
+    clients' training samples, and takes as many steps as the cohort does in total.
+    """
+
+    pools = True
+    needs = frozenset()
+    withholds = {"clients": "trains on pooled data, without clients"}
+
+    def __init__(self) -> None:
+        super().__init__()

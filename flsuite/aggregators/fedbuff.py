@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.rules.base import Weighting
-from flsuite.aggregators.rules.mean import Mean, Normalize
-from flsuite.aggregators.rules.mixing import MixedMean
+from flsuite.aggregators.rules.mean import Mean, MixedMean, Normalize
 from flsuite.aggregators.staleness import Staleness, StalenessName
 from flsuite.common.arguments import NonNegativeFloat, check_init
 from flsuite.common.errors import FlsuiteError

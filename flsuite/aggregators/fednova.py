@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.objectives.proximal import Proximal
+from flsuite.aggregators.objectives.base import Objective, Proximal
 from flsuite.aggregators.optimizers import base_rate, optimizer_for
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by

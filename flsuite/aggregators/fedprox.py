@@ -6,7 +6,7 @@ Federated Optimization in Heterogeneous Networks, arXiv:1812.06127.
 from typing import Any
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives.proximal import Proximal
+from flsuite.aggregators.objectives.base import Proximal
 from flsuite.aggregators.rules.base import Weighting
 from flsuite.common.arguments import NonNegativeFloat
 

@@ -1,10 +1,15 @@
 """Tables and figures of finished runs, based only on the files of the runs."""
 
-from flsuite.analysis.clients import client_gains, clients_figure, gain_figure
+from flsuite.analysis.clients import (
+    client_gains,
+    clients_figure,
+    confusion_figure,
+    confusion_matrix,
+    gain_figure,
+)
 from flsuite.analysis.comparison import compare
-from flsuite.analysis.confusion import confusion_figure, confusion_matrix
 from flsuite.analysis.cross import cross_figure, cross_markdown, cross_matrices, cross_table
-from flsuite.analysis.curves import curves_figure, gamma_figure
+from flsuite.analysis.curves import curves_figure, gamma_figure, run_figure
 from flsuite.analysis.groups import find_runs, group_runs
 from flsuite.analysis.latent import flow_figure, latent_figure, load_model
 from flsuite.analysis.listing import list_runs
@@ -17,7 +22,6 @@ from flsuite.analysis.partition import (
 )
 from flsuite.analysis.report import report_markdown, report_table
 from flsuite.analysis.results import Results, load
-from flsuite.analysis.run_figure import run_figure
 from flsuite.analysis.runs import read_metrics, read_partition
 from flsuite.analysis.target import target_figure, target_table
 from flsuite.analysis.timeline import read_timeline, timeline_figure

@@ -1,17 +1,24 @@
-"""Figures of single clients: their scores over the rounds, and their gain from federation."""
+"""Figures of single clients: scores, gain from federation, contribution, confusion."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flsuite.analysis.panels import (
     by_experiment,
     color_range,
     draw_client_rounds,
+    draw_matrix,
     legend_right,
+    new_figure,
     panel_grid,
 )
-from flsuite.analysis.results import client_numbers, only
+from flsuite.analysis.results import client_numbers, only, require_results
+from flsuite.analysis.runs import read_partition, read_table
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.score_names import lower_is_better
 
@@ -149,3 +156,164 @@ def _by_round(rows: pd.DataFrame, clients: int) -> pd.DataFrame:
     first = rows[rows["run"] == rows["run"].iloc[0]]
     numbered = pd.DataFrame(first[["round", "value"]]).assign(client=client_numbers(first))
     return numbered.pivot(index="client", columns="round", values="value").head(clients)
+
+
+_FEWEST = 3  # clients for a rank correlation: of two, it is always 1 or -1
+
+
+def contribution_table(values: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """Return a row per client, with the mean and spread of its contribution by each method.
+
+    Args:
+        values: A row per contribution: ``run``, ``client``, ``samples``, ``name``, ``value``. A
+            client has one per run, or one per order of joining.
+        names: The methods.
+    """
+    table = values.groupby("client")[["samples"]].mean()
+    for name in names:
+        own = values[values["name"] == name].groupby("client")["value"]
+        table[name], table[f"{name}_std"], table[f"{name}_values"] = (
+            own.mean(),
+            own.std(),
+            own.size(),
+        )
+    return table.reset_index()
+
+
+def _by_run(values: pd.DataFrame) -> pd.DataFrame:
+    """Return the mean contribution of each client of each run, with a column per method."""
+    return values.pivot_table(index=["run", "client"], columns="name", values="value")
+
+
+def rank_correlation(values: pd.DataFrame, names: Sequence[str]) -> pd.Series:
+    """Return Spearman's rank correlation of two methods over the clients of each run.
+
+    It is NaN if a method ranks all clients equally, or there are fewer than three clients.
+
+    Args:
+        values: A table as for :func:`contribution_table`.
+        names: The two methods.
+    """
+
+    def of_a_run(rows: pd.DataFrame) -> float:
+        first, second = (rows[name].rank() for name in names)
+        is_unknown = min(first.nunique(), second.nunique()) < 2 or len(rows) < _FEWEST
+        return float("nan") if is_unknown else float(first.corr(second))
+
+    means = _by_run(values)
+    return pd.Series({run: of_a_run(rows) for run, rows in means.groupby("run")}, dtype=float)
+
+
+def contribution_figure(
+    table: pd.DataFrame, values: pd.DataFrame, title: str, names: Sequence[str]
+) -> Figure:
+    """Draw the contributions as bars with their spread, and two methods against each other.
+
+    Args:
+        table: A table from :func:`contribution_table`.
+        values: The table that it was made from.
+        title: The title of the figure.
+        names: One method or two.
+    """
+    width = max(3.4, 0.28 * len(table) + 1.2)
+    widths = [width] * len(names) + [3.2] * (len(names) - 1)
+    figure = new_figure(sum(widths), 3.2)
+    panels = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    for axes, name in zip(panels, names, strict=False):
+        _bars(axes, table, name)
+    if len(names) == 2:
+        _against(panels[-1], values, names)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _bars(axes: Axes, table: pd.DataFrame, name: str) -> None:
+    spread = table[f"{name}_std"] if table[f"{name}_std"].notna().all() else None
+    axes.bar(table["client"].astype(str), table[name], yerr=spread, color="tab:blue")
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(xlabel="client", ylabel=name)
+
+
+def _against(axes: Axes, values: pd.DataFrame, names: Sequence[str]) -> None:
+    for run, rows in _by_run(values).groupby("run"):
+        axes.scatter(rows[names[0]], rows[names[1]], s=14, label=str(run))
+    axes.axhline(0, color="black", linewidth=0.5)
+    axes.axvline(0, color="black", linewidth=0.5)
+    axes.set(xlabel=names[0], ylabel=names[1])
+    correlations = rank_correlation(values, names)
+    if correlations.notna().any():
+        axes.set_title(f"rank correlation {correlations.mean():.2f}", fontsize=9)
+    if values["run"].nunique() > 1:
+        axes.legend(fontsize=7)
+
+
+def confusion_figure(results: pd.DataFrame) -> Figure:
+    """Draw the share of each class that is predicted as each class, one panel per method.
+
+    Counts are summed over seeds.
+
+    Args:
+        results: A table from :func:`~flsuite.analysis.load`. The runs need predictions, which
+            ``flsuite predict`` writes.
+
+    Raises:
+        FlsuiteError: If a run has no predictions, or a sample has several labels.
+    """
+    require_results(results)
+    totals = {}
+    for title, rows in by_experiment(results).items():
+        counts = [confusion_matrix(run) for run in rows["run"].unique()]
+        totals[title] = sum(counts[1:], counts[0])
+    return draw_confusion(totals)
+
+
+def draw_confusion(counts: Mapping[str, pd.DataFrame]) -> Figure:
+    """Draw the share of each class predicted as each class, one panel per matrix of counts."""
+    matrices = {
+        title: pairs.div(pairs.sum(axis=1).replace(0, np.nan), axis=0)
+        for title, pairs in counts.items()
+    }
+    classes = len(next(iter(matrices.values())))
+    side = 1.6 + min(0.42 * classes, 5.0)
+    figure, panels = panel_grid(len(matrices), (side + 0.4, side))
+    for panel, (title, matrix) in zip(panels, matrices.items(), strict=True):
+        image = draw_matrix(panel, matrix)
+        panel.tick_params(axis="x", rotation=90 if max(map(len, matrix.columns)) > 2 else 0)
+        panel.set(xlabel="prediction", ylabel="class")
+        panel.set_title(title, fontsize=10)
+    figure.colorbar(image, ax=panels, label="share of the class", fraction=0.04)
+    return figure
+
+
+def confusion_matrix(run_dir: str | Path) -> pd.DataFrame:
+    """Return the number of test samples by true class and predicted class.
+
+    Rows are the classes, and columns are the predictions, by name.
+
+    Raises:
+        FlsuiteError: If the run has no predictions, or a sample has several labels.
+    """
+    folder = Path(run_dir)
+    if not (folder / "predictions.csv").is_file():
+        raise FlsuiteError(
+            f"{folder} has no predictions.csv: write it with flsuite predict --config "
+            f"{folder / 'config.yaml'}"
+        )
+    table = read_table(folder / "predictions.csv", {"target": "str", "prediction": "str"})
+    try:
+        target, prediction = (table[name].astype(int) for name in ("target", "prediction"))
+    except ValueError as error:
+        raise FlsuiteError(
+            f"{folder / 'predictions.csv'} has samples with several labels or none, which have no "
+            "confusion matrix"
+        ) from error
+
+    names = list(read_partition(folder)["class"].unique())
+    return count_pairs(target.to_numpy(), prediction.to_numpy(), names)
+
+
+def count_pairs(targets: np.ndarray, predictions: np.ndarray, names: list[str]) -> pd.DataFrame:
+    """Count the samples by true class (row) and predicted class (column)."""
+    counts = np.zeros((len(names), len(names)), dtype=int)
+    np.add.at(counts, (targets, predictions), 1)
+    return pd.DataFrame(counts, index=names, columns=names)

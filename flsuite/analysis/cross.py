@@ -7,8 +7,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from flsuite.analysis.groups import Group
-from flsuite.analysis.labels import Flat, Variation, setting_text, shown_value
+from flsuite.analysis.groups import Flat, Group, Variation, setting_text, shown_value
 from flsuite.analysis.panels import color_range, draw_matrix, grid_shape, new_figure
 from flsuite.analysis.report import group_row, markdown_table, require_score, score_cell
 from flsuite.common.errors import FlsuiteError

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from flsuite.analysis.groups import find_runs, monitor_of
-from flsuite.analysis.labels import Variation, flatten, partition_of
+from flsuite.analysis.groups import Variation, find_runs, flatten, monitor_of, partition_of
 from flsuite.analysis.runs import read_metrics, run_scores
 from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.common.files import failure_reason, is_locked

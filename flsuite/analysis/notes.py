@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flsuite.analysis.axes import aligned
 from flsuite.analysis.groups import Group
 from flsuite.analysis.listing import has_ended
+from flsuite.analysis.panels import aligned
 from flsuite.analysis.runs import curve, run_scores
 from flsuite.common.files import failure_reason
 from flsuite.runs.record import read_settings

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from flsuite.analysis.axes import AXES
 from flsuite.analysis.groups import Group, find_runs, group_runs
+from flsuite.analysis.panels import AXES
 from flsuite.common.errors import FlsuiteError
 
 _RUN_COLUMNS = ("run", "method", "partition", "seed")

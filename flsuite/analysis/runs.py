@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from flsuite.analysis.axes import AXES
+from flsuite.analysis.panels import AXES
 from flsuite.common import score_names
 from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.common.files import unescaped

@@ -6,8 +6,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from flsuite.analysis.axes import AXES
-from flsuite.analysis.panels import by_experiment, panel_grid
+from flsuite.analysis.panels import AXES, by_experiment, panel_grid
 from flsuite.analysis.report import markdown_table
 from flsuite.analysis.results import only
 from flsuite.analysis.runs import of_last_task, score_rows

@@ -16,8 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from flsuite.analysis.axes import AXES
-from flsuite.analysis.panels import new_figure
+from flsuite.analysis.panels import AXES, new_figure
 from flsuite.analysis.runs import read_table, typed
 from flsuite.common.errors import FlsuiteError, require_at_least, require_positive
 

@@ -8,13 +8,10 @@ if TYPE_CHECKING:
     from flsuite.callbacks.base import FederationCallback
     from flsuite.callbacks.dissimilarity import GradientDissimilarity
     from flsuite.callbacks.dp_sgd import DPSGD
-    from flsuite.callbacks.early_stopping import RoundEarlyStopping
-    from flsuite.callbacks.flow_monitor import FlowMonitor
-    from flsuite.callbacks.latent_space import LatentSpace
     from flsuite.callbacks.loggers import RoundLogger
-    from flsuite.callbacks.probe import ForestProbe
+    from flsuite.callbacks.monitors import FlowMonitor, ForestProbe, LatentSpace
     from flsuite.callbacks.progress import RoundProgress
-    from flsuite.callbacks.stop_at import StopAt
+    from flsuite.callbacks.stopping import RoundEarlyStopping, StopAt
     from flsuite.callbacks.task_matrix import TaskMatrix
 
 __all__ = [

@@ -15,9 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
-from flsuite.aggregators.objectives.base import Objective
+from flsuite.aggregators.objectives.base import Objective, StatedCallback
 from flsuite.aggregators.objectives.feature_term import FeatureTerm
-from flsuite.aggregators.objectives.held import StatedCallback
 from flsuite.aggregators.objectives.second_steps import SecondSteps
 from flsuite.aggregators.part import Statistic
 from flsuite.callbacks.base import FederationCallback

@@ -17,7 +17,7 @@ _MOST_CLASSES = 100
 def first_pictures(run: Run) -> dict[str, "Figure"]:
     """Draw the picture that is available before the first round: the partition."""
     from flsuite.analysis.partition import partition_figure
-    from flsuite.runs.partition import partition_table
+    from flsuite.runs.predictions import partition_table
 
     return {"partition": partition_figure(partition_table(run.federation.data))}
 
@@ -45,7 +45,7 @@ def final_pictures(run: Run) -> dict[str, "Figure"]:
             pictures["timeline"] = timeline_figure(timeline)
 
     if (counts := confusion_counts(run)) is not None:
-        from flsuite.analysis.confusion import draw_confusion
+        from flsuite.analysis.clients import draw_confusion
 
         pictures["confusion"] = draw_confusion({f"test data, round {run.round}": counts})
     return pictures
@@ -98,7 +98,7 @@ def confusion_counts(run: Run) -> "pd.DataFrame | None":
     if not (is_shown and has_models and run.evaluator.has_classes):
         return None
 
-    from flsuite.analysis.confusion import count_pairs
+    from flsuite.analysis.clients import count_pairs
 
     probabilities = class_probabilities(federation, run.evaluator)
     run.evaluator.load(federation.client_state(None))  # the resident model is the global one again

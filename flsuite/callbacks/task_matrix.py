@@ -11,7 +11,7 @@ from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.common.arguments import PositiveInt, Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.data.tasks import TaskData
-from flsuite.metrics.continual import (
+from flsuite.metrics.scores import (
     average_accuracy,
     backward_transfer,
     forgetting,
@@ -34,7 +34,7 @@ class TaskMatrix(FederationCallback, Settings):
     - ``task_accuracy/<j>``: the row of the matrix, for the federation and each client;
     - ``task_accuracy``: the mean over clients and over the tasks done;
     - ``forgetting``, ``backward_transfer`` and ``forward_transfer``: means over clients, see
-      :mod:`flsuite.metrics.continual`.
+      :mod:`flsuite.metrics.scores`.
 
     The picture is ``tasks.png`` in the run's folder.
 

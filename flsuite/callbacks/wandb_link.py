@@ -18,7 +18,7 @@ from flsuite.callbacks.logger_links import (
     tags,
 )
 from flsuite.callbacks.round_numbers import RoundNumbers
-from flsuite.callbacks.stop_at import StopAt
+from flsuite.callbacks.stopping import StopAt
 from flsuite.callbacks.wandb_files import logged_rounds
 from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.runs.run import Run

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flsuite.commands.main import run_command, work_here
-from flsuite.commands.plugins import import_plugins
+from flsuite.commands.request import import_plugins
 from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.commands.sweeps.outcome import DONE
 from flsuite.commands.sweeps.plan import Cell, fit_arguments, require_distinct, samples_of
@@ -143,7 +143,7 @@ def _import_all() -> None:
 
     import flsuite.analysis
     import flsuite.commands.fit
-    import flsuite.federation.engines.worker  # noqa: F401  (where an engine's workers are forked from)
+    import flsuite.federation.engines.wire  # noqa: F401  (where an engine's workers are forked from)
 
     torch.set_num_threads(1)  # also for a cell's work outside its engine
     gc.freeze()  # a collection in a fork would copy every shared object

@@ -10,7 +10,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from flsuite.analysis.contribution import (
+from flsuite.analysis.clients import (
     contribution_figure,
     contribution_table,
     rank_correlation,

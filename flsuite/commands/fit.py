@@ -154,8 +154,8 @@ class _FederatedCLI(LightningCLI):
     def after_fit(self) -> None:
         """Write pictures of the curves, partition and timeline to the run's folder."""
         # Imported late: pandas and matplotlib are not needed earlier.
+        from flsuite.analysis.curves import run_figure
         from flsuite.analysis.partition import partition_figure
-        from flsuite.analysis.run_figure import run_figure
         from flsuite.analysis.runs import read_partition
         from flsuite.analysis.timeline import read_timeline, timeline_figure
 

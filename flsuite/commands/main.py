@@ -15,16 +15,25 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from flsuite import __version__
-from flsuite.commands.end import end_process
-from flsuite.commands.helps import HELP, SUMMARIES
+from flsuite.commands.parser_help import HELP, SUMMARIES
 from flsuite.commands.parsers import PARSERS, parser_of
-from flsuite.commands.plugins import import_plugins
-from flsuite.commands.request import help_topic, option_values, read_configs, require_config
+from flsuite.commands.process import (
+    complain,
+    end_process,
+    ending_on_signals,
+    open_streams,
+    output_fault,
+    waiting,
+)
+from flsuite.commands.request import (
+    help_topic,
+    import_plugins,
+    option_values,
+    read_configs,
+    require_config,
+)
 from flsuite.commands.run_folder import with_run_folder
 from flsuite.commands.static.typos import TyposError, refuse_typos
-from flsuite.commands.streams import complain, open_streams, output_fault
-from flsuite.commands.termination import ending_on_signals
-from flsuite.commands.waiting import waiting
 from flsuite.common.errors import (
     FederationError,
     FlsuiteError,

@@ -10,7 +10,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flsuite.analysis.axes import AXES
 from flsuite.analysis.comparison import (
     PAIR_HEADINGS,
     compare,
@@ -19,7 +18,7 @@ from flsuite.analysis.comparison import (
     default_score,
     pair_cells,
 )
-from flsuite.analysis.curves import curves_figure
+from flsuite.analysis.curves import MOST_SCORES, curves_figure
 from flsuite.analysis.groups import Group, find_runs, group_runs
 from flsuite.analysis.notes import (
     apart,
@@ -30,6 +29,7 @@ from flsuite.analysis.notes import (
     undefined,
     uneven,
 )
+from flsuite.analysis.panels import AXES
 from flsuite.analysis.publish.page.page import PageRequest, require_page, write_page
 from flsuite.analysis.report import (
     averaged_text,
@@ -41,7 +41,6 @@ from flsuite.analysis.report import (
     score_titles,
 )
 from flsuite.analysis.results import Results, results_of
-from flsuite.analysis.run_figure import MOST_SCORES
 from flsuite.analysis.target import amount_cell, first_to_target, target_markdown, target_table
 from flsuite.analysis.tuning import read_tuning
 from flsuite.commands.parsers import parser_of

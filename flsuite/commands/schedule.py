@@ -11,7 +11,7 @@ from flsuite.commands.fit import build
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.parsing import config_name
 from flsuite.common.files import make_folder
-from flsuite.runs.rehearsal import rehearse
+from flsuite.runs.rounds import rehearse
 from flsuite.runs.table import TimelineTable
 
 

@@ -30,8 +30,59 @@ _PACKAGES = {
 _EXPORTING = ("attacks", "engines", "exchange", "schedules")  # packages with names for users
 
 
+_MERGED = {
+    "aggregators": {"fedavg": "baselines"},
+    "aggregators.attacks": {
+        "batches": "backdoor label_flip",
+        "updates": "alie collusion free_rider inner_product noise scaled_update sign_flip",
+    },
+    "aggregators.exchange": {"quantize": "codes", "secure": "base"},
+    "aggregators.objectives": {"base": "held proximal"},
+    "aggregators.rules": {"mean": "mixing"},
+    "aggregators.rules.robust": {
+        "base": "cohort",
+        "centers": "centered_clipping geometric_median median norm_clipping",
+        "chosen": "bucketing fltrust krum",
+    },
+    "aggregators.transforms": {"base": "clip_updates"},
+    "callbacks": {
+        "monitors": "flow_monitor latent_space probe",
+        "stopping": "early_stopping stop_at",
+    },
+    "data.datasets": {
+        "generated": "digits synthetic",
+        "table": "table_files",
+        "vision": "cinic10",
+    },
+    "data.partitions": {
+        "base": "counts",
+        "dirichlet": "dirichlet_balanced dirichlet_extended dirichlet_proportions",
+        "owners": "natural sole_owner",
+        "shares": "iid pathological quantity ranked",
+    },
+    "federation.schedules": {"speeds": "availability"},
+    "models.backbones": {"resnets": "resnet18 resnet20", "small": "cnn lenet mlp"},
+}
+"""Files that a config may name, and the files that have become part of them, by their folder."""
+_INTO = {
+    f"flsuite.{folder}.{old}": f"flsuite.{folder}.{file}"
+    for folder, files in _MERGED.items()
+    for file, olds in files.items()
+    for old in olds.split()
+}
+
+
 def moved(name: str) -> str:
     """Return today's name of a module, or of something in it. Other names stay as they are."""
+    name = _in_its_room(name)
+    parts = name.split(".")
+    for length in range(3, len(parts) + 1):
+        if file := _INTO.get(".".join(parts[:length])):
+            return ".".join([file, *parts[length:]])
+    return name
+
+
+def _in_its_room(name: str) -> str:
     first, second, *rest = [*name.split("."), ""]
     old, rest = f"{first}.{second}", rest[:-1]
     if old in _FILES:
@@ -67,7 +118,8 @@ class _Moved(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         old = module.__name__
-        if old in _FILES or old in _PACKAGES:  # one line for a package and the modules in it
+        package = old.rpartition(".")[0]
+        if moved(package) == package:  # one line for a package and the modules in it
             log.warning("%s is now %s: please change the name", old, moved(old))
         sys.modules[old] = import_module(moved(old))
 

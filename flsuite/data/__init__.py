@@ -5,18 +5,17 @@ from typing import TYPE_CHECKING
 from flsuite.common.exports import on_first_use
 
 if TYPE_CHECKING:
-    from flsuite.data.datasets.cinic10 import CINIC10
-    from flsuite.data.datasets.digits import Digits
     from flsuite.data.datasets.femnist import FEMNIST
     from flsuite.data.datasets.from_data_module import FromDataModule
     from flsuite.data.datasets.from_dataset import FromDataset
+    from flsuite.data.datasets.generated import Digits, Synthetic
     from flsuite.data.datasets.medmnist import MedMNIST
     from flsuite.data.datasets.nbaiot import NBaIoT
-    from flsuite.data.datasets.synthetic import Synthetic
     from flsuite.data.datasets.table import Table
     from flsuite.data.datasets.vision import (
         CIFAR10,
         CIFAR100,
+        CINIC10,
         EMNIST,
         GTSRB,
         MNIST,
@@ -27,16 +26,14 @@ if TYPE_CHECKING:
     from flsuite.data.images import Augment, CropFlip
     from flsuite.data.module import FederatedDataModule
     from flsuite.data.partitions.base import Partition
-    from flsuite.data.partitions.dirichlet import Dirichlet
-    from flsuite.data.partitions.dirichlet_balanced import DirichletBalanced
-    from flsuite.data.partitions.dirichlet_extended import DirichletExtended
-    from flsuite.data.partitions.dirichlet_proportions import DirichletProportions
-    from flsuite.data.partitions.iid import IID
-    from flsuite.data.partitions.natural import Natural
-    from flsuite.data.partitions.pathological import Pathological
-    from flsuite.data.partitions.quantity import QuantitySkew
-    from flsuite.data.partitions.ranked import Ranked
-    from flsuite.data.partitions.sole_owner import SoleOwner
+    from flsuite.data.partitions.dirichlet import (
+        Dirichlet,
+        DirichletBalanced,
+        DirichletExtended,
+        DirichletProportions,
+    )
+    from flsuite.data.partitions.owners import Natural, SoleOwner
+    from flsuite.data.partitions.shares import IID, Pathological, QuantitySkew, Ranked
     from flsuite.data.skews import FeatureSkew, LabelNoise, Skew
     from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
     from flsuite.data.tasks import TaskSequence

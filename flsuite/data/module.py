@@ -18,7 +18,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.images import Augment, Scaling, fit_scaling, resize_images
 from flsuite.data.loader import TrainLoader
 from flsuite.data.partitions.base import Partition, checked_rows, partition_labels
-from flsuite.data.partitions.iid import IID
+from flsuite.data.partitions.shares import IID
 from flsuite.data.rows import RaggedIndex, Rows
 from flsuite.data.skews import Skew, skewed
 from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits

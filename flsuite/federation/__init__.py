@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from flsuite.federation.engines.ray import Ray
     from flsuite.federation.engines.vectorized import Vectorized
     from flsuite.federation.schedules.asynchronous import Asynchronous
-    from flsuite.federation.schedules.availability import Bernoulli, OnOff
     from flsuite.federation.schedules.base import (
         Always,
         Availability,
@@ -25,7 +24,13 @@ if TYPE_CHECKING:
     )
     from flsuite.federation.schedules.faults import Faults
     from flsuite.federation.schedules.selection import Oort, PowerOfChoice, Selection
-    from flsuite.federation.schedules.speeds import LogNormal, PerSample, Stragglers
+    from flsuite.federation.schedules.speeds import (
+        Bernoulli,
+        LogNormal,
+        OnOff,
+        PerSample,
+        Stragglers,
+    )
     from flsuite.federation.schedules.synchronous import Synchronous
     from flsuite.federation.schedules.traces import Trace
 

@@ -66,7 +66,7 @@ def _find(name: str) -> Path:
 def _build(arguments: tuple[str, ...]) -> tuple[Any, Any, Any]:
     """Return the trainer, the model and the data module of these arguments."""
     from flsuite.commands.fit import build
-    from flsuite.commands.plugins import import_plugins
+    from flsuite.commands.request import import_plugins
 
     import_plugins(list(arguments))
     return build(list(arguments))

@@ -1,13 +1,15 @@
 """Scores, forgetting, gradient dissimilarity and Fisher information."""
 
-from flsuite.metrics.continual import (
+from flsuite.metrics.dissimilarity import RunningDissimilarity
+from flsuite.metrics.scores import (
     average_accuracy,
     backward_transfer,
+    class_accuracy,
     forgetting,
     forward_transfer,
+    scores,
+    summary,
 )
-from flsuite.metrics.dissimilarity import RunningDissimilarity
-from flsuite.metrics.scores import class_accuracy, scores, summary
 
 __all__ = [
     "RunningDissimilarity",

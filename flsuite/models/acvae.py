@@ -33,7 +33,7 @@ from flsuite.models.autoencoders import (
 )
 from flsuite.models.backbones.base import Norm, Widths
 from flsuite.models.base import ClientModel, require_classes
-from flsuite.models.gaussians import kl_divergence, log_density, sample
+from flsuite.models.flows import kl_divergence, log_density, sample
 
 _Prior = Annotated[
     Sequence[float], Range("positive for every class", lambda prior: all(p > 0 for p in prior))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.data.spec import DataSpec
-from flsuite.models.strides import slice_strides
+from flsuite.models.autoencoders import slice_strides
 
 _SPEC_KEY = "data_spec"
 

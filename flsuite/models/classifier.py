@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from flsuite.common.errors import FlsuiteError
 from flsuite.data.spec import DataSpec
 from flsuite.models.backbones.base import Backbone
-from flsuite.models.backbones.lenet import LeNet5
+from flsuite.models.backbones.small import LeNet5
 from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.declarations import mean_over_samples
 from flsuite.models.pretrained import file_digest, load_weights, read_weights

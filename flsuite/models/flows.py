@@ -1,13 +1,47 @@
-"""Conditional normalizing flows on normflows: class-conditional densities and samples.
+"""Normalizing flows, and Gaussians.
+
+The arguments are float32. Under mixed precision, the caller converts them.
 
 Dinh et al. 2017, Density Estimation using Real NVP, arXiv:1605.08803. The change of variables is
 eq. 3 of Wuerkaixi et al. 2024, Accurate Forgetting for Heterogeneous Federated Continual Learning.
 """
 
+import math
+
 import normflows as nf
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+_LOG_2PI = math.log(2 * math.pi)
+
+
+def sample(mean: Tensor, log_variance: Tensor) -> Tensor:
+    """Draw one sample from each Gaussian, by the reparameterization trick.
+
+    Kingma and Welling 2014, Auto-Encoding Variational Bayes, arXiv:1312.6114.
+    """
+    return mean + (0.5 * log_variance).exp() * torch.randn_like(mean)
+
+
+def log_density(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
+    """Return ``log N(x; mean, exp(log_variance))`` in nats, summed over the last dimension.
+
+    The arguments broadcast.
+    """
+    return -0.5 * (_LOG_2PI + log_variance + (x - mean).square() * (-log_variance).exp()).sum(-1)
+
+
+def kl_divergence(
+    mean: Tensor, log_variance: Tensor, prior_mean: Tensor, prior_log_variance: Tensor
+) -> Tensor:
+    """Return ``KL(N(mean, .) || N(prior_mean, .))`` in nats, summed over the last dimension.
+
+    The arguments broadcast.
+    """
+    ratio = log_variance - prior_log_variance
+    distance = (mean - prior_mean).square() * (-prior_log_variance).exp()
+    return 0.5 * (ratio.exp() - ratio + distance - 1).sum(-1)
 
 
 class ConditionalCoupling(nf.flows.Flow):

@@ -28,7 +28,7 @@ from flsuite.models.autoencoders import (
     UNetEncoder,
 )
 from flsuite.models.backbones.base import Backbone, Norm
-from flsuite.models.backbones.resnet20 import ResNet20
+from flsuite.models.backbones.resnets import ResNet20
 from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.modes import evaluating

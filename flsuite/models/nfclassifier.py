@@ -24,8 +24,7 @@ from flsuite.common.arguments import (
 from flsuite.common.errors import FlsuiteError
 from flsuite.data.spec import DataSpec
 from flsuite.models.backbones.base import Backbone
-from flsuite.models.backbones.cnn import StridedCNN
-from flsuite.models.backbones.mlp import MLP
+from flsuite.models.backbones.small import MLP, StridedCNN
 from flsuite.models.base import ClientModel, require_classes
 from flsuite.models.flows import ConditionalFlow
 

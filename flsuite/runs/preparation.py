@@ -18,9 +18,8 @@ from flsuite.common.errors import FlsuiteError, require_instance
 from flsuite.common.random import seed_process
 from flsuite.data.datasets.from_data_module import as_federated
 from flsuite.data.module import FederatedDataModule
+from flsuite.federation.client.devices import AUTO, on_one_gpu, resolve_precision
 from flsuite.federation.client.entries import entries_of
-from flsuite.federation.client.placement import on_one_gpu
-from flsuite.federation.client.precision import AUTO, resolve_precision
 from flsuite.federation.client.setup import WorkerSetup, fit_samples
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.federation.schedules.base import Schedule
@@ -28,9 +27,9 @@ from flsuite.federation.server.evaluation import Evaluator
 from flsuite.federation.server.federation import Federation
 from flsuite.federation.server.stores import ClientStore, VersionStore
 from flsuite.federation.server.tools import ServerFit, make_tools
+from flsuite.models.autoencoders import slice_strides
 from flsuite.models.base import ClientModel
 from flsuite.models.declarations import extra_epochs, has_step, require_trainable, to_channels_last
-from flsuite.models.strides import slice_strides
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.options import RunOptions

@@ -13,8 +13,7 @@ from flsuite.common.messages import ClientResult, ClientUpdate, FitRequest, Outc
 from flsuite.common.state import State, clone
 from flsuite.federation.engines.base import Engine
 from flsuite.federation.schedules.base import Fit
-from flsuite.federation.server.adaptation import adapted_scores
-from flsuite.federation.server.evaluation import GLOBAL, Evaluator
+from flsuite.federation.server.evaluation import GLOBAL, Evaluator, adapted_scores
 from flsuite.federation.server.federation import Federation
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.hooks import Hooks

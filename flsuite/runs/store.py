@@ -17,6 +17,7 @@ from flsuite.common.files import (
 from flsuite.common.state import State, mismatch
 from flsuite.federation.server.federation import Federation
 from flsuite.runs.checkpoint import (
+    KeptTensors,
     load_checkpoint,
     load_own_parts,
     publish_checkpoint,
@@ -32,7 +33,6 @@ from flsuite.runs.fork import (
     refuse_other_privacy,
 )
 from flsuite.runs.hooks import Hooks
-from flsuite.runs.kept import KeptTensors
 from flsuite.runs.record import (
     LIMITS,
     checkpoints_of,

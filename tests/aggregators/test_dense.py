@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from flsuite import FlsuiteError
 from flsuite.aggregators import DENSE, FedAvg
 from flsuite.aggregators.part import ServerTools
-from flsuite.aggregators.rules.dense_generator import (
+from flsuite.aggregators.rules.dense import (
     Ensemble,
     ImageGenerator,
     UpConv,

@@ -8,23 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from flsuite.aggregators.rules.solvers.blocks import (
+from flsuite.aggregators.rules.solvers import (
     Block,
+    Corrections,
     Diagonal,
     Factors,
     Kronecker,
-    adam,
-    conjugate_gradients,
-    gradient_descent,
-    largest_eigenvalue,
-)
-from flsuite.aggregators.rules.solvers.selection import (
-    Corrections,
     SolverName,
+    adam,
     best_iterate,
+    conjugate_gradients,
     default_steps,
+    gradient_descent,
     is_scored,
     iterates,
+    largest_eigenvalue,
     solvers,
 )
 

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from flsuite import FlsuiteError
 from flsuite.aggregators import FedAvg
 from flsuite.aggregators.objectives import FeatureTerm, Objective, SecondSteps
-from flsuite.aggregators.objectives.held import own_tensors
+from flsuite.aggregators.objectives.base import own_tensors
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.common.messages import ClientContext
 from flsuite.data import Dirichlet

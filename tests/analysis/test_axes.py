@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from flsuite.analysis import curves_figure, find_runs, read_metrics
-from flsuite.analysis.axes import AXES, aligned
+from flsuite.analysis.panels import AXES, aligned
 from flsuite.common.errors import FlsuiteError
 
 HEADER = "round,virtual_s,wall_s,client_updates,bytes,scope,split,metric,value\n"

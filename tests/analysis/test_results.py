@@ -26,7 +26,7 @@ from flsuite.analysis import (
     target_figure,
     target_table,
 )
-from flsuite.analysis.labels import Flat, Variation, flatten, label_of, method_of
+from flsuite.analysis.groups import Flat, Variation, flatten, label_of, method_of
 from flsuite.common.errors import FlsuiteError
 from flsuite.runs.table import MetricsTable
 from tests.analysis.made_runs import made_grid, made_run, settings

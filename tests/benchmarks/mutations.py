@@ -173,7 +173,7 @@ MUTATIONS = [
     ),
     Mutation(
         "metrics of a model leak into the next client",
-        "federation/client/resident.py",
+        "federation/client/entries.py",
         "metric.reset()",
         "pass",
         "federation/client/test_runner.py",
@@ -194,7 +194,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the proximal term pushes away",
-        "aggregators/objectives/proximal.py",
+        "aggregators/objectives/base.py",
         "parameter.detach() - self.anchors[name]",
         "self.anchors[name] - parameter.detach()",
         "aggregators/test_fedprox.py",
@@ -222,7 +222,7 @@ MUTATIONS = [
     ),
     Mutation(
         "transforms are undone in the order in which they were applied",
-        "aggregators/chain.py",
+        "aggregators/uplink.py",
         "for place in reversed(range(len(self.transforms))):",
         "for place in range(len(self.transforms)):",
         "aggregators/exchange/test_compressed_federations.py federation/engines/test_parts.py",

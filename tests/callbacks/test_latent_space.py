@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from flsuite.aggregators import CMGA, FedAvg
 from flsuite.analysis import latent_figure
 from flsuite.callbacks import FederationCallback, ForestProbe, LatentSpace
-from flsuite.callbacks.latent_space import prior_distances
+from flsuite.callbacks.monitors import prior_distances
 from flsuite.common.errors import FlsuiteError
 from flsuite.data import Digits, Dirichlet, PublishedSplits
 from flsuite.models import ACVAE

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flsuite.analysis import read_metrics
-from flsuite.analysis.contribution import rank_correlation
+from flsuite.analysis.clients import rank_correlation
 from flsuite.commands import shares
 from flsuite.commands.contribution import place_of
 from flsuite.commands.shares import leave_one_out, shapley

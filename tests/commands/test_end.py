@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flsuite.commands.streams import open_streams
+from flsuite.commands.process import open_streams
 
 BEFORE = """
 import atexit, sys, threading, time

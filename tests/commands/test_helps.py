@@ -10,7 +10,7 @@ import pytest
 from flsuite.analysis.listing import State
 from flsuite.commands.main import main
 from flsuite.commands.parsers import PARSERS, parser_of
-from flsuite.commands.waiting import waiting
+from flsuite.commands.process import waiting
 from tests.commands.command import Capture, cli
 
 

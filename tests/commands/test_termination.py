@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flsuite.commands import main
-from flsuite.commands.termination import ending_on_signals
+from flsuite.commands.process import ending_on_signals
 from flsuite.common.errors import FlsuiteError, one_line
 from tests.commands.command import QUICKSTART, Capture, cli
 from tests.conftest import classifier, digits, equal_states, mostly_long, trainer

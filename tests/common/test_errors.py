@@ -5,7 +5,7 @@ import torch
 
 from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.common.messages import ClientFailure
-from flsuite.federation.engines.worker import Fatal
+from flsuite.federation.engines.wire import Fatal
 
 
 class MuteError(Exception):

@@ -9,8 +9,9 @@ from pydoc import locate
 import pytest
 import torch
 
+import flsuite
 from flsuite.common.files import save_tensors
-from flsuite.common.moved import moved, renewed
+from flsuite.common.moved import _INTO, _PACKAGES, moved, renewed
 from tests.commands.command import QUICKSTART, cli
 
 ROOMS = ["aggregators", "callbacks", "data", "federation", "models"]
@@ -20,7 +21,7 @@ NOW = {
     "flsuite.engines.processes.Processes": "flsuite.federation.engines.processes.Processes",
     "flsuite.client.CosineDecay": "flsuite.federation.CosineDecay",
     "flsuite.client": "flsuite.federation.client",
-    "flsuite.attacks.sign_flip": "flsuite.aggregators.attacks.sign_flip",
+    "flsuite.attacks.sign_flip": "flsuite.aggregators.attacks.updates",
     "flsuite.exchange.secure.Parties": "flsuite.aggregators.exchange.secure.Parties",
     "flsuite.messages.ClientUpdate": "flsuite.common.messages.ClientUpdate",
     "flsuite.publish.page.page": "flsuite.analysis.publish.page.page",
@@ -42,6 +43,12 @@ def test_a_description_of_another_version_is_renewed() -> None:
     inner = {"class_path": "flsuite.schedules.Stragglers", "init_args": {"text": "flsuite.client"}}
     new = {"class_path": "flsuite.federation.Stragglers", "init_args": {"text": "flsuite.client"}}
     assert renewed({"a": [inner, 1], "b": None}) == {"a": [new, 1], "b": None}
+
+
+def test_every_row_names_a_file() -> None:
+    assert all(locate(new) is not None for new in (*_INTO.values(), *_PACKAGES.values()))
+    root = Path(str(flsuite.__file__)).parents[1]
+    assert not any(root.joinpath(*old.split(".")).with_suffix(".py").exists() for old in _INTO)
 
 
 def test_an_old_import_gives_the_same_objects_and_says_the_new_name() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flsuite.common.errors import FlsuiteError
-from flsuite.data.datasets.cinic10 import CINIC10, CLASSES
+from flsuite.data.datasets.vision import CINIC10, CLASSES
 from tests.data.readers import check, save_image
 
 

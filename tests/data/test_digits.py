@@ -4,7 +4,7 @@ import inspect
 
 import torch
 
-from flsuite.data.datasets.digits import Digits
+from flsuite.data.datasets.generated import Digits
 from tests.data.readers import check
 
 

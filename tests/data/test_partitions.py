@@ -20,8 +20,7 @@ from flsuite.data.partitions import (
     SoleOwner,
     partition_labels,
 )
-from flsuite.data.partitions.base import checked_rows
-from flsuite.data.partitions.counts import assign_by_counts
+from flsuite.data.partitions.base import assign_by_counts, checked_rows
 
 PARTITIONS = [
     IID(),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flsuite.common.random import torch_generator
-from flsuite.data.datasets.synthetic import Synthetic, simplex_means
+from flsuite.data.datasets.generated import Synthetic, simplex_means
 
 
 @pytest.mark.parametrize(("classes", "features"), [(2, 1), (3, 2), (5, 30)])

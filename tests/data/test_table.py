@@ -10,8 +10,7 @@ import torch
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.data import PublishedSplits, Table
-from flsuite.data.datasets.column_scale import fit_scale
-from flsuite.data.datasets.csv_files import csv_frames, numeric_chunks
+from flsuite.data.datasets.csv_files import csv_frames, fit_scale, numeric_chunks
 from flsuite.data.splits import evenly_held_out
 
 

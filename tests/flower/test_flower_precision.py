@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'")
 
-from flsuite.federation.client import precision
+from flsuite.federation.client import devices as precision
 from flsuite.flower.server import serve
 from tests.conftest import classifier, equal_states, state, table, trainer
 from tests.flower.grid import Nodes, node_app, unscaled

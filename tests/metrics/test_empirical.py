@@ -73,7 +73,7 @@ def test_exact_is_a_loop_over_samples(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cover every kind of layer, batches of all sizes, and few samples at a time."""
-    monkeypatch.setattr("flsuite.metrics.fisher.per_sample._NUMBERS_AT_ONCE", 1000)
+    monkeypatch.setattr("flsuite.metrics.fisher.estimates._NUMBERS_AT_ONCE", 1000)
     table = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
     for model, (x, y) in (densities(), (flow_model(), table)):
         prefix = "" if isinstance(model, Densities) else "flow."

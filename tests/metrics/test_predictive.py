@@ -19,7 +19,7 @@ from flsuite.metrics.fisher import (
     predictive_diagonal,
     require_kfac,
 )
-from flsuite.metrics.fisher.full import gradient_rows
+from flsuite.metrics.fisher.estimates import gradient_rows
 from flsuite.models import MLP, Classifier
 
 TASKS = ("multiclass", "multilabel", "other")
@@ -110,7 +110,7 @@ def test_the_diagonal_is_a_loop_over_samples_and_columns(
 ) -> None:
     """In batches of several sizes, and a few samples at a time."""
     monkeypatch.setattr("flsuite.metrics.fisher.predictive._NUMBERS_AT_ONCE", 600)
-    monkeypatch.setattr("flsuite.metrics.fisher.per_sample._NUMBERS_AT_ONCE", 1000)
+    monkeypatch.setattr("flsuite.metrics.fisher.estimates._NUMBERS_AT_ONCE", 1000)
     net, x = make().to(memory_format=layout), images()
     names = [name for name, _ in net.named_parameters()]
     batches = [(part.to(memory_format=layout),) for part in x.split(4)]

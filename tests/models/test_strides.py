@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from flsuite.federation import Processes
 from flsuite.models import Classifier, ResNet20
-from flsuite.models.strides import slice_strides
+from flsuite.models.autoencoders import slice_strides
 from tests.conftest import digits, trainer
 
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}

@@ -42,7 +42,7 @@ def kill_and_resume(
         rounds: Rounds of the run.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["flsuite.federation.engines.worker", run.__module__])
+    context.set_forkserver_preload(["flsuite.federation.engines.wire", run.__module__])
     dice = random.Random(7)
     killed_at: list[int] = []
     for _ in range(kills):

@@ -16,9 +16,8 @@ from flsuite.common.files import save_tensors
 from flsuite.data import Dirichlet
 from flsuite.federation import Synchronous
 from flsuite.models import MLP, Classifier
-from flsuite.runs.checkpoint import load_checkpoint
+from flsuite.runs.checkpoint import KeptTensors, load_checkpoint, with_shared
 from flsuite.runs.fork import Fork
-from flsuite.runs.kept import KeptTensors, with_shared
 from flsuite.runs.record import kept_on_disk
 from tests.aggregators.federations import assert_same_models
 from tests.conftest import digits, trainer

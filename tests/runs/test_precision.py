@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
-from flsuite.federation.client import precision as module
-from flsuite.federation.client.precision import cpu_has_bf16, resolve_precision
+from flsuite.federation.client import devices as module
+from flsuite.federation.client.devices import cpu_has_bf16, resolve_precision
 from flsuite.runs.preparation import worker_setup
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, state, table, trainer
@@ -61,7 +61,7 @@ def test_a_cpu_has_bf16_if_onednn_may_use_its_instructions(
 @pytest.mark.long
 def test_the_limit_of_onednn_is_seen() -> None:
     limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-    command = "from flsuite.federation.client.precision import cpu_has_bf16; print(cpu_has_bf16())"
+    command = "from flsuite.federation.client.devices import cpu_has_bf16; print(cpu_has_bf16())"
     child = [sys.executable, "-c", command]
     assert subprocess.check_output(child, env={**os.environ, **limits}) == b"False\n"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flsuite.aggregators.rules.solvers.blocks import Dense, gradient_descent
+from flsuite.aggregators.rules.solvers import Dense, gradient_descent
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import torch_generator
 from flsuite.metrics.fisher import full_fisher

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.attacks.base import Attack
-from flsuite.aggregators.attacks.collusion import Collusion, collude
+from flsuite.aggregators.attacks.updates import Collusion, collude
 from flsuite.aggregators.part import Named, Server
 from flsuite.aggregators.rules.base import Rule, RuleAround
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flsuite.aggregators.exchange.base import (
+from flsuite.aggregators.exchange.quantize import (
+    TreeQuantizer,
+    decode_codes,
+    empty_codes,
+    encode_codes,
+    quantize,
+)
+from flsuite.aggregators.exchange.secure import (
     WITHHELD,
     TreeCode,
     empty,
@@ -21,8 +28,6 @@ from flsuite.aggregators.exchange.base import (
     require_keys,
     require_match,
 )
-from flsuite.aggregators.exchange.codes import decode_codes, empty_codes, encode_codes, quantize
-from flsuite.aggregators.exchange.quantize import TreeQuantizer
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.common.arguments import Bits, PositiveInt, Settings
 from flsuite.common.errors import FlsuiteError

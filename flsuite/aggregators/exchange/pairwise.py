@@ -12,12 +12,10 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from flsuite.aggregators.exchange.ciphers import KEY_BYTES, SEAL_BYTES
-from flsuite.aggregators.exchange.fixed_point import decode_sum
 from flsuite.aggregators.exchange.pairwise_client import Message, PairwiseClient, size_of
 from flsuite.aggregators.exchange.pairwise_server import PairwiseServer
 from flsuite.aggregators.exchange.secure import Parties, PartyCost, SecureAggregation, SumReport
-from flsuite.aggregators.exchange.shamir import SHARE_BYTES
+from flsuite.aggregators.exchange.sharing import KEY_BYTES, SEAL_BYTES, SHARE_BYTES, decode_sum
 from flsuite.common.arguments import Range, Settings, at_least
 from flsuite.common.errors import FederationError, FlsuiteError, require_extra, require_positive
 from flsuite.common.state import State, matches, template_of
@@ -37,7 +35,7 @@ class PairwiseMasks(SecureAggregation, Settings):
 
     Clients may drop out after agreeing on keys. Each also adds its own mask, and shares the seed of
     that mask and its private key with the cohort, see
-    :mod:`flsuite.aggregators.exchange.shamir`. If a client came back, the others reveal its seed.
+    :mod:`flsuite.aggregators.exchange.sharing`. If a client came back, the others reveal its seed.
     Otherwise they reveal its key, which removes its pairwise masks from the sum. They
     never reveal both, so a vector that arrives too late stays hidden. A client may also be lost
     after sending its masked vector, which then counts. At least the threshold number of clients

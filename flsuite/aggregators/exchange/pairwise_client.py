@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from flsuite.aggregators.exchange.ciphers import (
+from flsuite.aggregators.exchange.sharing import (
     KEY_BYTES,
+    SHARE_BYTES,
     add_keystream,
     agree,
+    encode_values,
     new_private_key,
     public_key,
     seal,
+    split_secret,
     unseal,
 )
-from flsuite.aggregators.exchange.fixed_point import encode_values
-from flsuite.aggregators.exchange.shamir import SHARE_BYTES, split_secret
 from flsuite.common.errors import FederationError
 from flsuite.common.state import State, mismatch_of_keys, non_finite
 

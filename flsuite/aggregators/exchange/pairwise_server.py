@@ -5,13 +5,6 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from flsuite.aggregators.exchange.ciphers import (
-    KEY_BYTES,
-    SEAL_BYTES,
-    add_keystream,
-    agree,
-    public_key,
-)
 from flsuite.aggregators.exchange.pairwise_client import (
     MaskedVector,
     Maxima,
@@ -23,7 +16,16 @@ from flsuite.aggregators.exchange.pairwise_client import (
     mask_sign,
     point_of,
 )
-from flsuite.aggregators.exchange.shamir import SHARE_BYTES, combine, weights_at_zero
+from flsuite.aggregators.exchange.sharing import (
+    KEY_BYTES,
+    SEAL_BYTES,
+    SHARE_BYTES,
+    add_keystream,
+    agree,
+    combine,
+    public_key,
+    weights_at_zero,
+)
 from flsuite.common.errors import FederationError, one_line
 
 

@@ -1,25 +1,161 @@
-"""Quantization of updates to a few bits per number."""
+"""Quantization of updates, and the codes of numbers.
+
+With B bits, the scale of a tensor x is ``s = max|x| / L`` with ``L = 2^(B-1) - 1``, and its codes
+are ``round(x / s)``, within ``[-L, L]``. The error is at most ``s / 2``. A message contains
+``max|x|`` instead of s, which can be too small for the dtype of x.
+
+A tensor without negative values has codes from 0 to L. Without a sign bit, B - 1 bits give the same
+values.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.aggregators.exchange.base import (
+from flsuite.aggregators.exchange.secure import (
     WITHHELD,
     TreeCode,
     empty,
     finite_payload,
     require_finite,
+    require_keys,
     require_match,
 )
-from flsuite.aggregators.exchange.codes import decode_tensor, empty_codes, encode_tensor, quantize
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.common.arguments import Bits, Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import nbytes
+
+_CHUNK = 8 * 2**15  # numbers per chunk, a multiple of 8 so chunks end on a byte
+_DTYPES = {8: torch.int8, 16: torch.int16}
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Return the size in bytes of ``count`` packed numbers."""
+    return -(-count * bits // 8)
+
+
+def pack(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Return numbers of at most 16 bits packed into bytes without gaps."""
+    flat = numbers.reshape(-1).astype(">u2")
+    chunks = [np.empty(0, np.uint8)]
+
+    # In chunks, because every bit temporarily takes a byte.
+    for start in range(0, len(flat), _CHUNK):
+        both_bytes = flat[start : start + _CHUNK].view(np.uint8).reshape(-1, 2)
+        chunks.append(np.packbits(np.unpackbits(both_bytes, axis=1)[:, 16 - bits :]))
+    return np.concatenate(chunks)
+
+
+def unpack(packed: np.ndarray, count: int, bits: int) -> np.ndarray:
+    """Return the first ``count`` numbers of a packed array, as an int32 vector."""
+    numbers = np.empty(count, np.int32)
+    for start in range(0, count, _CHUNK):
+        size = min(_CHUNK, count - start)
+        first = start * bits // 8
+        part = packed[first : first + packed_size(size, bits)]
+
+        wide = np.zeros((size, 16), np.uint8)
+        wide[:, 16 - bits :] = np.unpackbits(part)[: size * bits].reshape(size, bits)
+        numbers[start : start + size] = np.packbits(wide, axis=1).view(">u2")[:, 0]
+    return numbers
+
+
+def _largest_code(bits: int) -> int:
+    """Return L, the largest code."""
+    return 2 ** (bits - 1) - 1
+
+
+def quantize(values: Tensor, largest: Tensor, bits: int) -> Tensor:
+    """Return the int32 codes of finite values.
+
+    Args:
+        values: The tensor.
+        largest: The largest absolute values, in a shape that broadcasts: one for the whole tensor,
+            or one per column.
+        bits: Bits per code.
+    """
+    levels = _largest_code(bits)
+    # In float64, because a tiny float32 divided by L underflows to 0 in float32.
+    scale = largest.double() / levels
+    codes = torch.round(values.double() / scale).clamp_(-levels, levels)
+    return torch.where(scale > 0, codes, 0.0).to(torch.int32)  # avoids 0 / 0 in all-zero columns
+
+
+def encode_tensor(codes: Tensor, largest: Tensor, bits: int) -> dict[str, Tensor]:
+    """Return the message of a tensor: its codes and its largest absolute value."""
+    if bool((codes < 0).any()):
+        return {"largest": largest, "codes": encode_codes(codes, bits)}
+    magnitudes = torch.from_numpy(pack(codes.numpy(), bits - 1))
+    return {"largest": largest, "magnitudes": magnitudes}
+
+
+def decode_tensor(message: Any, template: Tensor, bits: int, name: str) -> Tensor:
+    """Return the values of a tensor's message.
+
+    Args:
+        message: The return value of :func:`encode_tensor`. It may contain anything.
+        template: A tensor of the expected shape and dtype.
+        bits: Bits per code.
+        name: The tensor's name, for errors.
+
+    Raises:
+        ValueError: If this is not a message of such a tensor.
+    """
+    count = template.numel()
+    has_signs = not isinstance(message, dict) or "codes" in message
+    kind = "codes" if has_signs else "magnitudes"
+    require_keys(message, ("largest", kind), name)
+    require_match(message["largest"], empty((), template.dtype), f"{name}.largest")
+    largest = float(message["largest"])
+    if not 0 <= largest < float("inf"):
+        raise ValueError(f"{name}.largest is {largest}; a finite number of at least 0 is expected")
+
+    if has_signs:
+        codes = decode_codes(message["codes"], template.shape, bits, name)
+    else:
+        expected = empty((packed_size(count, bits - 1),), torch.uint8)
+        require_match(message["magnitudes"], expected, f"{name}.magnitudes")
+        codes = torch.from_numpy(unpack(message["magnitudes"].numpy(), count, bits - 1))
+    values = codes.double().mul_(largest / _largest_code(bits))
+    return values.reshape(template.shape).to(template.dtype)
+
+
+def encode_codes(codes: Tensor, bits: int) -> Tensor:
+    """Return codes as 8-bit or 16-bit integers in their shape, or packed into bytes."""
+    if bits in _DTYPES:
+        return codes.to(_DTYPES[bits])
+    return torch.from_numpy(pack(codes.numpy() + _largest_code(bits), bits))
+
+
+def decode_codes(encoded: Any, shape: torch.Size, bits: int, name: str) -> Tensor:
+    """Return the int32 codes that :func:`encode_codes` encoded.
+
+    Raises:
+        ValueError: If their number is wrong, or one is outside ``[-L, L]``.
+    """
+    levels = _largest_code(bits)
+    require_match(encoded, empty_codes(shape, bits), f"{name}.codes")
+    if bits in _DTYPES:
+        codes = encoded.to(torch.int32)
+    else:
+        numbers = unpack(encoded.numpy(), shape.numel(), bits)
+        codes = torch.from_numpy(numbers - levels).reshape(shape)
+    # Two's complement has a number below -L, and the packed form a number above L.
+    if bool((codes.abs() > levels).any()):
+        raise ValueError(f"{name}.codes has a code outside [-{levels}, {levels}]")
+    return codes
+
+
+def empty_codes(shape: torch.Size, bits: int) -> Tensor:
+    """Return a template of the result of :func:`encode_codes`."""
+    if bits in _DTYPES:
+        return empty(shape, _DTYPES[bits])
+    return empty((packed_size(shape.numel(), bits),), torch.uint8)
 
 
 @dataclass(frozen=True)

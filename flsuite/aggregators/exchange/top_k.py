@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flsuite.aggregators.exchange.base import WITHHELD, empty, require_finite, require_match
+from flsuite.aggregators.exchange.secure import WITHHELD, empty, require_finite, require_match
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.common.arguments import Fraction, Settings
 from flsuite.common.errors import FlsuiteError

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from flsuite.aggregators.features import as_rows, features_at
 from flsuite.aggregators.losses import is_other_loss
-from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.objectives.held import (
+from flsuite.aggregators.objectives.base import (
+    Objective,
     StatedCallback,
     no_change_in_place,
     own_tensors,

@@ -8,8 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.objectives.held import (
+from flsuite.aggregators.objectives.base import (
+    Objective,
     StatedCallback,
     no_change_in_place,
     own_tensors,

@@ -14,7 +14,7 @@ from flsuite.common.messages import ClientContext
 from flsuite.common.random import torch_generator
 from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Batch, Task
-from flsuite.metrics.fisher.measuring import measuring
+from flsuite.metrics.fisher.estimates import measuring
 from flsuite.models.protocols import LogitModel
 
 Measure = Callable[[Any, Iterator[Batch], Task, torch.Generator], Any]

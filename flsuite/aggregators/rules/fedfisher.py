@@ -18,8 +18,8 @@ from flsuite.aggregators.rules.after_fit import LogitPass, require_classes
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.aggregators.rules.fisher_forms import FORMS, FisherForm, FormName
 from flsuite.aggregators.rules.sample_noise import SampleNoise
-from flsuite.aggregators.rules.solvers.blocks import Block
-from flsuite.aggregators.rules.solvers.selection import (
+from flsuite.aggregators.rules.solvers import (
+    Block,
     Corrections,
     Iterate,
     SolverName,
@@ -33,7 +33,7 @@ from flsuite.common.messages import ClientContext, ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree, cast, divided, scaled
 from flsuite.data.loader import TrainLoader
 from flsuite.data.spec import Batch, Task
-from flsuite.metrics.fisher.columns import Expectation
+from flsuite.metrics.fisher.estimates import Expectation
 from flsuite.metrics.privacy import Release, require_small_delta
 
 log = logging.getLogger("flsuite")

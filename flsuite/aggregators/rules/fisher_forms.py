@@ -9,14 +9,12 @@ from torch import Generator, Tensor, nn
 
 import flsuite.aggregators.rules.layer_matrices as layer_matrices
 from flsuite.aggregators.part import Server
-from flsuite.aggregators.rules.solvers.blocks import Block, Dense, Diagonal, Factors, Kronecker
+from flsuite.aggregators.rules.solvers import Block, Dense, Diagonal, Factors, Kronecker
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree, clone
 from flsuite.data.spec import Batch, Task
-from flsuite.metrics.fisher.columns import Expectation
-from flsuite.metrics.fisher.full import full_fisher
-from flsuite.metrics.fisher.measuring import measuring
+from flsuite.metrics.fisher.estimates import Expectation, full_fisher, measuring
 from flsuite.metrics.fisher.predictive import kfac_factors, predictive_diagonal, require_kfac
 
 Sampled = tuple[Iterable[Batch], Task, Expectation, Generator]

@@ -1,7 +1,6 @@
 """Transforms of a client's change on its way to the server, one per file."""
 
-from flsuite.aggregators.transforms.base import FitView, Payload, Transform
-from flsuite.aggregators.transforms.clip_updates import ClipUpdates
+from flsuite.aggregators.transforms.base import ClipUpdates, FitView, Payload, Transform
 from flsuite.aggregators.transforms.gaussian import GaussianMechanism
 
 __all__ = ["ClipUpdates", "FitView", "GaussianMechanism", "Payload", "Transform"]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from flsuite.aggregators.part import Capability, Server
 from flsuite.aggregators.rules.mean import mixed
-from flsuite.aggregators.transforms.base import FitView, Payload, Transform
-from flsuite.aggregators.transforms.clip_updates import clipped
+from flsuite.aggregators.transforms.base import FitView, Payload, Transform, clipped
 from flsuite.common.arguments import (
     Fraction,
     NonNegativeFloat,

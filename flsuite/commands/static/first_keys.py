@@ -3,11 +3,11 @@
 import ast
 from functools import cache
 
-from flsuite.commands.static.docs import argument_docs
 from flsuite.commands.static.modules import lookup
 from flsuite.commands.static.signatures import (
     Parameter,
     Signature,
+    argument_docs,
     function_parameters,
     own_and_bases,
 )

@@ -1,4 +1,4 @@
-"""The interface of a partition."""
+"""What a partition is, and how counts of samples become clients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 from numpy.random import Generator
 
+from flsuite.common.arguments import Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.data.arguments import PlainArguments
 from flsuite.data.rows import Rows
@@ -126,3 +127,135 @@ def partition_labels(targets: Array) -> Array:
     if targets.ndim == 1:
         return targets.astype(np.int64)
     return np.where(targets.any(axis=1), targets.argmax(axis=1), targets.shape[1]).astype(np.int64)
+
+
+class CountPartition(AssignedPartition, Settings):
+    """A partition that is a table of counts: a number of samples per class and client.
+
+    Attributes:
+        min_samples: Minimum number of samples per client.
+        max_redraws: Maximum redraws if a client has fewer. The last table is then leveled.
+    """
+
+    min_samples: int = 1
+    max_redraws: int = 0
+
+    @abstractmethod
+    def counts(self, sizes: Array, clients: int, rng: Generator) -> Array:
+        """Draw a table, int64 ``(classes, clients)``.
+
+        Args:
+            sizes: Samples of each class, int64 ``(classes,)``. There is a single class if the split
+                does not depend on classes.
+            clients: Number of clients.
+            rng: The only source of randomness.
+        """
+
+    def require_enough(self, samples: int, clients: int) -> None:
+        """Refuse data that cannot give ``min_samples`` to every client.
+
+        Raises:
+            FlsuiteError: If it cannot.
+        """
+        if self.min_samples * clients > samples:
+            raise FlsuiteError(
+                f"{clients} clients cannot have {self.min_samples} each of {samples} training "
+                f"samples; lower {type(self).__name__}.min_samples or data.clients"
+            )
+
+    def client_of(self, labels: Array, clients: int, rng: Generator, ids: Array | None) -> Array:
+        self.require_enough(len(labels), clients)
+        seen = labels if self.needs_labels else np.zeros_like(labels)
+        classes = np.unique(seen, return_inverse=True)[1]
+        sizes = np.bincount(classes)
+        # Bounded, because an almost infeasible request would be redrawn forever.
+        for _ in range(1 + self.max_redraws):
+            counts = self.counts(sizes, clients, rng)
+            if counts.sum(axis=0).min() >= self.min_samples:
+                break
+        return assign_by_counts(classes, _leveled(counts, self.min_samples), rng)
+
+
+def assign_by_counts(classes: Array, counts: Array, rng: Generator) -> Array:
+    """Draw the counted number of samples of each class for each client, without replacement.
+
+    Every class-based partition computes such a table first and assigns samples only here, so no
+    partition can assign a sample twice.
+
+    Args:
+        classes: int64 ``(n,)``, classes numbered from 0 without gaps.
+        counts: int64 ``(classes, clients)``. Samples of a class beyond its row's sum stay unused.
+        rng: Draws the samples of a class for each client.
+
+    Returns:
+        The client of each sample, int64 ``(n,)``. An unused sample has the value ``clients``.
+    """
+    clients = counts.shape[1]
+
+    # Unused samples go to an extra client, whose rows are then dropped.
+    unused = np.bincount(classes, minlength=len(counts)) - counts.sum(axis=1)
+    table = np.column_stack([counts, unused])
+    client_of = np.repeat(np.tile(np.arange(clients + 1), len(counts)), table.ravel())
+
+    # Samples in random order within each class, then the first ones to the first client, and so on.
+    shuffled = rng.permutation(len(classes)).astype(np.int64)
+    by_class = shuffled[np.argsort(classes[shuffled], kind="stable")]
+    owners = np.empty_like(client_of)
+    owners[by_class] = client_of
+    return owners
+
+
+def apportion(shares: Array, sizes: Array, rng: Generator) -> Array:
+    """Turn shares into whole counts, int64 ``(classes, clients)``.
+
+    Row k sums to ``sizes[k]``.
+
+    Each row is cut at its rounded cumulative shares. The rounding depends on the position, which
+    would favor the same clients in every class. Each row's counts are therefore shuffled, which
+    preserves the distribution of exchangeable shares.
+
+    Args:
+        shares: float64 ``(classes, clients)``, each row sums to 1.
+        sizes: int64 ``(classes,)``.
+        rng: Shuffles each row.
+    """
+    return rng.permuted(_cut(shares, sizes), axis=1)
+
+
+def apportion_by_client(shares: Array, sizes: Array, rng: Generator) -> Array:
+    """Turn shares into whole counts like :func:`apportion`, but keep each client's own share.
+
+    This is for shares that depend on each other across the classes of a client. Each row is cut in
+    its own random order, so rounding does not favor any client.
+
+    Args:
+        shares: float64 ``(classes, clients)``, each row sums to 1.
+        sizes: int64 ``(classes,)``.
+        rng: Draws the order of each row.
+    """
+    order = rng.permuted(np.tile(np.arange(shares.shape[1]), (len(shares), 1)), axis=1)
+    counts = np.empty(shares.shape, np.int64)
+    np.put_along_axis(counts, order, _cut(np.take_along_axis(shares, order, 1), sizes), 1)
+    return counts
+
+
+def _cut(shares: Array, sizes: Array) -> Array:
+    """Return the counts between each row's rounded cumulative shares."""
+    cuts = np.rint(np.cumsum(shares, axis=1) * sizes[:, None]).astype(np.int64)
+    cuts[:, -1] = sizes
+    return np.diff(cuts, axis=1, prepend=0)
+
+
+def _leveled(counts: Array, min_samples: int) -> Array:
+    """Move samples from the largest clients to those with fewer than ``min_samples``.
+
+    On a tie, the client with the lower number gives or gets the sample.
+    """
+    counts = counts.copy()
+    sizes = counts.sum(axis=0)
+    while sizes[smallest := sizes.argmin()] < min_samples:
+        largest = sizes.argmax()
+        k = counts[:, largest].argmax()
+        counts[k, [largest, smallest]] += (-1, 1)
+        sizes[[largest, smallest]] += (-1, 1)
+    return counts

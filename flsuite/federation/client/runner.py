@@ -41,7 +41,8 @@ from flsuite.federation.client.callbacks import (
     MeanLoss,
     RoundLearningRate,
 )
-from flsuite.federation.client.entries import entries_of
+from flsuite.federation.client.devices import on_one_gpu
+from flsuite.federation.client.entries import Resident, entries_of
 from flsuite.federation.client.faults import carry_out
 from flsuite.federation.client.fits import (
     StackedFit,
@@ -51,8 +52,6 @@ from flsuite.federation.client.fits import (
     loader_of,
 )
 from flsuite.federation.client.loop import NeedsLightningLoopError, supports_local_loop
-from flsuite.federation.client.placement import on_one_gpu
-from flsuite.federation.client.resident import Resident
 from flsuite.federation.client.scorer import Scorer
 from flsuite.federation.client.setup import WorkerSetup
 from flsuite.federation.client.stack import Stack

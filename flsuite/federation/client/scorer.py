@@ -22,7 +22,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.loader import SplitLoader
 from flsuite.data.map_style import StoredSplit
 from flsuite.data.spec import DataSplit
-from flsuite.federation.client.resident import Resident
+from flsuite.federation.client.entries import Resident
 from flsuite.federation.client.trainer import quiet_lightning
 from flsuite.metrics.scores import class_accuracy, scores
 from flsuite.models.classifier import class_probabilities, classification_loss

@@ -20,8 +20,8 @@ from flsuite.common.messages import FitRequest, TrainedFit
 from flsuite.common.random import seed_process
 from flsuite.common.state import State
 from flsuite.data.federated import FederatedData
-from flsuite.federation.client.allocator import keep_freed_memory
 from flsuite.federation.client.callbacks import KeepOptimizers
+from flsuite.federation.client.devices import keep_freed_memory
 from flsuite.federation.client.fits import StackedFit, Starts, loader_of
 from flsuite.federation.client.setup import WorkerSetup
 from flsuite.federation.client.stack_batches import StackBatches

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from flsuite.aggregators.objectives.held import StatedCallback
+from flsuite.aggregators.objectives.base import StatedCallback
 from flsuite.aggregators.objectives.second_steps import SecondCallback
 from flsuite.common.state import State
 from flsuite.federation.client.callbacks import KeepOptimizers

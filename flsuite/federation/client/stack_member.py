@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from flsuite.aggregators.objectives.held import StatedCallback
+from flsuite.aggregators.objectives.base import StatedCallback
 from flsuite.common.messages import ClientContext
 from flsuite.data.loader import TrainLoader
 from flsuite.federation.client.trainer import ClientTrainer

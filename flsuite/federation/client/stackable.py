@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
+from flsuite.aggregators.objectives.base import StatedCallback
 from flsuite.aggregators.objectives.feature_term import FeatureCallback
-from flsuite.aggregators.objectives.held import StatedCallback
 from flsuite.aggregators.objectives.second_steps import SecondCallback
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.common.errors import FlsuiteError, one_line

@@ -17,8 +17,8 @@ from flsuite.common.messages import (
     OwnScores,
     ScoreRequest,
 )
+from flsuite.federation.client.devices import require_one_gpu
 from flsuite.federation.client.jobs import JobRunner
-from flsuite.federation.client.placement import require_one_gpu
 from flsuite.federation.client.setup import WorkerSetup
 
 

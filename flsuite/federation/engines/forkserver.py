@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_WORKER = "flsuite.federation.engines.worker"
+_WORKER = "flsuite.federation.engines.wire"
 _GPUS = ("nvidiactl", "kfd", "dxg")  # in /dev: NVIDIA, AMD, and both under WSL
 
 # Held while a thread patches Python, so that another one does not restore the patch. The wait for

@@ -19,8 +19,15 @@ from flsuite.federation.engines.forkserver import (
     without_main,
 )
 from flsuite.federation.engines.pool import Backlog, Job, Pool, cores, without_broadcast
-from flsuite.federation.engines.wire import dump_shared, dump_without_data, receive, send
-from flsuite.federation.engines.worker import Fatal, Ready, serve
+from flsuite.federation.engines.wire import (
+    Fatal,
+    Ready,
+    dump_shared,
+    dump_without_data,
+    receive,
+    send,
+    serve,
+)
 
 _AHEAD = 4  # uncollected outcomes per worker: bounds memory, hides uneven clients
 _SETUP = 600.0  # maximum seconds of a worker's setup, which takes a few

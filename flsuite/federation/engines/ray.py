@@ -25,8 +25,7 @@ from flsuite.federation.engines.ray_cluster import (
     refuse_hidden_gpus,
 )
 from flsuite.federation.engines.ray_worker import SMALL, RayWorker, pack, unpack
-from flsuite.federation.engines.wire import dump_without_data
-from flsuite.federation.engines.worker import Fatal
+from flsuite.federation.engines.wire import Fatal, dump_without_data
 
 log = logging.getLogger("flsuite")
 

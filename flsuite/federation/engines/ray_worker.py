@@ -20,8 +20,7 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import Broadcast, FitRequest, ScoreRequest
 from flsuite.common.state import nbytes
 from flsuite.federation.client.jobs import JobRunner
-from flsuite.federation.engines.wire import CANNOT_PICKLE, dumps
-from flsuite.federation.engines.worker import Fatal, sendable
+from flsuite.federation.engines.wire import CANNOT_PICKLE, Fatal, dumps, sendable
 
 SMALL = 2**18
 """Bytes of a model up to which it is sent as a whole."""

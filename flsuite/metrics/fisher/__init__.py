@@ -2,14 +2,12 @@
 
 ``J_nc`` is the gradient of scalar c of sample n with respect to the parameters. The empirical
 Fisher has one scalar per sample, the log-likelihood of its label. The true Fisher of the model's
-prediction has one scalar per output, see :mod:`~flsuite.metrics.fisher.columns`, and needs no
+prediction has one scalar per output, see :mod:`~flsuite.metrics.fisher.estimates`, and needs no
 labels.
 """
 
-from flsuite.metrics.fisher.columns import Expectation
 from flsuite.metrics.fisher.empirical import Estimator, fisher_diagonal
-from flsuite.metrics.fisher.full import full_fisher
-from flsuite.metrics.fisher.measuring import measuring
+from flsuite.metrics.fisher.estimates import Expectation, full_fisher, measuring
 from flsuite.metrics.fisher.predictive import kfac_factors, predictive_diagonal, require_kfac
 from flsuite.metrics.fisher.products import gram_matrices
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State
+from flsuite.metrics.fisher.estimates import Batch
 from flsuite.metrics.fisher.layers import LayerPass, ProductLayers
-from flsuite.metrics.fisher.per_sample import Batch
 from flsuite.metrics.fisher.products import Diagonal, summed_squares
 
 Estimator = Literal["exact", "batch"]

@@ -1,7 +1,7 @@
 """The true Fisher of a model's prediction: its diagonal, and its Kronecker factors.
 
 Neither needs labels. The model runs in its current state: the caller sets its modes, autocast and
-the random generators, see :func:`~flsuite.metrics.fisher.measuring.measuring`.
+the random generators, see :func:`~flsuite.metrics.fisher.estimates.measuring`.
 """
 
 import math
@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import Layer, State
 from flsuite.data.spec import Task
-from flsuite.metrics.fisher.columns import Expectation, Logits, columns
+from flsuite.metrics.fisher.estimates import Batch, Expectation, Logits, columns, fast_formats
 from flsuite.metrics.fisher.layers import LayerPass, ProductLayers, recorded
-from flsuite.metrics.fisher.measuring import fast_formats
-from flsuite.metrics.fisher.per_sample import Batch
 from flsuite.metrics.fisher.products import (
     Diagonal,
     Total,

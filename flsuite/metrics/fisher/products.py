@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from flsuite.common.state import Layer, State
-from flsuite.metrics.fisher.columns import Logits
+from flsuite.metrics.fisher.estimates import Batch, Logits, sample_squares
 from flsuite.metrics.fisher.layers import LayerPass, recorded, unfolded
-from flsuite.metrics.fisher.per_sample import Batch, sample_squares
 from flsuite.models.layers import uncovered
 
 
@@ -51,7 +50,7 @@ def summed_squares(
     Args:
         passes: The batch's passes through the layers that qualify. They come first.
         parameters: The parameters to compute sums for.
-        outputs: See :func:`~flsuite.metrics.fisher.per_sample.sample_squares`.
+        outputs: See :func:`~flsuite.metrics.fisher.estimates.sample_squares`.
         batch: Tensors with one row per sample.
         columns: Gradients at the outputs, ``(columns, n, ...)``.
     """

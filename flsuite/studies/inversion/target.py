@@ -1,19 +1,164 @@
-"""The model that an attacker inverts, and the distance of images to a client's K-FAC factors."""
+"""The target of an inversion, and what the attacker knows."""
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from flsuite.common.state import Layer, State, load_
+from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.rules.base import LinearRule, Rule
+from flsuite.analysis.runs import read_partition
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.random import torch_generator
+from flsuite.common.state import Layer, State, StateLayout, cast, load_, mean_of
+from flsuite.data.federated import FederatedData
 from flsuite.data.images import Scaling
+from flsuite.data.loader import TrainLoader
+from flsuite.metrics.fisher.estimates import measuring
 from flsuite.metrics.fisher.layers import recorded, unfolded
+from flsuite.metrics.fisher.predictive import kfac_factors
 from flsuite.metrics.fisher.products import at_positions
 from flsuite.models.layers import read_layers
-from flsuite.studies.inversion.knowledge import Factors, require_logits
+from flsuite.models.protocols import LogitModel
+from flsuite.runs.reuse import UPDATES, UpdateStore
+
+Knowledge = Literal["client", "mean", "factors"]
+"""``client`` is the client's model, ``mean`` the mean of all clients' models, and ``factors`` the
+mean and the client's K-FAC factors."""
+
+Factors = Mapping[str, State]
+"""K-FAC factors ``a`` and ``g`` by layer."""
+
+
+def known_to_server(aggregator: Aggregator | Rule, secure_sum: bool) -> tuple[Knowledge, ...]:
+    """Return the server's knowledge for attacking a client.
+
+    Args:
+        aggregator: The algorithm, or its rule. Its updates determine the knowledge.
+        secure_sum: Whether the server learns only sums over clients, plus the extras that the
+            algorithm sends in the clear.
+
+    Raises:
+        FlsuiteError: If the algorithm cannot work with sums.
+    """
+    rule = aggregator.rule if isinstance(aggregator, Aggregator) else aggregator
+    if secure_sum and not isinstance(rule, LinearRule):
+        raise FlsuiteError(
+            f"{type(rule).__name__} needs every client's own update, so it does not work "
+            "with secure sums"
+        )
+    # K-FAC factors are the only statistic that is never summed.
+    statistics = rule.statistics(StateLayout((), 0), {})
+    sends_factors = any(not statistic.is_sum for statistic in statistics.values())
+    return (*(() if secure_sum else ("client",)), "mean", *(("factors",) if sends_factors else ()))
+
+
+def kept_models(run_dir: str | Path, round: int = 1) -> dict[int, State]:
+    """Return the clients' trained models of a round, by client.
+
+    Raises:
+        FlsuiteError: If the run did not keep them.
+    """
+    folder = Path(run_dir) / UPDATES
+    named = (re.fullmatch(r"client-(\d+)", p.stem) for p in folder.glob(f"round-{round:04d}/*.pt"))
+    clients = sorted(int(match[1]) for match in named if match)
+    if not clients:
+        raise FlsuiteError(
+            f"{run_dir} has no clients' models of round {round}; fit it with "
+            "--trainer.keep_updates true"
+        )
+    fits = {client: UpdateStore(folder).read(round, client) for client in clients}
+    return {client: fit.state for client, fit in fits.items() if fit is not None}
+
+
+def mean_model(run_dir: str | Path, round: int = 1) -> State:
+    """Return the mean of the clients' models by samples, FedAvg's model.
+
+    Raises:
+        FlsuiteError: If the run did not keep them.
+    """
+    models = kept_models(run_dir, round)
+    table = read_partition(run_dir)
+    samples = table[table["split"] == "train"].groupby("client")["samples"].sum()
+
+    mean = mean_of((state, float(samples[client])) for client, state in models.items())
+    return cast(mean, next(iter(models.values())))
+
+
+def sent_factors(
+    model: nn.Module, data: FederatedData, client: int, seed: int, samples: int | None = 2000
+) -> Factors:
+    """Return the K-FAC factors that a client of FedFisher sends in round 1.
+
+    Args:
+        model: A model with the client's trained weights.
+        data: The data of all clients.
+        client: The client's number.
+        seed: The run's seed, which selects the samples.
+        samples: ``samples`` of FedFisher, the maximum number of samples for the factors.
+
+    Raises:
+        FlsuiteError: If the model has no logits, or layers that K-FAC does not cover.
+    """
+    require_logits(model)
+    layers, _ = read_layers(model, model.state_dict())
+    batches = TrainLoader(data, client, seed, round=1).plain_batches(samples)
+    with measuring(model):
+        return kfac_factors(model, layers, batches, data.spec.task)
+
+
+def require_logits(model: nn.Module) -> None:
+    """Refuse a model without a method ``logits``.
+
+    Raises:
+        FlsuiteError: If it has no such method.
+    """
+    if not isinstance(model, LogitModel):
+        raise FlsuiteError(
+            f"the inversion attack needs the logits of the model, but {type(model).__name__} has "
+            "none: add a method logits(x) -> (n, outputs)"
+        )
+
+
+def public_images(
+    data: FederatedData, owner: int, label: int, samples: int, seed: int = 0
+) -> Tensor:
+    """Return images of the other clients, excluding the owner's class.
+
+    The server has these images and trains its generator on them.
+
+    Args:
+        data: The data of all clients.
+        owner: The client under attack.
+        label: Its class, of which the server has no image.
+        samples: Number of images.
+        seed: Seed of the selection.
+
+    Returns:
+        Images within [0, 1], ``(samples, channels, height, width)``.
+
+    Raises:
+        FlsuiteError: If the data are not images, or the other clients have too few.
+    """
+    if data.train.x.dtype != torch.uint8 or data.train.y.ndim != 1:
+        raise FlsuiteError("the inversion attack needs images with one class each")
+    rows = torch.cat([data.train_rows(c) for c in range(data.clients) if c != owner])
+    rows = rows[data.train.y[rows] != label]
+    if not 1 <= samples <= len(rows):
+        raise FlsuiteError(
+            f"public_images: samples must be within 1 and {len(rows)}, the images of the other "
+            f"clients without class {label}, got {samples}"
+        )
+
+    draws = torch_generator(seed, "inversion/public")
+    chosen = rows[torch.randperm(len(rows), generator=draws)[:samples]]
+    return data.train.x[chosen].permute(0, 3, 1, 2).float() / 255
+
 
 _TINY = torch.finfo(torch.float32).tiny
 

@@ -27,8 +27,7 @@ from flsuite.aggregators import (
     Transform,
     with_attack,
 )
-from flsuite.aggregators.attacks.alie import largest_hidden
-from flsuite.aggregators.attacks.collusion import collude
+from flsuite.aggregators.attacks.updates import collude, largest_hidden
 from flsuite.aggregators.part import refuse_conflicts
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.common.errors import FlsuiteError

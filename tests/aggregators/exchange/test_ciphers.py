@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flsuite.aggregators import PairwiseMasks
-from flsuite.aggregators.exchange.ciphers import (
+from flsuite.aggregators.exchange.sharing import (
     SEAL_BYTES,
     add_keystream,
     agree,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from flsuite.aggregators.exchange.fixed_point import (
+from flsuite.aggregators.exchange.sharing import (
     bits_per_number,
     decode_sum,
     encode_values,

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators import PairwiseMasks, SumReport
-from flsuite.aggregators.exchange.ciphers import add_keystream, agree
-from flsuite.aggregators.exchange.fixed_point import decode_sum, encode_values, step
 from flsuite.aggregators.exchange.pairwise import PairwiseParties
 from flsuite.aggregators.exchange.pairwise_client import (
     MaskedVector,
@@ -27,7 +25,15 @@ from flsuite.aggregators.exchange.pairwise_client import (
     point_of,
 )
 from flsuite.aggregators.exchange.pairwise_server import PairwiseServer
-from flsuite.aggregators.exchange.shamir import combine, weights_at_zero
+from flsuite.aggregators.exchange.sharing import (
+    add_keystream,
+    agree,
+    combine,
+    decode_sum,
+    encode_values,
+    step,
+    weights_at_zero,
+)
 from flsuite.common.errors import FederationError, FlsuiteError
 
 State = dict[str, Tensor]

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 from sympy import nextprime
 
-from flsuite.aggregators.exchange.shamir import (
+from flsuite.aggregators.exchange.sharing import (
     PRIME,
     SECRET_BYTES,
     SHARE_BYTES,

@@ -9,7 +9,7 @@ import pytest
 
 CODE = """
 import resource, sys, torch
-from flsuite.federation.client.allocator import keep_freed_memory
+from flsuite.federation.client.devices import keep_freed_memory
 
 if sys.argv[1] == "keep":
     keep_freed_memory()

@@ -11,7 +11,7 @@ from flsuite import FederatedTrainer
 from flsuite.aggregators import FedAvg
 from flsuite.common.errors import FlsuiteError
 from flsuite.federation import InProcess
-from flsuite.federation.client.placement import gpus, on_one_gpu, require_one_gpu
+from flsuite.federation.client.devices import gpus, on_one_gpu, require_one_gpu
 from flsuite.federation.client.runner import ClientRunner
 from flsuite.federation.client.setup import WorkerSetup
 from tests.conftest import classifier

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-import flsuite.federation.engines.worker as worker_module
+import flsuite.federation.engines.wire as worker_module
 from flsuite.federation.engines.wire import dumps
 
 

@@ -24,7 +24,7 @@ from flsuite.federation import (
     Synchronous,
 )
 from flsuite.federation.schedules.base import Declarations
-from flsuite.runs.rehearsal import rehearse
+from flsuite.runs.rounds import rehearse
 from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
 
 IN_PROCESS = {"raises": 0.05, "nan": 0.05, "shapes": 0.05, "late": 0.05, "twice": 0.05}

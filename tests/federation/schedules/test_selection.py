@@ -25,7 +25,7 @@ from flsuite.federation import (
 )
 from flsuite.federation.schedules.base import Measured
 from flsuite.federation.schedules.launcher import Launcher
-from flsuite.runs.rehearsal import rehearse
+from flsuite.runs.rounds import rehearse
 from tests.aggregators.federations import (
     Quadratic,
     Quadratics,

@@ -10,8 +10,8 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from flsuite.analysis.axes import AXES
 from flsuite.analysis.curves import GAMMA
+from flsuite.analysis.panels import AXES
 from flsuite.analysis.publish.page.data import PageData
 from flsuite.analysis.publish.page.parts import (
     COLORS,

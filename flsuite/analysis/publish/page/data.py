@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from flsuite.analysis.axes import AXES
 from flsuite.analysis.clients import client_gains, final_scores
 from flsuite.analysis.comparison import compare
 from flsuite.analysis.curves import gamma_parts, seed_curves
+from flsuite.analysis.panels import AXES
 from flsuite.analysis.partition import class_counts
 from flsuite.analysis.results import client_numbers, only
 from flsuite.analysis.runs import read_partition

@@ -15,7 +15,7 @@ import flsuite.analysis.publish.page.tables as tables
 from flsuite.analysis.comparison import compare, comparison_note, default_score
 from flsuite.analysis.groups import Group
 from flsuite.analysis.publish.page.data import gather
-from flsuite.analysis.publish.page.headline import headline
+from flsuite.analysis.publish.page.parts import headline
 from flsuite.analysis.report import require_score
 from flsuite.analysis.results import results_of, short_path
 from flsuite.analysis.target import own_targets

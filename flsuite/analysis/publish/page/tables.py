@@ -7,10 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from flsuite.analysis.axes import AXES
 from flsuite.analysis.comparison import PAIR_HEADINGS, pair_cells
-from flsuite.analysis.groups import Group
-from flsuite.analysis.labels import differing, setting_text
+from flsuite.analysis.groups import Group, differing, setting_text
+from flsuite.analysis.panels import AXES
 from flsuite.analysis.report import averaged_scores, group_row, score_cell
 from flsuite.analysis.target import amount_cell, target_table
 from flsuite.common.score_names import lower_is_better

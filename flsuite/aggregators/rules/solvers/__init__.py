@@ -1,1 +1,0 @@
-"""Minimizers of the sum of the clients' quadratics around their models."""

@@ -1,0 +1,151 @@
+"""Callbacks that stop a run."""
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from flsuite.callbacks.base import Affects, FederationCallback, require_validation
+from flsuite.common.arguments import NonNegativeFloat, PositiveInt, Range, Settings
+from flsuite.common.messages import Scores
+from flsuite.common.score_names import lower_is_better, require_score, score_name
+from flsuite.federation.server.evaluation import GLOBAL
+from flsuite.runs.run import Run
+
+log = logging.getLogger("flsuite")
+
+
+@dataclass(eq=False)
+class StopAt(FederationCallback, Settings):
+    """Stops when a score on validation data reaches a value.
+
+    ``trainer.max_virtual_seconds`` and ``trainer.max_client_updates`` limit a run that never
+    reaches it. A stopped run can be extended: resume it with another value or without the callback.
+
+    Args:
+        metric: ``accuracy``, ``f1_macro``, ``balanced_accuracy``, ``auroc`` or ``loss`` of the
+            global model.
+        value: The target. A loss must fall to it, and every other score must rise to it.
+
+    Attributes:
+        reached: The score that reached the target.
+        round: The round of that score.
+    """
+
+    affects: ClassVar[Affects] = "rounds"
+
+    metric: str = "accuracy"
+    value: Annotated[float, Range("a finite number", math.isfinite)] = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_score("StopAt", metric=self.metric)
+        self.reached: float | None = None
+        self.round: int | None = None
+
+    @property
+    def state_key(self) -> str:
+        """Return a key that does not depend on the target."""
+        return self._generate_state_key(metric=self.metric)
+
+    def on_federation_start(self, run: Run) -> None:
+        require_validation(run, "StopAt")
+        if run.round == 0:
+            self.reached = self.round = None
+        # A resumed run that had stopped stops again, unless its target is now harder.
+        elif self.is_reached(self.reached):
+            run.stop()
+
+    def on_evaluation_end(self, run: Run, round: int, split: str, scores: Scores) -> None:
+        score = scores[GLOBAL].get(score_name(self.metric))
+        if split != "val" or not self.is_reached(score):
+            return
+        self.reached, self.round = score, round
+        log.info(
+            "validation %s %.4f has reached the target %g: stopping after round %d, at virtual "
+            "second %.1f and client update %d",
+            self.metric,
+            score,
+            self.value,
+            round,
+            run.federation.clock.seconds,
+            run.federation.clock.client_updates,
+        )
+        run.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reached": self.reached, "round": self.round}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.reached, self.round = state_dict["reached"], state_dict.get("round")
+
+    def is_reached(self, score: float | None) -> bool:
+        """Return whether a score on validation data is at or beyond the target."""
+        if score is None or math.isnan(score):
+            return False
+        return score <= self.value if lower_is_better(self.metric) else score >= self.value
+
+
+@dataclass(eq=False)
+class RoundEarlyStopping(FederationCallback, Settings):
+    """Stops when a score on validation data has not improved for a number of evaluations.
+
+    A stopped run can be extended: resume it with more patience, or without the callback.
+
+    Args:
+        monitor: ``accuracy``, ``f1_macro``, ``balanced_accuracy``, ``auroc`` or ``loss`` of the
+            global model, or a number that the model logs itself.
+        patience: Evaluations without improvement before the run stops.
+        min_delta: The smallest change that counts as an improvement.
+    """
+
+    affects: ClassVar[Affects] = "rounds"
+
+    monitor: str = "accuracy"
+    patience: PositiveInt = 10
+    min_delta: NonNegativeFloat = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_score("RoundEarlyStopping", monitor=self.monitor)
+        self.best: float | None = None
+        self.waited = 0
+
+    @property
+    def state_key(self) -> str:
+        """Return a key that distinguishes two of these callbacks and ignores the patience."""
+        return self._generate_state_key(monitor=self.monitor)
+
+    def on_federation_start(self, run: Run) -> None:
+        require_validation(run, "RoundEarlyStopping")
+        if run.round == 0:
+            self.best, self.waited = None, 0
+        # A resumed run that had stopped stops again, unless its patience has grown.
+        elif self.waited >= self.patience:
+            run.stop()
+
+    def on_evaluation_end(self, run: Run, round: int, split: str, scores: Scores) -> None:
+        if split != "val":
+            return
+        # The sign makes larger values better, also for a loss.
+        sign = -1 if lower_is_better(self.monitor) else 1
+        value = scores[GLOBAL].get(score_name(self.monitor), math.nan) * sign
+        if not math.isnan(value) and (self.best is None or value > self.best + self.min_delta):
+            self.best, self.waited = value, 0
+            return
+
+        self.waited += 1
+        if self.waited >= self.patience:
+            log.info(
+                "validation %s has not improved for %d evaluations: stopping after round %d",
+                self.monitor,
+                self.waited,
+                round,
+            )
+            run.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best, self.waited = state_dict["best"], state_dict["waited"]
