@@ -249,7 +249,6 @@ class FederatedTrainer(ScoringTrainer):
         data, weights = make_ready(model, datamodule, self, options, is_restored, self.attack)
         self.loggers = moved_into(folder.path if self._logs_into_run else None, self.loggers)
 
-        self.schedule.absent = self.without
         evaluator = make_evaluator(model, data, self, self.client_kwargs, seed, self.attack)
         bound = aggregator.bound(model)
         bound.objective.check(model)
@@ -260,6 +259,7 @@ class FederatedTrainer(ScoringTrainer):
             folder,
             options,
             self.secure_sum,
+            self.without,
         )
         monitor = evaluator.monitored(options.monitor, bool(federation.entries.personal))
         options = replace(options, monitor=monitor)
@@ -269,9 +269,18 @@ class FederatedTrainer(ScoringTrainer):
         if self.keep_updates or self.from_updates:
             reuse = Reuse(federation, folder, self.keep_updates, self.from_updates, self.attack)
         self.run = Run(
-            federation, evaluator, folder, options, settings, config, hooks, self.loggers, reuse
+            federation,
+            evaluator,
+            folder,
+            options,
+            settings,
+            config,
+            hooks,
+            self.loggers,
+            reuse,
+            self.keep_rounds,
+            self.fork,
         )
-        self.run.store.keep_rounds, self.run.store.parent = self.keep_rounds, self.fork
         self.strategy.connect(model)
         self.datamodule, self._scores = datamodule, {}
         return self.run

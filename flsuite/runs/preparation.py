@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,7 @@ def make_federation(
     folder: RunFolder,
     options: RunOptions,
     secure_sum: SecureAggregation | None,
+    absent: Collection[int],
 ) -> Federation:
     """Return the federation of a run before its first round.
 
@@ -154,14 +155,14 @@ def make_federation(
         folder: Stores the clients' memories and older versions.
         options: The options of the run.
         secure_sum: The protocol that masks the clients' contributions, if any.
+        absent: Clients that never train.
 
     Raises:
         FlsuiteError: If the parts of the algorithm do not fit the model or each other.
     """
     model, data, path = evaluator.model, evaluator.data, folder.path
     entries = entries_of(model, aggregator, options.batchnorm)
-    fit = ServerFit(evaluator, options.batchnorm, options.lr_decay)
-    federation = Federation(
+    return Federation(
         model,
         data,
         aggregator,
@@ -171,12 +172,12 @@ def make_federation(
         options.seed,
         VersionStore(path / "in_flight" if path else None),
         fit_samples(evaluator.trainer_kwargs, data.batch_size, extra_epochs(model)),
-        make_tools(evaluator, entries.private, options.budget.rounds, fit),
+        make_tools(evaluator, entries.private, options.budget.rounds),
         secure_sum,
+        ServerFit(evaluator, options.batchnorm, options.lr_decay).train,
         options.max_share,
+        absent,
     )
-    fit.federation = federation
-    return federation
 
 
 def compressed(chosen: Aggregator | Rule, compression: Transform | None) -> Aggregator:

@@ -16,6 +16,7 @@ from flsuite.federation.schedules.base import Fit
 from flsuite.federation.server.evaluation import GLOBAL, Evaluator, adapted_scores
 from flsuite.federation.server.federation import Federation
 from flsuite.runs.folder import RunFolder
+from flsuite.runs.fork import Fork
 from flsuite.runs.hooks import Hooks
 from flsuite.runs.options import RunOptions
 from flsuite.runs.reuse import Reuse
@@ -47,6 +48,8 @@ class Run:
         callbacks: The callbacks of the run.
         loggers: Lightning loggers.
         reuse: Stores the clients' trained models or reads another run's, if requested.
+        keep_rounds: Rounds between two checkpoints that stay. ``None`` keeps none of them.
+        parent: The moment of another run that this one begins at, if any.
 
     Attributes:
         summary: The scores of the last round and of the picked round, and their cost.
@@ -67,6 +70,8 @@ class Run:
         callbacks: Hooks,
         loggers: Sequence[Logger],
         reuse: Reuse | None,
+        keep_rounds: int | None,
+        parent: Fork | None,
     ) -> None:
         self.federation = federation
         self.evaluator = evaluator
@@ -80,7 +85,9 @@ class Run:
 
         self.summary = RunSummary(options.monitor or "accuracy")
         self.status: Status = "running"
-        self.store = RunStore(federation, folder, self.settings, callbacks, self.summary)
+        self.store = RunStore(
+            federation, folder, self.settings, callbacks, self.summary, keep_rounds, parent
+        )
         self.engine: Engine | None = None
         self.pictures: dict[str, Figure] = {}
         self._is_stopping = False

@@ -67,8 +67,6 @@ class RunStore:
         settings: All settings that determine the result. A resume fills in missing file digests.
         callbacks: The callbacks of the run.
         summary: The scores so far.
-
-    Attributes:
         keep_rounds: Rounds between two checkpoints that stay. ``None`` keeps none of them.
         parent: The moment of another run that this one begins at, if any.
     """
@@ -80,14 +78,16 @@ class RunStore:
         settings: dict[str, Any],
         callbacks: Hooks,
         summary: RunSummary,
+        keep_rounds: int | None,
+        parent: Fork | None,
     ) -> None:
         self.federation = federation
         self.folder = folder
         self.settings = settings
         self.callbacks = callbacks
         self.summary = summary
-        self.keep_rounds: int | None = None
-        self.parent: Fork | None = None
+        self.keep_rounds = keep_rounds
+        self.parent = parent
         # What the checkpoints that stay need: memories of clients, and versions in flight.
         self._held: dict[str, tuple[dict[int, int], set[int]]] = {}
         self._tensors = KeptTensors()

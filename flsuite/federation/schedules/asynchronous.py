@@ -3,7 +3,7 @@
 import copy
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,7 +73,14 @@ class Asynchronous(Schedule, Settings):
                 "others have come back; lower buffer_size, raise concurrency, or set buffer_timeout"
             )
 
-    def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
+    def configure(
+        self,
+        sizes: Sequence[int],
+        seed: int,
+        work: MakeWork | None = None,
+        absent: Collection[int] = (),
+    ) -> None:
+        self._absent = absent
         if self.concurrency > len(sizes):
             raise FlsuiteError(
                 f"Asynchronous: concurrency {self.concurrency} is above the number of clients, "
@@ -110,7 +117,7 @@ class Asynchronous(Schedule, Settings):
         busy = {fit.client for fit in self._flights.all}
         free = self.concurrency - len(busy)
         if not self.declarations.is_virtual:  # the time of an absent client is unknown
-            busy |= {*self.absent}
+            busy |= {*self._absent}
         clients = self._launcher.draw(free, clock, self._draws, busy)
         self._draws += 1
         fits = [self._launcher.launch(client, clock) for client in clients]
@@ -215,7 +222,7 @@ class Asynchronous(Schedule, Settings):
     def _add(self, fits: Iterable[Fit]) -> None:
         """Add fits to those in flight, and mark the fits of absent clients."""
         for fit in fits:
-            if fit.client in self.absent:
+            if fit.client in self._absent:
                 fit.outcome = "absent"
             self._flights.add(fit)
 

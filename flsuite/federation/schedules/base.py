@@ -229,21 +229,26 @@ class Schedule(ABC):
     Attributes:
         declarations: Properties that other parts of a run depend on. Complete after
             :meth:`configure`.
-        absent: Clients that are drawn like all others but never train, so that all others train
-            when and as they would with them. Set before :meth:`configure`.
     """
 
     declarations: Declarations
-    absent: Collection[int] = frozenset()
 
     @abstractmethod
-    def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
+    def configure(
+        self,
+        sizes: Sequence[int],
+        seed: int,
+        work: MakeWork | None = None,
+        absent: Collection[int] = (),
+    ) -> None:
         """Prepare for a run. Called once before the first round.
 
         Args:
             sizes: Training samples of each client.
             seed: The run's seed.
             work: Returns the work of a fit. Default: one pass over the samples, and no bytes.
+            absent: Clients that are drawn like all others but never train, so that all others train
+                when and as they would with them.
 
         Raises:
             FlsuiteError: If these clients cannot satisfy the settings.

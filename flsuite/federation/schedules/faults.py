@@ -1,6 +1,6 @@
 """Fault injection: clients that fail in every way that a federation must survive."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
@@ -78,9 +78,14 @@ class Faults(Schedule, Settings):
                 f"Faults: the sum of the probabilities must be in [0, 1), got {total}"
             )
 
-    def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
-        self.schedule.absent = self.absent
-        self.schedule.configure(sizes, seed, work)
+    def configure(
+        self,
+        sizes: Sequence[int],
+        seed: int,
+        work: MakeWork | None = None,
+        absent: Collection[int] = (),
+    ) -> None:
+        self.schedule.configure(sizes, seed, work, absent)
         self.declarations = self._declarations()
         self._seed = seed
         self._mishandled: dict[int, Fit] = {}  # fits in flight whose messages come late or twice

@@ -1,7 +1,7 @@
 """Synchronous schedule: draw a cohort, train all of it, and wait for the last client."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -84,13 +84,19 @@ class Synchronous(Schedule, Settings):
                 "machine; set schedule.speeds, for example to Stragglers"
             )
 
-    def configure(self, sizes: Sequence[int], seed: int, work: MakeWork | None = None) -> None:
+    def configure(
+        self,
+        sizes: Sequence[int],
+        seed: int,
+        work: MakeWork | None = None,
+        absent: Collection[int] = (),
+    ) -> None:
         clients = len(sizes)
         # Rounded half up. round() would round 0.5 and 2.5 to an even number.
         share_as_number = int(self.participation * clients + 0.5)
         is_share = isinstance(self.participation, float)
         self._number = share_as_number if is_share else int(self.participation)
-        self._clients, self._seed = clients, seed
+        self._clients, self._seed, self._absent = clients, seed, absent
         declared, may_be_empty = self.declarations, self.declarations.may_be_empty
         # Under Poisson sampling, the expected cohort size need not be an integer.
         is_mean = is_share and may_be_empty
@@ -152,7 +158,7 @@ class Synchronous(Schedule, Settings):
         number = self._draw_size(clock) if declarations.may_be_empty else declarations.cohort
         clients = self._choose(number, clock)
         launched = [self._launcher.launch(client, clock) for client in clients]
-        self._cohort = [fit for fit in launched if fit.client not in self.absent]
+        self._cohort = [fit for fit in launched if fit.client not in self._absent]
         self._was_absent = bool(launched) and not self._cohort
         return self._arriving(clock.seconds)
 

@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -34,6 +34,9 @@ from flsuite.federation.server.arrivals import Arrivals, RoundLog
 from flsuite.federation.server.devices import Devices
 from flsuite.federation.server.stores import ClientStore, CopyCallbacks, VersionStore
 
+TrainOnServer = Callable[["Federation", State, int], State]
+"""Returns the shared state after a fit on the server's own samples, in a round."""
+
 
 class Federation:
     """The global model, the memories of server and clients, and the rules that update them.
@@ -50,8 +53,10 @@ class Federation:
         fit_samples: Returns the samples that a fit processes, given the client's sample count.
         tools: The tools that the server offers to the aggregator.
         secure_sum: The secure aggregation protocol, if any.
+        train: Trains the shared state on the server's own samples, in a round.
         max_share: Largest share of all training samples that a client may claim. Default: that of
             the largest client.
+        absent: Clients that are drawn like all others but never train.
 
     Attributes:
         clock: Rounds, virtual seconds, client updates and bytes so far.
@@ -76,7 +81,9 @@ class Federation:
         fit_samples: Callable[[int], int],
         tools: ServerTools,
         secure_sum: SecureAggregation | None,
+        train: TrainOnServer,
         max_share: float | None = None,
+        absent: Collection[int] = (),
     ) -> None:
         self.data = data
         self.aggregator = aggregator
@@ -96,11 +103,13 @@ class Federation:
         self.initial = {name: whole[name] for name in untrained}
 
         sizes = data.train.rows.lengths()[: data.clients].tolist()
-        _refuse_absent(schedule.absent, data.clients, aggregator)
+        _refuse_absent(absent, data.clients, aggregator)
+        self._absent = absent
         needs_chain = "a chain of layers" in aggregator.rule.needs
         layout = layout_of(model, self.state, data.spec.shape, sizes, needs_chain)
-        schedule.configure(sizes, seed, self._work)
-        tools = replace(tools, sampling=schedule.declarations.client_sampling)
+        schedule.configure(sizes, seed, self._work, absent)
+        own = None if "train" in tools.missing else partial(train, self)
+        tools = replace(tools, sampling=schedule.declarations.client_sampling, train=own)
         self._server = Server({}, layout, tools)  # its state and round are set on access
         self._refuse_conflicts(secure_sum)
         aggregator.prepare(self.server)
@@ -293,7 +302,7 @@ class Federation:
 
     @cached_property
     def _present(self) -> Sequence[int]:
-        clients, absent = range(self.data.clients), self.schedule.absent
+        clients, absent = range(self.data.clients), self._absent
         return [client for client in clients if client not in absent] if absent else clients
 
     def first_requests(self, callbacks: CopyCallbacks, most: int) -> list[FitRequest]:

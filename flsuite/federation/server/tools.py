@@ -38,10 +38,6 @@ class ServerFit:
         evaluator: Provides the model, the data and the Trainer arguments.
         batchnorm: The treatment of buffers, see ``WorkerSetup`` in ``client/setup.py``.
         lr_decay: How learning rates change from round to round.
-
-    Attributes:
-        federation: The federation of the run, set once it exists. The client half of its algorithm
-            takes part.
     """
 
     def __init__(
@@ -50,17 +46,19 @@ class ServerFit:
         self.evaluator = evaluator
         self.batchnorm = batchnorm
         self.lr_decay = lr_decay
-        self.federation: Federation | None = None
         self._model: LightningModule | None = None
 
-    def train(self, state: State, round: int) -> State:
+    def train(self, federation: Federation, state: State, round: int) -> State:
         """Return the shared state after a fit that starts from ``state``.
+
+        Args:
+            federation: The client half of its algorithm takes part.
+            state: The shared state before the fit.
+            round: The round, counted from 1.
 
         Raises:
             FederationError: If the fit fails.
         """
-        federation = self.federation
-        assert federation is not None
         if self._model is None:
             self._model = copy.deepcopy(self.evaluator.model)
         # The clients' objective, without transforms of the change.
@@ -94,16 +92,13 @@ def _of_one(data: FederatedData) -> FederatedData:
     return replace(data, train=replace(data.server, rows=rows))
 
 
-def make_tools(
-    evaluator: Evaluator, private: Sequence[str], rounds: int | None, fit: ServerFit
-) -> ServerTools:
-    """Return the tools that the server can offer to an aggregator.
+def make_tools(evaluator: Evaluator, private: Sequence[str], rounds: int | None) -> ServerTools:
+    """Return the tools that the server can offer to an aggregator. Its fit is the federation's.
 
     Args:
         evaluator: Provides the resident model and the data.
         private: Patterns of the clients' private entries.
         rounds: Rounds of the run, or ``None`` if another limit ends it.
-        fit: Trains on the server's samples.
     """
     spec, missing = evaluator.data.spec, _missing(evaluator, private)
     able = _Able(evaluator)
@@ -112,7 +107,6 @@ def make_tools(
         score_module=None if "score_module" in missing else able.score_module,
         module=None if "module" in missing else able.module,
         to_inputs=None if "to_inputs" in missing else able.to_inputs,
-        train=None if "train" in missing else fit.train,
         shape=spec.shape,
         outputs=spec.num_classes,
         task=spec.task,
