@@ -12,7 +12,7 @@ from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.common.files import failure_reason, is_locked
 from flsuite.runs.record import may_stop_early, reached_a_limit, read_settings
 
-State = Literal["finished", "interrupted", "running", "failed", "broken"]
+Progress = Literal["finished", "interrupted", "running", "failed", "broken"]
 
 _COLUMNS = ["run", "method", "data", "partition", "seed", "state", "rounds", "of", "score"]
 _COLUMNS += ["last", "picked", "modified", "error"]
@@ -86,7 +86,7 @@ def _measured(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _state(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) -> State:
+def _state(folder: Path, settings: Mapping[str, Any], table: pd.DataFrame) -> Progress:
     if is_locked(folder):
         return "running"
     if len(table) and has_ended(folder, settings, table):

@@ -38,7 +38,7 @@ WEIGHTS = 1e-3  # of the distance between two tensors, relative to their norm
 NUMBERS = 1e-2  # of the difference between two scores, absolute or relative
 
 
-class Fault(NamedTuple):
+class Mismatch(NamedTuple):
     """A difference between a record and its replay.
 
     Attributes:
@@ -61,7 +61,7 @@ class Comparison:
         rows: Number of rows of the tables that were compared.
     """
 
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[Mismatch] = field(default_factory=list)
     largest: float = 0.0
     weights: int = 0
     rows: int = 0
@@ -77,16 +77,16 @@ def compare(run: Path, again: Path, start: int, stop: int) -> Comparison:
         stop: Its last round.
     """
     found, rounds = Comparison(), range(start + 1, stop + 1)
-    found.faults += map(Fault, _other_settings(run, again))
-    found.faults += map(Fault, _changed_tables(run))
+    found.faults += map(Mismatch, _other_settings(run, again))
+    found.faults += map(Mismatch, _changed_tables(run))
     measured = {"wall_s"} | (set() if is_virtual(run) else _TIMES)
     for name in ("metrics.csv", "timeline.csv"):
         _compare_rows(run, again, name, rounds, measured, found)
     for name in ("partition.csv", "tasks.csv", "attackers.json"):
         if _content(run / name) != _content(again / name):
-            found.faults.append(Fault(f"{name} is not what the settings give"))
+            found.faults.append(Mismatch(f"{name} is not what the settings give"))
     if is_finished(run) and (line := _fault_of_model(run)) is not None:
-        found.faults.append(Fault(line))
+        found.faults.append(Mismatch(line))
     ours = kept_rounds(again)
     for path in checkpoints_of(run):
         round = round_of(path)
@@ -139,29 +139,29 @@ def _compare_rows(
     for place, row in theirs.items():
         where = f"{name}, round {place[0]}, {' '.join(place[1:])}"
         if place not in ours:
-            found.faults.append(Fault(f"{where}: the replay has no such row"))
+            found.faults.append(Mismatch(f"{where}: the replay has no such row"))
         elif (fault := _difference(row, ours[place], measured)) is not None:
             found.faults.append(fault._replace(line=f"{where}: {fault.line}"))
     # The last round of a replay is an end, and has scores that the run may lack in that round.
     may_be_more = name == "metrics.csv" and rounds[-1] not in ends(run)
     closed = rounds[:-1] if may_be_more else rounds
     found.faults += [
-        Fault(f"{name}, round {' '.join(place)}: missing in the record")
+        Mismatch(f"{name}, round {' '.join(place)}: missing in the record")
         for place in ours
         if place not in theirs and int(place[0]) in closed
     ]
     found.rows += len(theirs)
 
 
-def _difference(row: Row, other: Row, measured: set[str]) -> Fault | None:
+def _difference(row: Row, other: Row, measured: set[str]) -> Mismatch | None:
     if row.keys() != other.keys():
-        return Fault(f"columns are {', '.join(row)}, in the replay {', '.join(other)}")
+        return Mismatch(f"columns are {', '.join(row)}, in the replay {', '.join(other)}")
     different = [c for c in row if c not in measured and row[c] != other[c]]
     if not different:
         return None
     column = different[0]
     excess = _excess(row["value"], other["value"]) if different == ["value"] else math.inf
-    return Fault(f"{column} is {row[column]}, in the replay {other[column]}", excess)
+    return Mismatch(f"{column} is {row[column]}, in the replay {other[column]}", excess)
 
 
 def _excess(ours: str, theirs: str) -> float:
@@ -185,7 +185,7 @@ def _by_key(
             continue
         place = (row["round"], *(row.get(name) or "" for name in key))
         if place in named:
-            found.faults.append(Fault(f"{path.name}, round {' '.join(place)}: occurs twice"))
+            found.faults.append(Mismatch(f"{path.name}, round {' '.join(place)}: occurs twice"))
         named[place] = row
     return named
 
@@ -212,17 +212,19 @@ def _compare_states(theirs: Path, ours: Path, round: int, found: Comparison) -> 
     a, b = (_state_of(path) for path in (theirs, ours))
     where = f"{theirs.name}, round {round}"
     found.weights += 1
-    found.faults += [Fault(f"{where}: {name} is missing") for name in sorted(a.keys() ^ b.keys())]
+    found.faults += [
+        Mismatch(f"{where}: {name} is missing") for name in sorted(a.keys() ^ b.keys())
+    ]
     for name in sorted(a.keys() & b.keys()):
         if a[name].shape != b[name].shape:
-            found.faults.append(Fault(f"{where}: {name} has another shape"))
+            found.faults.append(Mismatch(f"{where}: {name} has another shape"))
         elif not torch.equal(a[name], b[name]):
             distance = float((a[name].double() - b[name].double()).norm())
             relative = distance / max(float(b[name].double().norm()), 1e-12)
             relative = relative if math.isfinite(relative) else math.inf
             found.largest = max(found.largest, relative)
             line = f"{where}: {name} differs by {relative:.2g} of its norm"
-            found.faults.append(Fault(line, relative / WEIGHTS))
+            found.faults.append(Mismatch(line, relative / WEIGHTS))
 
 
 def _state_of(path: Path) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flsuite.analysis.listing import State, list_runs
+from flsuite.analysis.listing import Progress, list_runs
 from flsuite.analysis.results import short_path
 from flsuite.commands.parsers import parser_of
 from flsuite.common.errors import FlsuiteError
@@ -44,7 +44,7 @@ def ls(args: list[str]) -> None:
     console.print(_table(chosen))
     hidden = len(runs) - len(chosen)
     counts = chosen["state"].value_counts()
-    states = [f"{counts[state]} {state}" for state in get_args(State) if state in counts]
+    states = [f"{counts[state]} {state}" for state in get_args(Progress) if state in counts]
     total = f"{len(chosen)} run{'s' * (len(chosen) != 1)}"
     print(", ".join([total, *states, *([f"{hidden} hidden"] if hidden else [])]))
     for _, run in chosen[chosen["error"] != ""].iterrows():

@@ -27,7 +27,7 @@ from flsuite.runs.record import (
 )
 
 if TYPE_CHECKING:
-    from flsuite.commands.comparison import Comparison, Fault
+    from flsuite.commands.comparison import Comparison, Mismatch
 
 _MOST = 5  # differences of a file that are shown
 _PREFIX = "flsuite-verify-"
@@ -158,7 +158,7 @@ def _starts(run: Path) -> list[int]:
     return starts
 
 
-def _print(faults: "list[Fault]") -> None:
+def _print(faults: "list[Mismatch]") -> None:
     """Print the first differences of each file."""
     for _, group in groupby(faults, key=lambda fault: re.split("[,:]", fault.line)[0]):
         lines = [fault.line for fault in group]

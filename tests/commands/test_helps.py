@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from flsuite.analysis.listing import State
+from flsuite.analysis.listing import Progress
 from flsuite.commands.main import main
 from flsuite.commands.parsers import PARSERS, parser_of
 from flsuite.commands.process import waiting
@@ -115,7 +115,7 @@ def test_the_folder_of_a_run_comes_before_its_options(capsys: Capture) -> None:
 
 def test_the_states_that_are_listed_are_those_of_a_run() -> None:
     (states,) = (a.choices for a in parser_of("ls")._actions if a.dest == "state")
-    assert states == get_args(State)
+    assert states == get_args(Progress)
 
 
 class _Terminal(io.StringIO):

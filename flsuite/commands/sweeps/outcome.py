@@ -14,7 +14,7 @@ DONE = "done.json"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellEnd:
     """Time and scores of a finished cell.
 
     Attributes:
@@ -32,13 +32,13 @@ class Outcome:
     test: float | None
 
 
-def write_outcome(run_dir: Path, outcome: Outcome) -> None:
+def write_outcome(run_dir: Path, outcome: CellEnd) -> None:
     """Mark a cell as done."""
     text = json.dumps(asdict(outcome)) + "\n"
     replace_text(text, run_dir / DONE, flush=True)
 
 
-def read_outcome(run_dir: Path) -> Outcome | None:
+def read_outcome(run_dir: Path) -> CellEnd | None:
     """Return the outcome of a cell, or ``None`` if it is not done.
 
     Raises:
@@ -46,14 +46,14 @@ def read_outcome(run_dir: Path) -> Outcome | None:
     """
     path = run_dir / DONE
     try:
-        return Outcome(**json.loads(path.read_text(encoding="utf-8")))
+        return CellEnd(**json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError) as error:
         raise FlsuiteError(f"{path} is damaged; delete it to run the cell again") from error
 
 
-def measure(run_dir: Path, seconds: float) -> Outcome:
+def measure(run_dir: Path, seconds: float) -> CellEnd:
     """Read the scores of a finished run.
 
     Raises:
@@ -70,11 +70,11 @@ def measure(run_dir: Path, seconds: float) -> Outcome:
     table = of_last_task(read_metrics(run_dir))
     test, validation = curve(table, monitor, "test"), curve(table, monitor, "val").dropna()
     if validation.empty:
-        return Outcome(seconds, monitor, is_lower, None, _finite(test.iloc[-1:]))
+        return CellEnd(seconds, monitor, is_lower, None, _finite(test.iloc[-1:]))
     # argmin returns the first round on a tie.
     picked = validation.index[int((validation if is_lower else -validation).argmin())]
     scores = _finite(validation[[picked]]), _finite(test[test.index == picked])
-    return Outcome(seconds, monitor, is_lower, *scores)
+    return CellEnd(seconds, monitor, is_lower, *scores)
 
 
 def seconds_so_far(run_dir: Path) -> float:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
-from flsuite.commands.sweeps.outcome import Outcome, read_outcome, write_outcome
+from flsuite.commands.sweeps.outcome import CellEnd, read_outcome, write_outcome
 from flsuite.commands.sweeps.plan import Cell, cell
 from flsuite.commands.sweeps.reading import Sweep
 from flsuite.commands.sweeps.tuning import Contest, contests, write_tuning
@@ -46,7 +46,7 @@ class Queue:
         self.sweep = sweep
         self.folder = folder
         self.contests = contests(sweep)
-        self._outcomes: dict[Cell, Outcome] = {}
+        self._outcomes: dict[Cell, CellEnd] = {}
         self._results: dict[Contest, list[Cell]] = {}
         self._failed_before: dict[Cell, int] = {}
         if retries:
@@ -88,7 +88,7 @@ class Queue:
         trials = sum(len(contest.cells) for contest in self.contests)
         return trials + len(self.contests) * len(self.sweep.seeds)
 
-    def outcome(self, cell: Cell) -> Outcome | None:
+    def outcome(self, cell: Cell) -> CellEnd | None:
         """Return the outcome of a cell, or ``None`` if it is not done."""
         if cell not in self._outcomes and (outcome := read_outcome(self.run_dir(cell))):
             self._outcomes[cell] = outcome
@@ -159,7 +159,7 @@ class Queue:
         self._failed_before.pop(cell, None)
         return folder
 
-    def finish(self, cell: Cell, outcome: Outcome) -> None:
+    def finish(self, cell: Cell, outcome: CellEnd) -> None:
         """Mark a claimed cell as done."""
         write_outcome(self.run_dir(cell), outcome)
         if cell.is_trial:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flsuite.commands.sweeps.outcome import Outcome
+from flsuite.commands.sweeps.outcome import CellEnd
 from flsuite.commands.sweeps.plan import Cell, label_of
 from flsuite.commands.sweeps.queue import CellState, Queue
 from flsuite.commands.sweeps.tuning import Contest
@@ -220,7 +220,7 @@ def _cell_text(queue: Queue, cell: Cell) -> str:
     return "done" if outcome.test is None else f"{outcome.test:.4f}"
 
 
-def _outcome_text(outcome: Outcome, cell: Cell) -> str:
+def _outcome_text(outcome: CellEnd, cell: Cell) -> str:
     # Test scores of trials are hidden on purpose.
     split, score = ("val", outcome.val) if cell.is_trial else ("test", outcome.test)
     shown = "" if score is None else f", {split} {outcome.monitor} {score:.4f}"

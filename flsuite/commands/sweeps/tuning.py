@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flsuite.commands.sweeps.outcome import Outcome
+from flsuite.commands.sweeps.outcome import CellEnd
 from flsuite.commands.sweeps.plan import Cell, cell, grid_points, label_of
 from flsuite.commands.sweeps.reading import Overrides, Sweep
 from flsuite.common.errors import FlsuiteError
@@ -25,12 +25,12 @@ COLUMNS = ("method", "grid point", "trial", "values", "score", "chosen")
 
 _MOST_COMBINATIONS = 100_000
 
-OutcomeOf = Callable[[Cell], Outcome | None]
+OutcomeOf = Callable[[Cell], CellEnd | None]
 """Returns the outcome of a cell, or ``None`` if it is not done."""
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class TuningRun:
     """One draw from a method's choices.
 
     Attributes:
@@ -69,14 +69,14 @@ class Contest:
 
     method: str
     point: Overrides
-    trials: tuple[Trial, ...]
+    trials: tuple[TuningRun, ...]
 
     @property
     def cells(self) -> list[Cell]:
         """Return the runs of all trials."""
         return [cell for trial in self.trials for cell in trial.cells]
 
-    def best(self, outcome_of: OutcomeOf) -> Trial | None:
+    def best(self, outcome_of: OutcomeOf) -> TuningRun | None:
         """Return the trial with the best score, the first on a tie, or ``None`` without scores."""
         scored = [trial for trial in self.trials if trial.score(outcome_of) is not None]
         return max(scored, key=lambda trial: trial.worth(outcome_of), default=None)
@@ -139,13 +139,13 @@ def write_tuning(
     replace_text(text.getvalue(), path)
 
 
-def _trials(sweep: Sweep, method: str, point: Overrides) -> list[Trial]:
+def _trials(sweep: Sweep, method: str, point: Overrides) -> list[TuningRun]:
     tuning = sweep.tuning
     if tuning is None or not tuning.choices[method]:
         return []
     drawn = draw(tuning.choices[method], tuning.trials, tuning.seed, method)
     return [
-        Trial(
+        TuningRun(
             number,
             values,
             tuple(cell(sweep, method, values, point, seed, is_trial=True) for seed in tuning.seeds),

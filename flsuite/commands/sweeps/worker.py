@@ -22,7 +22,7 @@ from flsuite.commands.sweeps.plan import Cell, fit_arguments
 from flsuite.commands.sweeps.queue import Queue
 from flsuite.common.errors import FlsuiteError, one_line
 
-Fit = Callable[[list[str]], int]
+FitCommand = Callable[[list[str]], int]
 """Runs ``flsuite fit`` with these arguments, and returns its exit status."""
 
 _LOG = "log.txt"
@@ -31,7 +31,7 @@ _ERROR = "flsuite: error: "
 _INTERRUPTED = 130  # the exit status after Ctrl-C
 
 
-def run_workers(queue: Queue, fit: Fit) -> int:
+def run_workers(queue: Queue, fit: FitCommand) -> int:
     """Run the cells of a queue with the sweep's number of workers, and return an exit status."""
     children = _Children()
     workers = min(queue.sweep.workers, queue.size)
@@ -124,7 +124,7 @@ def _end(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _work(queue: Queue, fit: Fit) -> int:
+def _work(queue: Queue, fit: FitCommand) -> int:
     """Run one cell after another, until this start has no cells left."""
     children = _Children()
     try:
@@ -140,7 +140,7 @@ def _work(queue: Queue, fit: Fit) -> int:
     return 0
 
 
-def _run_cell(queue: Queue, cell: Cell, fit: Fit, children: _Children) -> None:
+def _run_cell(queue: Queue, cell: Cell, fit: FitCommand, children: _Children) -> None:
     """Run a claimed cell and mark it as done or failed, unless this process is stopping."""
     folder = queue.begin(cell)
     arguments = fit_arguments(queue.sweep, cell, queue.folder)
@@ -169,7 +169,7 @@ def _run_cell(queue: Queue, cell: Cell, fit: Fit, children: _Children) -> None:
         queue.finish(cell, outcome)
 
 
-def _fit_in_log(fit: Fit, arguments: list[str], log: Path) -> int:
+def _fit_in_log(fit: FitCommand, arguments: list[str], log: Path) -> int:
     """Run a fit, with its output in a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):

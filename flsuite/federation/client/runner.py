@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from flsuite.aggregators.rules.after_fit import AfterFit
-from flsuite.aggregators.stateless import Stateless
+from flsuite.aggregators.state_check import StateCheck
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.common.errors import FlsuiteError, one_line, with_place
 from flsuite.common.lightning_internals import scaler_of, steps_taken
@@ -75,7 +75,7 @@ class ClientRunner:
             declarations.to_channels_last(self.model)
         self.entries = entries_of(setup.model, setup.uplink.aggregator, setup.batchnorm)
         self._resident = Resident(self.model, self.entries.frozen)
-        self._stateless = Stateless(setup.uplink.aggregator)
+        self._state_check = StateCheck(setup.uplink.aggregator)
         self._use_local_loop = True
         self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None
@@ -185,7 +185,7 @@ class ClientRunner:
         if trained is None:
             trainer.fit(self.model, loader)
             self._resident.check()
-            self._stateless.check("in a fit", "client.memory")
+            self._state_check.check("in a fit", "client.memory")
             steps = steps_taken(trainer) - skips.skipped
             if steps and self.model.automatic_optimization and not loss.steps:
                 raise RuntimeError(

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from flsuite.aggregators.stateless import Stateless
+from flsuite.aggregators.state_check import StateCheck
 from flsuite.common.errors import with_place
 from flsuite.common.lightning_internals import attached
 from flsuite.common.messages import FitRequest, TrainedFit
@@ -70,7 +70,7 @@ class Stack:
         self.starts, self.setup = starts, setup
         self.model = setup.model
         self._modules: list[LightningModule] = []
-        self._stateless = Stateless(setup.uplink.aggregator)
+        self._state_check = StateCheck(setup.uplink.aggregator)
         self._level = logging.WARNING
         keep_freed_memory()
 
@@ -166,7 +166,7 @@ class Stack:
                 ends = steps.run(batches)
                 if trainer_of_all.error is not None:  # the step has caught it
                     raise trainer_of_all.error
-        self._stateless.check("in a fit", "client.memory")
+        self._state_check.check("in a fit", "client.memory")
         seconds = (time.perf_counter() - began) / len(members)
         fits = {}
         for request, member, (state, metrics) in zip(requests, members, ends, strict=True):

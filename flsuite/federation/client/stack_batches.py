@@ -13,7 +13,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
 from flsuite.data.map_style import StoredSplit
 from flsuite.federation.client.stack_member import Member
-from flsuite.federation.client.stacked_loss import Group
+from flsuite.federation.client.stacked_loss import StackGroup
 from flsuite.federation.client.trainer import ClientTrainer
 
 
@@ -40,7 +40,7 @@ class StackBatches:
         self._reads_rows = view.augment is None and not isinstance(view.train, StoredSplit)
         self.fills = False
 
-    def __iter__(self) -> Iterator[list[Group]]:
+    def __iter__(self) -> Iterator[list[StackGroup]]:
         streams = [self._of(member.loader, member.epochs) for member in self.members]
         for step, batches in enumerate(zip_longest(*streams)):
             alike: dict[Any, list[int]] = {}
@@ -67,15 +67,15 @@ class StackBatches:
         start = 1 if self.fills else 0
         return tuple(part.shape[start:] for part in _parts(batch))
 
-    def _group(self, step: int, places: list[int], batches: Sequence[Any]) -> Group:
+    def _group(self, step: int, places: list[int], batches: Sequence[Any]) -> StackGroup:
         own, at = [batches[place] for place in places], self._at(places)
         index = self._index(step, places)
         sizes = [_size(batch) for batch in own]
         if len({*sizes}) == 1:
-            return Group(places, at, self._read(own), index)
+            return StackGroup(places, at, self._read(own), index)
         filled = [_filled(batch, size, max(sizes)) for batch, size in zip(own, sizes, strict=True)]
         count = torch.tensor(sizes, device=self._device)
-        return Group(places, at, self._read(filled), index, count)
+        return StackGroup(places, at, self._read(filled), index, count)
 
     def _of(self, loader: TrainLoader, epochs: int) -> Iterator[Any]:
         """Return a client's batches, or only their rows where they are read at once."""

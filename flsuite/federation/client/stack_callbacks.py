@@ -14,7 +14,7 @@ from flsuite.common.state import State
 from flsuite.federation.client.callbacks import KeepOptimizers
 from flsuite.federation.client.stack_member import Member, callbacks_of
 from flsuite.federation.client.stackable import by_sample, phases
-from flsuite.federation.client.stacked_loss import Group
+from flsuite.federation.client.stacked_loss import StackGroup
 from flsuite.federation.client.stacked_optimizer import gather_states, hand_state, has_state
 from flsuite.federation.client.stacked_second import StackedSecond
 
@@ -84,7 +84,7 @@ class StackCallbacks:
             raise RuntimeError("a callback freezes other parameters for other clients")
 
     def show(
-        self, step: int, groups: Sequence[Group], gradients: State, samples: dict[int, State]
+        self, step: int, groups: Sequence[StackGroup], gradients: State, samples: dict[int, State]
     ) -> None:
         """Show the gradients to the callbacks in order. They may change or take them away.
 
@@ -114,7 +114,7 @@ class StackCallbacks:
     def _show(
         self,
         step: int,
-        group: Group,
+        group: StackGroup,
         index: int,
         gradients: State,
         samples: dict[int, State],

@@ -16,7 +16,7 @@ from flsuite.federation.client.stack_batches import StackBatches
 from flsuite.federation.client.stack_callbacks import StackCallbacks
 from flsuite.federation.client.stack_member import Member, stacked, stated
 from flsuite.federation.client.stackable import by_sample
-from flsuite.federation.client.stacked_loss import Group, StackedLoss, clip, with_rows
+from flsuite.federation.client.stacked_loss import StackedLoss, StackGroup, clip, with_rows
 from flsuite.federation.client.stacked_second import StackedSecond
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models.declarations import entry_names
@@ -91,7 +91,7 @@ class StackSteps:
                     ends[place] = end if step + 1 == last else clone(end, device=None)
         return [(end, self._metrics(place)) for place, end in enumerate(ends)]
 
-    def _step(self, step: int, groups: Sequence[Group]) -> None:
+    def _step(self, step: int, groups: Sequence[StackGroup]) -> None:
         """Take one step of the clients that have a batch left."""
         gradients: State = {}
         if second := self._callbacks.second:
@@ -105,7 +105,7 @@ class StackSteps:
             parameter.grad = gradients.get(name)
         self._optimizer.step()
 
-    def _gradients(self, step: int, group: Group) -> State:
+    def _gradients(self, step: int, group: StackGroup) -> State:
         """Return the gradients of a group's clients, and keep the rest of what the step gives."""
         at = group.at
         rests = {name: self.leaves[name] for name in self._callbacks.frozen & self.leaves.keys()}
@@ -131,7 +131,7 @@ class StackSteps:
             self._samples[place] = {k: g[i, :size] for k, g in done.gradients.items()}
         return {k: torch.zeros_like(p[at]) for k, p in self._parameters.items()}
 
-    def _log(self, step: int, group: Group, logged: Mapping[str, Tensor]) -> None:
+    def _log(self, step: int, group: StackGroup, logged: Mapping[str, Tensor]) -> None:
         """Add what the clients log to the sums over their last epochs, by sizes of batches.
 
         Of a value of a step, only the last one stays.

@@ -22,7 +22,7 @@ from flsuite.federation.client.trainer import ClientTrainer
 
 
 @dataclass
-class Group:
+class StackGroup:
     """Clients of a stack that take a step together.
 
     Attributes:
@@ -108,10 +108,10 @@ class StackedLoss:
             parameters: What the gradients are with respect to, each ``(clients, ...)``.
             others: The other tensors of the models.
             batch: ``(clients, batch, ...)``.
-            index: See :class:`Group`. A step that decides by it what to compute can only run for
-                clients with the same one.
+            index: See :class:`StackGroup`. A step that decides by it what to compute can only run
+                for clients with the same one.
             held: What the term reads of each client.
-            sizes: See :class:`Group`. Then a loss is the mean over samples, and buffers stay.
+            sizes: See :class:`StackGroup`. Then a loss is the mean over samples, and buffers stay.
             by_sample: Whether to return the gradients of the samples' losses. It needs ``sizes``.
         """
         leaves = {name: value.detach() for name, value in parameters.items()}
@@ -240,7 +240,7 @@ class StackedLoss:
             logged[f"{name}_epoch" if of_step else name] = number
 
 
-def with_rows(whole: State, group: Group, rows: State, like: State) -> State:
+def with_rows(whole: State, group: StackGroup, rows: State, like: State) -> State:
     """Return one tensor per name for all clients of a stack, with a group's rows put in.
 
     Args:

@@ -12,7 +12,7 @@ from flsuite.aggregators.objectives.second_steps import SecondSteps, model_gradi
 from flsuite.aggregators.optimizers import optimizer_for
 from flsuite.common.state import State, clone
 from flsuite.federation.client.stack_member import Member, stacked
-from flsuite.federation.client.stacked_loss import Group, StackedLoss, clip, with_rows
+from flsuite.federation.client.stacked_loss import StackedLoss, StackGroup, clip, with_rows
 
 
 class StackedSecond:
@@ -53,7 +53,7 @@ class StackedSecond:
         replaced = {id(trained[name]): value for name, value in self.parameters.items()}
         self._optimizer = optimizer_for(first.optimizer, replaced)
 
-    def take_steps(self, groups: Sequence[Group], index: int) -> None:
+    def take_steps(self, groups: Sequence[StackGroup], index: int) -> None:
         """Take the steps of all clients on one batch each."""
         w = {name: self._tensors[name].detach() for name in self.parameters}
         self._held = take_steps(self._objective, self, w, groups, index, self._held)
@@ -82,7 +82,7 @@ class StackedSecond:
         """Return a function of one client's tensors as a function of the stack's."""
         return torch.vmap(function)
 
-    def gradient(self, batch: Sequence[Group], index: int, at: State) -> State:
+    def gradient(self, batch: Sequence[StackGroup], index: int, at: State) -> State:
         """Return the gradients of the losses, zero for clients without a batch.
 
         Args:

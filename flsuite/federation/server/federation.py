@@ -14,7 +14,7 @@ from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.exchange.secure import SecureAggregation
 from flsuite.aggregators.part import Named, Server, ServerTools, refuse_conflicts
 from flsuite.aggregators.rules.base import CohortRule
-from flsuite.aggregators.stateless import Stateless
+from flsuite.aggregators.state_check import StateCheck
 from flsuite.aggregators.uplink import Uplink, part_size
 from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.common.messages import (
@@ -113,7 +113,7 @@ class Federation:
         self._server = Server({}, layout, tools)  # its state and round are set on access
         self._refuse_conflicts(secure_sum)
         aggregator.prepare(self.server)
-        self._stateless = Stateless(aggregator)
+        self._state_check = StateCheck(aggregator)
         rule, expected = aggregator.rule, schedule.declarations.expected_updates
         if expected and isinstance(rule, CohortRule) and (fault := rule.too_few(expected)):
             raise FlsuiteError(fault)
@@ -199,7 +199,7 @@ class Federation:
             FederationError: If too few clients came back for secure aggregation.
         """
         state = self._aggregated(updates)
-        self._stateless.check("at the server", "server.memory")
+        self._state_check.check("at the server", "server.memory")
         return state
 
     def _aggregated(self, updates: Iterator[ClientUpdate]) -> State:

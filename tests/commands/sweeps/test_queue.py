@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from flsuite.commands.sweeps import status
-from flsuite.commands.sweeps.outcome import Outcome, measure, seconds_so_far
+from flsuite.commands.sweeps.outcome import CellEnd, measure, seconds_so_far
 from flsuite.commands.sweeps.plan import Cell
 from flsuite.commands.sweeps.queue import Queue
 from flsuite.commands.sweeps.reading import Sweep, Tuning
@@ -40,8 +40,8 @@ SWEEP = Sweep(
 TUNED = replace(SWEEP, tuning=Tuning(2, (8, 9), 0, {"A": {}, "B": {"trainer.mu": [0.0, 0.5, 1.0]}}))
 
 
-def outcome(val: float | None = 0.5, lower: bool = False, seconds: float = 2.0) -> Outcome:
-    return Outcome(seconds, "loss" if lower else "accuracy", lower, val, 0.4)
+def outcome(val: float | None = 0.5, lower: bool = False, seconds: float = 2.0) -> CellEnd:
+    return CellEnd(seconds, "loss" if lower else "accuracy", lower, val, 0.4)
 
 
 def run_all(queue: Queue, val: float = 0.5) -> list[Cell]:
@@ -152,7 +152,7 @@ def test_the_score_is_the_one_that_picks_the_runs_round(tmp_path: Path) -> None:
     ]
     content = settings("Ditto", 1, monitor="accuracy_client_mean")
     found = measure(made_run(tmp_path / "run", content, rows), 1.0)
-    assert found == Outcome(1.0, "accuracy_client_mean", False, 0.9, 0.9)
+    assert found == CellEnd(1.0, "accuracy_client_mean", False, 0.9, 0.9)
 
 
 def test_a_grid_names_the_scores_of_its_methods(tmp_path: Path, capsys: Capture) -> None:

@@ -16,7 +16,7 @@ import yaml
 
 from flsuite.commands import sweep as command
 from flsuite.commands.cells import check
-from flsuite.commands.sweeps.outcome import Outcome
+from flsuite.commands.sweeps.outcome import CellEnd
 from flsuite.commands.sweeps.plan import fit_arguments, samples_of
 from flsuite.commands.sweeps.queue import Queue
 from flsuite.commands.sweeps.reading import Sweep, read_sweep
@@ -70,7 +70,7 @@ def folder(tmp_path: Path) -> Path:
         with queue.claim() as cell:
             assert cell is not None
             queue.begin(cell)
-            queue.finish(cell, Outcome(2.0, "accuracy", False, 0.5, 0.4))
+            queue.finish(cell, CellEnd(2.0, "accuracy", False, 0.5, 0.4))
     return folder
 
 

@@ -16,7 +16,7 @@ from flsuite.common.score_names import lower_is_better
 
 
 @dataclass(frozen=True)
-class Cell:
+class Entry:
     """A cell of a table.
 
     Attributes:
@@ -45,7 +45,7 @@ class Table:
     """
 
     heads: list[str]
-    rows: list[list[Cell]]
+    rows: list[list[Entry]]
     words: int = 2
 
 
@@ -79,9 +79,9 @@ def scores(groups: Sequence[Group], metric: str, last: int) -> Table:
     cells = []
     for n, group, row in rows:
         names = [
-            Cell(group.method, link=f"run-{n}"),
-            Cell(group.partition),
-            Cell(f"{row['runs']}", row["runs"]),
+            Entry(group.method, link=f"run-{n}"),
+            Entry(group.partition),
+            Entry(f"{row['runs']}", row["runs"]),
         ]
         peers = [other for _, peer, other in rows if peer.partition == group.partition]
         numbers = [_score_cell(row, name, peers, metric, has_bars) for name in shown]
@@ -99,10 +99,14 @@ def targets(results: pd.DataFrame, targets: Mapping[str, float], metric: str, sp
     rows = []
     for row in pd.concat(tables).to_dict("records"):
         target = targets[str(row["partition"])]
-        cells = [Cell(row["method"]), Cell(row["partition"]), Cell(f"{target:.4g}", target)]
-        cells += [Cell(amount_cell(row, x), _known(row[x])) for x in AXES]
+        cells = [
+            Entry(row["method"]),
+            Entry(row["partition"]),
+            Entry(f"{target:.4g}", target),
+        ]
+        cells += [Entry(amount_cell(row, x), _known(row[x])) for x in AXES]
         reached = f"{row['reached']} of {row['runs']}"
-        rows.append([*cells, Cell(reached, row["reached"] / row["runs"])])
+        rows.append([*cells, Entry(reached, row["reached"] / row["runs"])])
     units = [axis.unit for axis in AXES.values()]
     return Table(["method", "partition", "target", *units, "reached"], rows)
 
@@ -112,10 +116,10 @@ def pairs(table: pd.DataFrame) -> Table:
     words, numbers = ("method", "other", "partition"), ("seeds", "difference", "low", "p", "p_holm")
     rows = []
     for row, (_, *texts) in zip(table.to_dict("records"), pair_cells(table), strict=True):
-        cells = [Cell(row[name]) for name in words]
+        cells = [Entry(row[name]) for name in words]
         for name, text in zip(numbers, texts, strict=True):
             is_best = name == "p_holm" and row[name] < 0.05
-            cells.append(Cell(text, _known(row[name]), is_best=is_best))
+            cells.append(Entry(text, _known(row[name]), is_best=is_best))
         rows.append(cells)
     return Table([*words, "seeds", "difference", *PAIR_HEADINGS[3:]], rows, words=3)
 
@@ -130,8 +134,8 @@ def settings(groups: Sequence[Group]) -> Table | None:
     for n, group in enumerate(groups):
         own = {key: group.settings.get(key) for key in keys}
         texts = [setting_text(key, value, keys) for key, value in own.items() if value is not None]
-        names = [Cell(group.method, link=f"run-{n}"), Cell(group.partition)]
-        rows.append([*names, Cell(", ".join(texts))])
+        names = [Entry(group.method, link=f"run-{n}"), Entry(group.partition)]
+        rows.append([*names, Entry(", ".join(texts))])
     return Table(["method", "partition", "settings"], rows, words=3)
 
 
@@ -139,11 +143,11 @@ def tuning(table: pd.DataFrame) -> Table:
     """Return the trials of each method, and the chosen values."""
     rows = [
         [
-            Cell(row["method"]),
-            Cell(row["grid point"]),
-            Cell(row["values"]),
-            Cell(f"{row['trials']}", row["trials"]),
-            Cell(row["score"], _number(row["score"])),
+            Entry(row["method"]),
+            Entry(row["grid point"]),
+            Entry(row["values"]),
+            Entry(f"{row['trials']}", row["trials"]),
+            Entry(row["score"], _number(row["score"])),
         ]
         for row in table.to_dict("records")
     ]
@@ -152,22 +156,22 @@ def tuning(table: pd.DataFrame) -> Table:
 
 def _score_cell(
     row: dict[str, Any], name: str, peers: Sequence[dict[str, Any]], metric: str, has_bar: bool
-) -> Cell:
+) -> Entry:
     value = row.get(name, math.nan)
     if math.isnan(value):
-        return Cell("")
+        return Entry("")
     values = [peer[name] for peer in peers if not math.isnan(peer.get(name, math.nan))]
     lower = lower_is_better(metric)
     is_best = len(values) > 1 and lower is not None and value == (min if lower else max)(values)
-    return Cell(score_cell(row, name), value, 100 * value if has_bar else None, is_best)
+    return Entry(score_cell(row, name), value, 100 * value if has_bar else None, is_best)
 
 
-def _costs(group: Group) -> list[Cell]:
+def _costs(group: Group) -> list[Entry]:
     """Return the mean seconds and bytes of a group's runs."""
     cells = []
     for x in ("wall_s", "bytes"):
         value = float(pd.Series([table[x].max() for table in group.runs.values()]).mean())
-        cells.append(Cell("") if math.isnan(value) else Cell(AXES[x].number(value), value))
+        cells.append(Entry("") if math.isnan(value) else Entry(AXES[x].number(value), value))
     return cells
 
 

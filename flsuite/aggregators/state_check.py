@@ -15,7 +15,7 @@ from flsuite.aggregators.part import Part
 from flsuite.common.errors import FlsuiteError
 
 
-class Stateless:
+class StateCheck:
     """Refuses parts whose attributes, or those of their classes, change in a run.
 
     All clients share a part, and a resumed run makes a new one. Parts of flsuite have no state.
