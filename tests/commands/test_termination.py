@@ -41,14 +41,18 @@ def request(folder: Path, engine: str, *more: str) -> list[str]:
 
 def start(cwd: Path, *args: str) -> "subprocess.Popen[str]":
     """Start the command in a process group of its own, with a package of the working folder."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "flsuite", *args],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flsuite", *args],
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def wait_for_round(folder: Path, process: "subprocess.Popen[str]", round: int) -> None:
