@@ -1,6 +1,7 @@
 """FedAvg, and the two baselines without a federation.
 
-Communication-Efficient Learning of Deep Networks from Decentralized Data, arXiv:1602.05629.
+FedAvg: McMahan et al. 2017, algorithm 1. Communication-Efficient Learning of Deep Networks from
+Decentralized Data, arXiv:1602.05629.
 """
 
 from typing import Any, ClassVar

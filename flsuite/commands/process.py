@@ -1,6 +1,6 @@
-"""The process of the command: its streams, signals and end.
+"""The process of the command: its streams, its signals and its end.
 
-A terminal sends SIGHUP when it closes.
+Clusters send SIGTERM before they reclaim a machine. A terminal sends SIGHUP when it closes.
 """
 
 import atexit

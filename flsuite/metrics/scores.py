@@ -1,8 +1,8 @@
 """Scores, and forgetting over tasks.
 
-``R[i, j]`` is the accuracy on task j after training on task i. ``R[-1]``, stored as the first row,
-is the accuracy before any training. All functions take ``(..., 1 + completed tasks, tasks)`` and
-return ``(...)``.
+The scores of continual learning read a matrix of accuracies by task: ``R[i, j]`` is the accuracy on
+task j after training on task i. ``R[-1]``, stored as the first row, is the accuracy before any
+training. All functions take ``(..., 1 + completed tasks, tasks)`` and return ``(...)``.
 
 Lopez-Paz and Ranzato 2017, Gradient Episodic Memory for Continual Learning, arXiv:1706.08840, eqs.
 2 to 4. Chaudhry et al. 2018, Riemannian Walk for Incremental Learning, arXiv:1801.10112, eq. 4

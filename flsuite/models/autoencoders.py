@@ -1,16 +1,16 @@
 """Autoencoders, and the strides of their convolutions.
 
-For a 1x1 convolution with a stride and fewer than 8 input channels, in channels_last, oneDNN's
-backward pass for the weight writes past its workspace on a CPU with AVX2 and without AVX-512
-(https://github.com/uxlfoundation/oneDNN/issues/6035). The process crashes or hangs, or the gradient
-is wrong. Such a convolution reads only every s-th pixel. The workaround selects these pixels first
-and convolves them with stride 1.
+Convolutions with strides have a workaround. For a 1x1 convolution with a stride and fewer than 8
+input channels, in channels_last, oneDNN's backward pass for the weight writes past its workspace on
+a CPU with AVX2 and without AVX-512 (https://github.com/uxlfoundation/oneDNN/issues/6035). The
+process crashes or hangs, or the gradient is wrong. Such a convolution reads only every s-th pixel.
+The workaround selects these pixels first and convolves them with stride 1.
 
 The layout of the input does not matter: a 1x1 weight keeps the strides of channels_last even
 through ``contiguous()``, and then the convolution converts its input.
 
-``decoder(encoder(x))`` has the shape of ``x``, and its last layer is linear. Two are for images of
-at least :data:`SMALLEST` pixels per side, and one is for tables.
+An autoencoder's ``decoder(encoder(x))`` has the shape of ``x``, and its last layer is linear. Two
+autoencoders are for images of at least :data:`SMALLEST` pixels per side, and one is for tables.
 """
 
 from collections.abc import Sequence

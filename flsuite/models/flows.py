@@ -1,6 +1,7 @@
 """Normalizing flows, and Gaussians.
 
-The arguments are float32. Under mixed precision, the caller converts them.
+Flows are conditional: they give class-conditional densities and samples. The arguments are float32.
+Under mixed precision, the caller converts them.
 
 Dinh et al. 2017, Density Estimation using Real NVP, arXiv:1605.08803. The change of variables is
 eq. 3 of Wuerkaixi et al. 2024, Accurate Forgetting for Heterogeneous Federated Continual Learning.

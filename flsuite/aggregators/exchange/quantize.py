@@ -1,8 +1,9 @@
 """Quantization of updates, and the codes of numbers.
 
-With B bits, the scale of a tensor x is ``s = max|x| / L`` with ``L = 2^(B-1) - 1``, and its codes
-are ``round(x / s)``, within ``[-L, L]``. The error is at most ``s / 2``. A message contains
-``max|x|`` instead of s, which can be too small for the dtype of x.
+Integer codes of a tensor are symmetric: with B bits, the scale of a tensor x is ``s = max|x| / L``
+with ``L = 2^(B-1) - 1``, and its codes are ``round(x / s)``, within ``[-L, L]``. The error is at
+most ``s / 2``. A message contains ``max|x|`` instead of s, which can be too small for the dtype of
+x.
 
 A tensor without negative values has codes from 0 to L. Without a sign bit, B - 1 bits give the same
 values.

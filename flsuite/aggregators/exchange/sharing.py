@@ -8,7 +8,8 @@ Shamir 1979, How to Share a Secret, Communications of the ACM 22(11). A secret i
 of a polynomial of degree t - 1 over a prime field, with random other coefficients. A share is its
 value at a point.
 
-With M clients and a public range R, ``u = round(x / s) mod 2^32``, ``s = 2R / (2^B - 1)`` and
+Masks hide numbers in a fixed-point encoding modulo 2^32, in which sums are exact. With M clients
+and a public range R, ``u = round(x / s) mod 2^32``, ``s = 2R / (2^B - 1)`` and
 ``B = 32 - ceil(log2 M)``. The sum of M such integers fits into 32 bits, and decodes as a signed
 number. Its error is at most ``M s / 2``.
 """

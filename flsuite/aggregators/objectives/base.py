@@ -1,6 +1,7 @@
 """What an objective is, what it keeps, and the proximal term.
 
-Federated Optimization in Heterogeneous Networks, arXiv:1812.06127.
+The proximal term of FedProx: Li et al. 2020, algorithm 2. Federated Optimization in Heterogeneous
+Networks, arXiv:1812.06127.
 """
 
 from abc import abstractmethod

@@ -1,4 +1,4 @@
-"""DENSE: one-shot learning by a generator and distillation.
+"""DENSE, one-shot learning by a generator and distillation: Zhang et al. 2022, algorithm 1.
 
 DENSE: Data-Free One-Shot Federated Learning, arXiv:2112.12371.
 """

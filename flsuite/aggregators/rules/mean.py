@@ -1,10 +1,10 @@
 """Means of changes, and means of models.
 
-Communication-Efficient Learning of Deep Networks from Decentralized Data, arXiv:1602.05629,
-algorithm 1. Federated Learning with Buffered Asynchronous Aggregation, arXiv:2106.06639, algorithm
-1.
-
-Xie, Koyejo, Gupta 2019, Asynchronous Federated Optimization, arXiv:1903.03934, algorithm 1.
+- The mean of the clients' changes: McMahan et al. 2017, Communication-Efficient Learning of Deep
+  Networks from Decentralized Data, arXiv:1602.05629, algorithm 1. For late clients: Nguyen et al.
+  2022, Federated Learning with Buffered Asynchronous Aggregation, arXiv:2106.06639, algorithm 1.
+- Mixing: Xie, Koyejo, Gupta 2019, Asynchronous Federated Optimization, arXiv:1903.03934, algorithm
+  1.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

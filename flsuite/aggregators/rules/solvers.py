@@ -1,8 +1,9 @@
-"""Solvers of quadratic problems by blocks, and the choice between them.
+"""Solvers of quadratic problems by blocks, and the choice of the best iterate.
 
-Its gradient is ``S w - b`` with ``S = sum p_i F_i`` and ``b = sum p_i F_i w_i``. S is block
-diagonal: a block is a parameter of a diagonal Fisher, a layer of a K-FAC Fisher, or all parameters
-of a full Fisher. Blocks do not keep client models.
+The gradient of ``Q(w) = 1/2 sum_i p_i (w - w_i)^T F_i (w - w_i)`` is ``S w - b`` with
+``S = sum p_i F_i`` and ``b = sum p_i F_i w_i``. S is block diagonal: a block is a parameter of a
+diagonal Fisher, a layer of a K-FAC Fisher, or all parameters of a full Fisher. Blocks do not keep
+client models.
 
 The iterations compute the correction ``d`` of a point, with ``S d = r`` and d = 0 at the start. S
 is available only as a product with vectors, and ``r`` is the negative gradient at the point. From

@@ -1,6 +1,7 @@
 """What goes to a worker, and the worker.
 
-cloudpickle serializes everything else, including classes defined in a notebook or a script.
+Tensors travel as raw memory instead of torch's own format. cloudpickle serializes everything else,
+including classes defined in a notebook or a script.
 """
 
 import gc

@@ -1,6 +1,7 @@
 """Fisher information by whole matrices, columns and samples.
 
-With z the logits and p the predicted probabilities, held constant:
+The scalars per sample, whose squared gradients sum to the Fisher of a prediction, depend on the
+task. With z the logits and p the predicted probabilities, held constant:
 
 - classes: ``sqrt(p_c) log_softmax(z)_c``, whose gradient at z is ``sqrt(p_c) (e_c - p)``;
 - labels: ``sqrt(p_c (1 - p_c)) z_c``;

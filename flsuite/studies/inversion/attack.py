@@ -1,4 +1,4 @@
-"""The inversion, and its figure.
+"""Generative model inversion, and its figure: Zhang et al. 2020.
 
 The Secret Revealer: Generative Model-Inversion Attacks Against Deep Neural Networks, CVPR,
 arXiv:1911.07135.

@@ -1,13 +1,13 @@
 """Robust centers of a cohort: medians, means without extremes, and clipped changes.
 
-Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, arXiv:1803.01498.
-
-Robust Aggregation for Federated Learning, IEEE Transactions on Signal Processing 70,
-arXiv:1912.13445.
-
-Learning from History for Byzantine Robust Optimization, arXiv:2012.10333.
-
-Can You Really Backdoor Federated Learning?, arXiv:1911.07963.
+- Coordinate-wise median and trimmed mean: Yin et al. 2018, definitions 1 and 2, algorithm 1.
+  Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, arXiv:1803.01498.
+- Geometric median: RFA, Pillutla, Kakade, Harchaoui 2022, algorithm 2. Robust Aggregation for
+  Federated Learning, IEEE Transactions on Signal Processing 70, arXiv:1912.13445.
+- Centered clipping: Karimireddy, He, Jaggi 2021, algorithm 1 (AGG of equation CC). Learning from
+  History for Byzantine Robust Optimization, arXiv:2012.10333.
+- Norm clipping: Sun et al. 2019, section 3. Can You Really Backdoor Federated Learning?,
+  arXiv:1911.07963.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
 """Rules that choose updates, group them, or trust those like the server's own.
 
-Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent, NeurIPS 2017,
-arXiv:1703.02757.
-
-Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing, arXiv:2006.09365.
-
-FLTrust: Byzantine-robust Federated Learning via Trust Bootstrapping, NDSS, arXiv:2012.13995.
+- Krum and Multi-Krum: Blanchard et al. 2017, sections 3 and 5. Machine Learning with Adversaries:
+  Byzantine Tolerant Gradient Descent, NeurIPS 2017, arXiv:1703.02757.
+- Bucketing: Karimireddy, He, Jaggi 2022, algorithm 1. Byzantine-Robust Learning on Heterogeneous
+  Datasets via Bucketing, arXiv:2006.09365.
+- FLTrust: Cao, Fang, Liu, Gong 2021, algorithm 2. FLTrust: Byzantine-robust Federated Learning via
+  Trust Bootstrapping, NDSS, arXiv:2012.13995.
 """
 
 import logging
