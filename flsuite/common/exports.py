@@ -1,6 +1,7 @@
 """Packages whose names are imported on first use."""
 
 import ast
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -9,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 
-def on_first_use(package: str, file: str) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a package that imports its names on first use.
+def on_first_use(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the ``__getattr__`` and ``__dir__`` of a package that imports its names on first use.
 
     So ``import flsuite.federation`` costs nothing, and a run imports only what it uses. Type
     checkers and editors read the imports, which stand below ``if TYPE_CHECKING:``. Each import
@@ -33,7 +34,7 @@ def on_first_use(package: str, file: str) -> Callable[[str], Any]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(homes()[name]), name)
 
-    return get
+    return get, lambda: sorted({*vars(sys.modules[package]), *homes()})
 
 
 def import_names(*packages: ModuleType) -> None:

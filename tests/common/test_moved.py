@@ -92,6 +92,7 @@ def test_a_run_of_another_version_is_verified_and_goes_on(
 def test_a_room_exports_what_it_lists(room: str) -> None:
     package = import_module(f"flsuite.{room}")
     assert all(getattr(package, name).__name__ == name for name in package.__all__)
+    assert {*package.__all__, "__doc__"} <= {*dir(package)}, "completion in a notebook"
     modules = {path.stem for path in Path(str(package.__file__)).parent.iterdir()}
     assert not modules & {*package.__all__}, "a module would hide the name"
     with pytest.raises(AttributeError, match=f"'flsuite.{room}' has no attribute 'Nothing'"):
