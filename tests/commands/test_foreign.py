@@ -122,6 +122,9 @@ UNKNOWN = [
         "flsuite.federation.engines.processes._Worker",
     ),
     *("torch.package.PackageImporter", "flsuite.data.module.Path"),
+    # The same, under names of 0.2.
+    *("flsuite.engines.Ray", "flsuite.engines.ray_worker.RayWorker", "flsuite.sweeps.queue.Queue"),
+    *("flsuite.client.runner.ClientRunner", "flsuite.files.save_tensors"),
 ]
 
 
