@@ -83,15 +83,15 @@ def only_known_classes(config: Path) -> Iterator[None]:
 
 def _is_known(path: str) -> bool:
     """Return whether a name is that of a class, found and defined in one of the places."""
-    path = moved(path)
-    if not _is_within(path, (*_PLACES, *_EXPORTS)):
+    now = moved(path)
+    if not _is_within(now, (*_PLACES, *_EXPORTS)):
         return False
     try:
-        found: Any = locate(path)
+        found: Any = locate(now)
     except ErrorDuringImport:  # the parser says so
         return True
-    if found is None:
-        return True
+    if found is None:  # the parser says so, unless it finds something else under an old name
+        return now == path
     is_public = inspect.isclass(found) and not found.__name__.startswith("_")
     return is_public and _is_within(f"{found.__module__}.{found.__qualname__}", _PLACES)
 

@@ -125,6 +125,7 @@ UNKNOWN = [
     # The same, under names of 0.2.
     *("flsuite.engines.Ray", "flsuite.engines.ray_worker.RayWorker", "flsuite.sweeps.queue.Queue"),
     *("flsuite.client.runner.ClientRunner", "flsuite.files.save_tensors"),
+    *("flsuite.engines.processes.subprocess.Popen", "flsuite.attacks.os.system"),
 ]
 
 
