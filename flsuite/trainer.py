@@ -204,16 +204,18 @@ class FederatedTrainer(ScoringTrainer):
         setup = worker_setup(self, run)
         engine = run.engine = choose_engine(run, self.engine, setup, ckpt_path)
         with left_on_cpu(model), opened(run, ckpt_path), started(run, engine, setup):
-            clock = run.federation.clock
+            schedule, clock = self.schedule, run.federation.clock
             while not run.finished:
-                # 1. Who starts training now, from the current version of the global model.
-                starting = self.schedule.start(clock)
-                # 2. They train, wherever the engine runs.
+                # 1. A round begins: who starts training now, from the current global model.
+                starting = run.begin_round()
+                # 2. They train, wherever the engine runs, at the latest when their turn comes.
                 engine.submit(run.requests(starting))
-                # 3. Whose updates arrive next, by the virtual clock. Faulty ones are left out.
-                updates = run.accept(self.schedule.arrivals(engine, clock, run.requests))
-                # 4. The updates become the next version of the global model.
-                run.advance(run.aggregate(updates))
+                # 3. In the order of the virtual clock, each update is checked and added to the
+                #    round. A faulty one is named and left out.
+                for outcome in schedule.arrivals(engine, clock, run.requests):
+                    run.accept(outcome)
+                # 4. What was added becomes the next version of the global model.
+                run.advance()
                 # 5. The new version is scored, logged and written to disk.
                 run.evaluate()
                 run.record()

@@ -12,7 +12,7 @@ With client k's change ``D_k``, its statistics ``s_k``, weight ``p_k`` and stale
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache, partial
 from numbers import Real
 from typing import Any, ClassVar, final
@@ -31,13 +31,7 @@ from flsuite.aggregators.part import (
     Statistic,
     refuse_conflicts,
 )
-from flsuite.aggregators.rules.base import (
-    CohortRule,
-    LinearRule,
-    Rule,
-    combine_and_sum,
-    sum_by_parts,
-)
+from flsuite.aggregators.rules.base import LinearRule, Reduction, Rule
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.aggregators.server_optimizers.step import require_step, stepped
 from flsuite.aggregators.transforms.base import Transform
@@ -84,9 +78,6 @@ class Aggregator:
         self.private = tuple(private or ())
         check_init(self)
         owner = type(self).__name__
-        if not isinstance(self.rule, (LinearRule, CohortRule)):
-            kind = type(self.rule).__name__
-            raise FlsuiteError(f"{owner}: rule must be a LinearRule or a CohortRule, got {kind}")
         for transform in self.transforms:
             require_instance(owner, Transform, transforms=transform)
 
@@ -237,32 +228,27 @@ class Aggregator:
             sent[name] = part.broadcast(server.of(name))
         return {name: content for name, content in sent.items() if content}
 
-    @final
-    def aggregate(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
-        """Return the next global state.
+    def begin(self, server: Server) -> Reduction:
+        """Begin a round, whose updates are then added in a fixed order.
 
         Args:
             server: The server's view of the round.
-            updates: The checked updates, in a fixed order. The iterator can be consumed once. For a
-                linear rule, they may be partial sums.
+        """
+        own = self.rule.statistics(server.layout, server.state)
+        contribution = partial(self.contribution, layout=server.layout, own=own)
+        return self.rule.begin(server.of("rule"), contribution)
+
+    def finish(self, server: Server, updates: Reduction) -> State:
+        """Return the next global state, computed from the updates of a round.
 
         Raises:
             FederationError: If there are too few updates for the rule.
         """
-        rule = self.rule
-        own = rule.statistics(server.layout, server.state)
-        contribution = partial(self.contribution, layout=server.layout, own=own)
-        if isinstance(rule, LinearRule):
-            sums, seen = sum_by_parts(rule, server, updates, contribution)
-            # The sums are empty in a round without clients.
-            model = rule.result(server.of("rule"), sums["rule"], seen) if sums else server.state
-        else:
-            assert isinstance(rule, CohortRule)
-            model, sums = combine_and_sum(rule, server, updates, contribution)
+        model, sums = updates.finish()
         if fault := _incomplete(model, server.state):
             raise FederationError(
-                f"round {server.round}: {type(rule).__name__} returned a faulty state: {fault}; "
-                f"the state of round {server.round - 1} is kept"
+                f"round {server.round}: {type(self.rule).__name__} returned a faulty state: "
+                f"{fault}; the state of round {server.round - 1} is kept"
             )
 
         count, statistics = round(sums.get("count", 0)), sums.get("statistics", {})
@@ -273,6 +259,23 @@ class Aggregator:
         if self.server_optimizer is None:
             return cast(model, server.state)
         return stepped(self.server_optimizer, server.of("server_optimizer"), model)
+
+    @final
+    def aggregate(self, server: Server, updates: Iterable[ClientUpdate]) -> State:
+        """Return the next global state, computed from all updates of a round.
+
+        Args:
+            server: The server's view of the round.
+            updates: The checked updates, in a fixed order. For a linear rule, they may be partial
+                sums.
+
+        Raises:
+            FederationError: If there are too few updates for the rule.
+        """
+        reduction = self.begin(server)
+        for update in updates:
+            reduction.add(update)
+        return self.finish(server, reduction)
 
     def _placed(self) -> dict[str, Transform]:
         return {f"transforms/{place}": part for place, part in enumerate(self.transforms)}

@@ -162,11 +162,6 @@ def attach_to_fit(trainer: Trainer, loader: Any) -> None:
         callback.log_dict = trainer.lightning_module.log_dict
 
 
-def run_stage(trainer: Trainer) -> None:
-    """Run the part of a fit between the hooks ``on_fit_start`` and ``on_fit_end``."""
-    trainer._run_stage()
-
-
 def set_train_loader(trainer: Trainer, loader: Any) -> None:
     """Set ``trainer.train_dataloader`` and ``trainer.num_training_batches``."""
     trainer.fit_loop._combined_loader = CombinedLoader(loader, "max_size_cycle")

@@ -81,7 +81,7 @@ class Site:
         client, request = own_client(context), unpack("evaluation", message.content)
         self._follow(request["precision"])
         federation, evaluator = self._run.federation, self._run.evaluator
-        evaluator.data = federation.data.at(request["round"])
+        evaluator = evaluator.at(federation.data.at(request["round"]))
         shared, memory = self._shared(message), _recall(context)
         received = unpack("received", message.content).get("objective", {})
         objective = federation.aggregator.objective

@@ -116,8 +116,13 @@ class NodeEvaluator(Evaluator):
         self.asked: set[int] = set()
         self.rows: dict[str, dict[int, OwnScores]] = {}
 
-    def _own_rows(
-        self, federation: Federation, split: Split, clients: Sequence[int], details: bool
+    def own_rows(
+        self,
+        federation: Federation,
+        split: Split,
+        clients: Sequence[int],
+        details: bool,
+        engine: Engine | None,
     ) -> dict[int, OwnScores]:
         """Return the scores of these clients. Empty unless all of them were asked."""
         if not self.asked.issuperset(clients):

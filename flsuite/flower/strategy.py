@@ -84,8 +84,7 @@ class FlowerStrategy(Strategy):
         self._take(arrays)
         nodes = self._nodes.online(grid) if self._run.round else self._nodes.all(grid)
 
-        starting = self._federation.schedule.start(self._federation.clock)
-        self._engine.submit(self._run.requests(starting))
+        self._engine.submit(self._run.requests(self._run.begin_round()))
 
         contents = {}
         for request in self._engine.requests(nodes):
@@ -114,8 +113,9 @@ class FlowerStrategy(Strategy):
         run = self._run
         self._engine.deliver(replies)
         schedule = self._federation.schedule
-        updates = run.accept(schedule.arrivals(self._engine, run.federation.clock, run.requests))
-        run.advance(run.aggregate(updates))
+        for outcome in schedule.arrivals(self._engine, run.federation.clock, run.requests):
+            run.accept(outcome)
+        run.advance()
 
         totals = dict(self._federation.log.metrics())[GLOBAL]
         metrics = MetricRecord({name: float(value) for name, value in totals.items()})

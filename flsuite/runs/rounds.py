@@ -76,7 +76,7 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
         ]
 
     while not run.finished:
-        federation.requests([])  # begins the record of the round
+        federation.begin_round()
         engine.submit(requests(schedule.start(clock)))
         for outcome in schedule.arrivals(engine, clock, requests):
             # Injected faults are part of the plan: failures, and messages that arrive twice or in
@@ -151,7 +151,11 @@ class KeptRound:
         """
         federation = self._restored()
         present = [replace(update) for update in self.updates if update.client not in absent]
-        return federation.aggregate(iter(present)) if present else federation.state
+        return (
+            federation.aggregator.aggregate(federation.server, present)
+            if present
+            else federation.state
+        )
 
     def score(self, absent: Collection[int], metric: str, split: Split = "val") -> float:
         """Return a score of the state :meth:`without` these clients."""
@@ -221,9 +225,10 @@ def _updates(
     """Return the updates of a round, made again from the kept models."""
     clients = store.clients(round)
     fits = [Fit(n, client, round - 1, 0, 0.0) for n, client in enumerate(clients)]
+    run.federation.begin_round()
     requests = run.federation.requests(fits)
     trained = [replace(r, trained=store.read(round, r.client)) for r in requests]
-    outcomes = run.federation.accept(o for request in trained for o in runner.answer([request]))
+    outcomes = [run.federation.check(o) for request in trained for o in runner.answer([request])]
     return tuple(o.update for o in outcomes if isinstance(o, ClientResult))
 
 

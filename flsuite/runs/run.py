@@ -1,7 +1,8 @@
 """One run of a federation, which evaluates, records, saves and resumes."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning.pytorch.loggers import Logger
@@ -9,8 +10,8 @@ from torch import nn
 
 from flsuite.common.errors import FederationError
 from flsuite.common.files import replace_tensors
-from flsuite.common.messages import ClientResult, ClientUpdate, FitRequest, Outcome, Scores, Split
-from flsuite.common.state import State, clone
+from flsuite.common.messages import ClientResult, FitRequest, Outcome, Scores, Split
+from flsuite.common.state import clone
 from flsuite.federation.engines.base import Engine
 from flsuite.federation.schedules.base import Fit
 from flsuite.federation.server.evaluation import GLOBAL, Evaluator, adapted_scores
@@ -92,9 +93,7 @@ class Run:
         self.pictures: dict[str, Figure] = {}
         self._is_stopping = False
         self._improved = False
-        self._accepting: Iterator[ClientUpdate] = iter(())
         self._moved = -1.0, 0  # virtual second, and the first round that ended at it
-        self._announced = 0  # the last round whose start callbacks were notified of
 
     # For the round and for callbacks
 
@@ -124,45 +123,43 @@ class Run:
 
     # One round: the steps of FederatedTrainer.fit
 
-    def requests(self, starting: Sequence[Fit]) -> list[FitRequest]:
-        """Return the requests of fits that start now.
+    def begin_round(self) -> list[Fit]:
+        """Begin the next round, notify the callbacks, and return the fits that start with it."""
+        federation = self.federation
+        federation.begin_round()
+        starting = federation.schedule.start(federation.clock)
+        clients = [fit.client for fit in starting if fit.version == self.round]
+        self.callbacks.notify("on_round_start", self, self.round + 1, clients)
+        return starting
 
-        Callbacks are notified of the first ones of a round.
-        """
-        if self._announced <= self.round:
-            self._announced = self.round + 1
-            clients = [fit.client for fit in starting if fit.version == self.round]
-            self.callbacks.notify("on_round_start", self, self.round + 1, clients)
+    def requests(self, starting: Sequence[Fit]) -> list[FitRequest]:
+        """Return the requests of fits that start now."""
         requests = self.federation.requests(starting, self.callbacks.for_clients)
         return [self.reuse.with_trained(r) for r in requests] if self.reuse else requests
 
-    def accept(self, outcomes: Iterator[Outcome]) -> Iterator[ClientUpdate]:
-        """Return the updates for the aggregator, in the order of the outcomes.
+    def accept(self, outcome: Outcome) -> None:
+        """Check an outcome, notify the callbacks, and add its update to the round.
 
-        Clients that failed or sent a faulty update are named in the log and left out.
+        A client that failed or sent a faulty update is named in the log and left out.
+        """
+        checked = self.federation.check(outcome)
+        if checked is None:
+            return
+        self.callbacks.notify("on_client_end", self, checked)
+        if isinstance(checked, ClientResult):
+            if self.reuse and self.reuse.kept:
+                self.reuse.kept.write(checked)
+            self.federation.add(checked.update)
+
+    def advance(self) -> None:
+        """Make the updates of the round the next version of the global model.
 
         Raises:
-            FlsuiteError: While it is iterated, if no client can train with these settings.
-            FederationError: While it is iterated, if no usable update came back.
+            FlsuiteError: If no client can train with these settings.
+            FederationError: If no usable update came back, if the next version is faulty, or if
+                virtual time is the only limit and does not advance.
         """
-        self._accepting = self._accepted(outcomes)
-        return self._accepting
-
-    def aggregate(self, updates: Iterator[ClientUpdate]) -> State:
-        """Return the next version of the global model, aggregated from the updates."""
-        return self.federation.aggregate(updates)
-
-    def advance(self, state: State) -> None:
-        """Make this state the next version of the global model.
-
-        Raises:
-            FederationError: If the state is faulty, or if virtual time is the only limit and does
-                not advance.
-        """
-        # An aggregator may leave updates unread. They still belong to the record of the round.
-        for _ in self._accepting:
-            pass
-        self.federation.advance(state)
+        self.federation.advance()
         self._refuse_standstill()
 
     def evaluate(self) -> None:
@@ -221,18 +218,10 @@ class Run:
 
     # Inside
 
-    def _accepted(self, outcomes: Iterator[Outcome]) -> Iterator[ClientUpdate]:
-        for outcome in self.federation.accept(outcomes):
-            self.callbacks.notify("on_client_end", self, outcome)
-            if isinstance(outcome, ClientResult):
-                if self.reuse and self.reuse.kept:
-                    self.reuse.kept.write(outcome)
-                yield outcome.update
-
     def _scores(self, split: Split, details: bool = False) -> Scores:
         """Return the scores of the clients that are compared from round to round."""
         clients = self.federation.present()[: self.options.score_clients]
-        return self.evaluator.scores(self.federation, split, clients, details)
+        return self.evaluator.scores(self.federation, split, clients, details, self.engine)
 
     def _score(self, split: Split, details: bool = False) -> None:
         """Score the round, note whether it is the best so far, and tell the callbacks."""
@@ -263,7 +252,9 @@ class Run:
             return
 
         for split in get_args(Split):
-            scores = self.evaluator.scores(self.federation, split, self.federation.present())
+            scores = self.evaluator.scores(
+                self.federation, split, self.federation.present(), engine=self.engine
+            )
             for scope, numbers in scores.items():
                 if scope == GLOBAL:
                     numbers = {f"all_clients/{name}": value for name, value in numbers.items()}
@@ -272,15 +263,16 @@ class Run:
 
     def _score_adapted(self) -> None:
         """Score the clients' models after an adaptation, and clients outside the federation."""
-        federation, epochs = self.federation, self.options.adapt_epochs
+        federation, epochs, engine = self.federation, self.options.adapt_epochs, self.engine
         seen, unseen = federation.data.clients, federation.data.unseen
         few = federation.present()[: self.options.score_clients]
         outside = range(seen, seen + min(self.options.score_clients, unseen))
-        groups = {"unseen": self.evaluator.scores(federation, "test", outside)} if unseen else {}
-        if epochs:
-            groups["adapted"] = adapted_scores(self.evaluator, federation, few, epochs)
-        if epochs and unseen:
-            groups["unseen_adapted"] = adapted_scores(self.evaluator, federation, outside, epochs)
+        score, adapted = self.evaluator.scores, partial(adapted_scores, self.evaluator, federation)
+        groups = {"unseen": score(federation, "test", outside, engine=engine)} if unseen else {}
+        if epochs and engine:  # Flower's clients do not adapt
+            groups["adapted"] = adapted(few, epochs, engine)
+        if epochs and engine and unseen:
+            groups["unseen_adapted"] = adapted(outside, epochs, engine)
 
         for group, scores in groups.items():
             for scope, numbers in scores.items():
@@ -303,7 +295,8 @@ class Run:
 
     def _record_artifact(self, name: str, network: nn.Module) -> None:
         """Score a network that the algorithm has built, and write it next to the model."""
-        for metric, value in self.evaluator.of_module(network, self.evaluator.data.test).items():
+        test = self.federation.data.at(self.round).test
+        for metric, value in self.evaluator.of_module(network, test).items():
             self.log_metric(f"{name}/{metric}", value, split="test")
         if self.folder.checkpoints is not None:
             replace_tensors(clone(network.state_dict()), self.folder.checkpoints / f"{name}.pt")

@@ -81,13 +81,11 @@ def started(run: Run, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
         FlsuiteError: If the engine cannot serve the schedule.
     """
     require_engine(run, engine)
-    run.evaluator.engine = engine
     try:
         engine.start(setup)
         yield
     finally:
         engine.stop()
-        run.evaluator.engine = None
 
 
 def choose_engine(

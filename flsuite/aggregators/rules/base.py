@@ -2,11 +2,10 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import islice
 from typing import ClassVar, Literal
 
 from lightning.pytorch import Callback
@@ -31,10 +30,93 @@ def withheld_by(sends: str = "") -> Mapping[Capability, str]:
     return reasons
 
 
+Contribution = Callable[[ClientUpdate], Tree]
+"""Returns what a client adds to the sums of a round."""
+
+
+class Reduction(ABC):
+    """The updates of a round on their way to one model: each is added, then the round finishes."""
+
+    @abstractmethod
+    def add(self, update: ClientUpdate) -> None:
+        """Add a checked update."""
+
+    @abstractmethod
+    def finish(self) -> tuple[State, Tree]:
+        """Return the model of the round, and the sums of the clients' contributions.
+
+        In a round without clients, the model is the global model, and the sums are empty.
+        """
+
+
+class _Sum(Reduction):
+    """The sums of a linear rule. It never holds more than one client's model.
+
+    A worker that trains a whole part of the cohort sends its sum. Rounding depends on the order of
+    summation, so the server sums part by part even if it has every update.
+    """
+
+    def __init__(self, rule: "LinearRule", server: Server, contribution: Contribution) -> None:
+        self._rule, self._server, self._contribution = rule, server, contribution
+        statistics = rule.statistics(server.layout, server.state)
+        self._single = [name for name, statistic in statistics.items() if not statistic.is_sum]
+        self._sums = self._part_sums = Sums()
+        self._part: int | None = None
+        self._seen: list[ClientUpdate] = []
+
+    def add(self, update: ClientUpdate) -> None:
+        if update.part != self._part:
+            self._close_part()
+            self._part = update.part
+            self._part_sums = self._sums if update.part is None else Sums()
+        if update.partial is not None:
+            self._part_sums.add(update.partial.values)
+        else:
+            if update.staleness and self._rule.rebases:
+                update = rebased(update, self._server)
+            self._part_sums.add(self._contribution(update))
+        extras = {name: update.extras[name] for name in self._single}
+        self._seen.append(replace(update, state={}, extras=extras, base={}, partial=None))
+
+    def finish(self) -> tuple[State, Tree]:
+        self._close_part()
+        sums = moved(self._sums.values, "cpu")  # sums of this process lie where its clients train
+        if not self._seen:
+            return self._server.state, sums
+        return self._rule.result(self._server, sums["rule"], self._seen), sums
+
+    def _close_part(self) -> None:
+        if self._part_sums is not self._sums:
+            self._sums.add(self._part_sums.values)
+
+
+class _Cohort(Reduction):
+    """All updates of a round, for a rule that needs each of them."""
+
+    def __init__(self, rule: "CohortRule", server: Server, contribution: Contribution) -> None:
+        self._rule, self._server, self._contribution = rule, server, contribution
+        self._sums, self._updates = Sums(), deque[ClientUpdate]()
+
+    def add(self, update: ClientUpdate) -> None:
+        self._sums.add(self._contribution(update))
+        self._updates.append(update)
+
+    def finish(self) -> tuple[State, Tree]:
+        if not self._updates:
+            return self._server.state, {}
+        return self._rule.combine(self._server, self._released()), self._sums.values
+
+    def _released(self) -> Iterator[ClientUpdate]:
+        """Yield the updates, and release each: a rule may turn them into something smaller."""
+        while self._updates:
+            yield self._updates.popleft()
+
+
 class Rule(Part, ABC):
     """Combines the updates of a round into one model, which the server then moves to.
 
-    It is a :class:`LinearRule`, which needs only sums over clients, or a :class:`CohortRule`. Its
+    It is a :class:`LinearRule`, which needs only sums over clients, a :class:`CohortRule`, which
+    needs all of them, or a rule whose :meth:`begin` takes them in one by one. Its
     client half measures statistics after the clients' fits.
 
     Attributes:
@@ -55,6 +137,20 @@ class Rule(Part, ABC):
     def weight(self, update: ClientUpdate) -> float:
         """Return the weight of a client, without damping. Runs in the client half."""
         return 1.0
+
+    def too_few(self, updates: int) -> str | None:
+        """Return why this number of updates is too small, and what to change, or ``None``."""
+        return None
+
+    @abstractmethod
+    def begin(self, server: Server, contribution: Contribution | None = None) -> Reduction:
+        """Begin a round, whose updates are then added one by one.
+
+        Args:
+            server: The rule's view of the server.
+            contribution: Returns what a client adds to the sums of a round. Default: only the terms
+                of the rule.
+        """
 
 
 class LinearRule(Rule):
@@ -92,6 +188,12 @@ class LinearRule(Rule):
             updates: The updates without their models, with the statistics that are not sums.
         """
 
+    def begin(self, server: Server, contribution: Contribution | None = None) -> Reduction:
+        def terms(update: ClientUpdate) -> Tree:
+            return {"rule": self.terms(update, server.layout)}
+
+        return _Sum(self, server, contribution or terms)
+
 
 class CohortRule(Rule):
     """A rule that needs every client's own update."""
@@ -108,9 +210,8 @@ class CohortRule(Rule):
                 client started from.
         """
 
-    def too_few(self, updates: int) -> str | None:
-        """Return why this number of updates is too small, and what to change, or ``None``."""
-        return None
+    def begin(self, server: Server, contribution: Contribution | None = None) -> Reduction:
+        return _Cohort(self, server, contribution or (lambda update: {}))
 
 
 class RuleAround(CohortRule):
@@ -149,80 +250,14 @@ class RuleAround(CohortRule):
         return self.rule.weight(update)
 
     def too_few(self, updates: int) -> str | None:
-        return self.rule.too_few(updates) if isinstance(self.rule, CohortRule) else None
+        return self.rule.too_few(updates)
 
-    def of_rule(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
+    def of_rule(self, server: Server, updates: Iterable[ClientUpdate]) -> State:
         """Return the model that the other rule computes from updates."""
-        rule = self.rule
-        if isinstance(rule, CohortRule):
-            return rule.combine(server, updates)
-        assert isinstance(rule, LinearRule)
-        terms = partial(rule.terms, layout=server.layout)
-        return rule.result(server, *sum_by_parts(rule, server, updates, terms))
-
-
-def sum_by_parts(
-    rule: LinearRule,
-    server: Server,
-    updates: Iterable[ClientUpdate],
-    contribution: Callable[[ClientUpdate], Tree],
-) -> tuple[Tree, list[ClientUpdate]]:
-    """Return the sums of the clients' contributions, and the updates without their models.
-
-    A worker that trains a whole part sends its sum. Rounding depends on the order of summation, so
-    the server sums part by part even if it has every update.
-
-    Args:
-        rule: The rule. The updates keep its statistics that are not sums.
-        server: The server's view.
-        updates: The updates.
-        contribution: Returns what an update adds to the sums.
-    """
-    statistics = rule.statistics(server.layout, server.state)
-    single = [name for name, statistic in statistics.items() if not statistic.is_sum]
-    sums, seen = Sums(), list[ClientUpdate]()
-    part, own = None, sums
-    for update in updates:
-        if update.part != part:
-            if own is not sums:
-                sums.add(own.values)
-            part, own = update.part, sums if update.part is None else Sums()
-        if update.partial is not None:
-            own.add(update.partial.values)
-        else:
-            own.add(contribution(rebased(update, server) if rule.rebases else update))
-        extras = {name: update.extras[name] for name in single}
-        seen.append(replace(update, state={}, extras=extras, base={}, partial=None))
-    if own is not sums:
-        sums.add(own.values)
-    return moved(sums.values, "cpu"), seen  # sums of this process lie where its clients train
-
-
-def combine_and_sum(
-    rule: CohortRule,
-    server: Server,
-    updates: Iterator[ClientUpdate],
-    contribution: Callable[[ClientUpdate], Tree],
-) -> tuple[State, Tree]:
-    """Return the model that a rule computes from a round, and the sums of the contributions.
-
-    In a round without clients, the model is the global model, and the sums are empty.
-    """
-    sums = Sums()
-
-    def passing() -> Iterator[ClientUpdate]:
+        reduction = self.rule.begin(server)
         for update in updates:
-            sums.add(contribution(update))
-            yield update
-
-    def rejoined() -> Iterator[ClientUpdate]:
-        yield first.pop()  # released here while the others arrive
-        yield from arriving
-
-    arriving = passing()
-    first = list(islice(arriving, 1))
-    model = rule.combine(server.of("rule"), rejoined()) if first else server.state
-    return model, sums.values
+            reduction.add(update)
+        return reduction.finish()[0]
 
 
 @contextmanager

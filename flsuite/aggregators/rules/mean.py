@@ -7,7 +7,7 @@
   1.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators.part import Capability, Server
-from flsuite.aggregators.rules.base import CohortRule, LinearRule, Weighting
+from flsuite.aggregators.rules.base import Contribution, LinearRule, Reduction, Rule, Weighting
 from flsuite.aggregators.staleness import Staleness, StalenessName, staleness_weight
 from flsuite.common.arguments import Fraction, NonNegativeFloat, Settings, Share
 from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.common.messages import ClientUpdate
-from flsuite.common.state import State, StateLayout, Tree, cast, divided, scaled
+from flsuite.common.state import State, StateLayout, Sums, Tree, cast, divided, scaled
 
 Normalize = Literal["buffer", "weights"]
 
@@ -110,7 +110,7 @@ def split_buffers(state: State, layout: StateLayout) -> tuple[State, State]:
 
 
 @dataclass(frozen=True)
-class Mixing(CohortRule, Settings):
+class Mixing(Rule, Settings):
     """Mixes in the clients' models one after the other, ``w <- (1 - a) w + a w_k``.
 
     ``a = mixing * s(t_k) * q_k``. Floating-point buffers are mixed likewise, and integer counters
@@ -126,20 +126,19 @@ class Mixing(CohortRule, Settings):
     mixing: Fraction = 0.5
     staleness: StalenessName | Staleness = "polynomial"
     weighting: Weighting = "uniform"
+    needs = frozenset({"each update"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_mixture(f"{type(self).__name__}: mixing", self.mixing, self.staleness)
 
-    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
-        state = server.state
-        for update in updates:
-            rate = self.mixing * staleness_weight(self.staleness, update.staleness)
-            rate *= self._share(update, server.layout.samples)
-            new = {k: mixed(value, update.state[k], rate) for k, value in state.items()}
-            state = cast(new, state)
-            update.metrics["weight"] = rate
-        return state
+    def begin(self, server: Server, contribution: Contribution | None = None) -> Reduction:
+        return _Mixture(self, server, contribution)
+
+    def rate(self, update: ClientUpdate, samples: int) -> float:
+        """Return ``a``, given the number of training samples of the federation."""
+        damped = self.mixing * staleness_weight(self.staleness, update.staleness)
+        return damped * self._share(update, samples)
 
     def _share(self, update: ClientUpdate, samples: int) -> float:
         """Return ``q_k``.
@@ -157,6 +156,25 @@ class Mixing(CohortRule, Settings):
                 "client, or set weighting to 'uniform'"
             )
         return update.samples / samples
+
+
+class _Mixture(Reduction):
+    """The model of a round so far, into which each client's model is mixed as it arrives."""
+
+    def __init__(self, rule: Mixing, server: Server, contribution: Contribution | None) -> None:
+        self._rule, self._samples = rule, server.layout.samples
+        self._state, self._sums, self._contribution = server.state, Sums(), contribution
+
+    def add(self, update: ClientUpdate) -> None:
+        if self._contribution is not None:
+            self._sums.add(self._contribution(update))
+        rate = self._rule.rate(update, self._samples)
+        new = {k: mixed(value, update.state[k], rate) for k, value in self._state.items()}
+        self._state = cast(new, self._state)
+        update.metrics["weight"] = rate
+
+    def finish(self) -> tuple[State, Tree]:
+        return self._state, self._sums.values
 
 
 @dataclass(frozen=True)

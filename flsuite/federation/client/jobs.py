@@ -37,26 +37,22 @@ class JobRunner:
         if not fits:
             return [self._runner.score(r) for r in job if isinstance(r, ScoreRequest)]
         self._stacked = self._runner.train_together(fits)
-        parts = groupby(fits, key=lambda request: request.part)
-        outcomes = [o for part, members in parts for o in self._part(part, list(members))]
+        outcomes: list[Outcome] = []
+        for part, members in groupby(fits, key=lambda request: request.part):
+            requests = list(members)
+            if self._setup.sums_parts and part is not None and len(requests) > 1:
+                outcomes += self._part(requests)
+                continue
+            for request in requests:
+                outcome = self._runner.run(request, self._stacked.get(request.number))
+                if isinstance(outcome, ClientResult):
+                    outcome.update.state = moved(outcome.update.state, "cpu")
+                outcomes.append(outcome)
         self._stacked = {}
         return outcomes
 
-    def _run(self, request: FitRequest) -> Outcome:
-        return self._runner.run(request, self._stacked.get(request.number))
-
-    def _whole(self, request: FitRequest) -> Outcome:
-        """Return the outcome of a fit, with its model on the CPU."""
-        outcome = self._run(request)
-        if isinstance(outcome, ClientResult):
-            outcome.update.state = moved(outcome.update.state, "cpu")
-        return outcome
-
-    def _part(self, part: int | None, fits: Sequence[FitRequest]) -> list[Outcome]:
-        """Return the outcomes of a part of the cohort."""
-        if part is None or len(fits) < 2 or not self._setup.sums_parts:
-            return [self._whole(request) for request in fits]
-
+    def _part(self, fits: Sequence[FitRequest]) -> list[Outcome]:
+        """Return the outcomes of a part of the cohort, the last of them with the sum."""
         # NaN and infinity propagate to the sum, so checking the sum is enough. If it fails, run the
         # same fits again to find the client.
         outcomes, total = self._sum_up(fits, reads_numbers=False)
@@ -74,7 +70,7 @@ class JobRunner:
         total, outcomes = Sums(), []
         last: ClientUpdate | None = None
         for request in requests:
-            outcome = self._run(request)
+            outcome = self._runner.run(request, self._stacked.get(request.number))
             if isinstance(outcome, ClientResult):
                 update = outcome.update
                 is_late = request.fault == "late"  # excluded from its part's sum

@@ -131,7 +131,7 @@ class Scorer:
 
     Args:
         model: The resident model that states are copied into.
-        data: The samples. They may change from task to task.
+        data: The samples.
         device: The device for scoring.
         precision: Returns the context of the forward pass, for example autocast.
         seed: The run's seed, for randomness during evaluation.

@@ -26,7 +26,6 @@ from flsuite.common.lightning_internals import (
     leave_hooks,
     make_slim,
     rewind,
-    run_stage,
     scaler_of,
     trainer_settings,
 )
@@ -118,6 +117,10 @@ class ClientTrainer(Trainer):
             self._plain_fit = _PlainFit(self, model)
 
     def _run_stage(self) -> None:
+        self.run_epochs()
+
+    def run_epochs(self) -> None:
+        """Run the part of a fit between the hooks ``on_fit_start`` and ``on_fit_end``."""
         refuse_callbacks(self.callbacks)  # type: ignore[attr-defined]  # also the model's own
         if self._scaler is not None:
             _refuse_fused(self.optimizers)
@@ -141,7 +144,7 @@ class _PlainFit:
         module: The model of all its fits.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(self, trainer: ClientTrainer, module: LightningModule) -> None:
         self.trainer = trainer
         self.module = module
 
@@ -167,7 +170,7 @@ class _PlainFit:
                 raise NeedsLightningLoopError("there is more than one optimizer, or a scheduler")
             trainer.strategy.optimizers = [optimizer]
             self._call("on_fit_start")
-            run_stage(trainer)
+            trainer.run_epochs()
             self._call("on_fit_end")
             self._call("teardown", stage="fit")
         except BaseException as error:

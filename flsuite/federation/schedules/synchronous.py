@@ -187,7 +187,8 @@ class Synchronous(Schedule, Settings):
                 measured = max(measured, outcome.update.seconds)
                 if number in fits and fits[number].ended is None:  # its duration was unknown
                     fits[number].ended = fits[number].started + outcome.update.seconds
-                self._arrived[number] = outcome.update
+                if isinstance(self.sampling, Selection):
+                    self._arrived[number] = outcome.update
             yield outcome
         self._end_round(clock, measured)
 

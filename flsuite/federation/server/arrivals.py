@@ -141,51 +141,54 @@ class Arrivals:
         """Clear the expected outcomes, as before the first fit."""
         self._awaited = {}
 
-    def accept(
-        self, outcomes: Iterator[Outcome], record: RoundLog
-    ) -> Iterator[tuple[FitRequest, Outcome]]:
-        """Yield the expected outcomes, checked, with their requests.
+    def check(self, outcome: Outcome, record: RoundLog) -> tuple[FitRequest, Outcome] | None:
+        """Return an expected outcome as the server reads it, with its request.
 
         A faulty update becomes a failure. The log names the client and the reason.
 
         Args:
-            outcomes: The outcomes of a round as they arrive.
-            record: The record of the round. Outcomes are added to it.
+            outcome: An outcome that arrives.
+            record: The record of the round. The outcome is added to it.
+
+        Returns:
+            ``None`` for a message that the server does not wait for.
+        """
+        sender = outcome.update if isinstance(outcome, ClientResult) else outcome
+        if not self._is_awaited(sender, record):
+            _count_refused(sender, record)
+            return None
+
+        start = self._awaited.pop(sender.client)
+        outcome = self.uplink.checked(outcome, start.broadcast)
+        if isinstance(outcome, ClientResult) and self.devices is not None:
+            fits = (*self.schedule.ended, *self.schedule.in_flight)
+            outcome = self.devices.take(outcome, {fit.client for fit in fits})
+        if isinstance(outcome, ClientFailure):
+            outcome.number = start.number
+            record.lost_down += nbytes(start.broadcast.state) + nbytes(start.broadcast.extras)
+            _count_refused(sender, record)
+            record.failures.append(outcome)
+            where = outcome.round, outcome.client
+            log.warning("round %s: client %s failed: %s", *where, outcome.reason)
+            log.debug("%s", outcome.details)
+        else:
+            update = outcome.update
+            # 0 in a synchronous round, because its updates arrive before it ends.
+            update.staleness = record.round - start.broadcast.round
+            update.number, update.part = start.number, start.part
+            self.schedule.accepted(update.number)
+            record.updates.append(update.without_tensors())
+        return start, outcome
+
+    def require_updates(self, record: RoundLog) -> None:
+        """Refuse a round in which no usable update arrived, unless its cohort may be empty.
 
         Raises:
-            FlsuiteError: At the end, if no client can train with the user's settings.
-            FederationError: At the end, if no usable update arrived.
+            FlsuiteError: If no client can train with the user's settings.
+            FederationError: Otherwise.
         """
-        for outcome in outcomes:
-            sender = outcome.update if isinstance(outcome, ClientResult) else outcome
-            if not self._is_awaited(sender, record):
-                _count_refused(sender, record)
-                continue
-
-            start = self._awaited.pop(sender.client)
-            outcome = self.uplink.checked(outcome, start.broadcast)
-            if isinstance(outcome, ClientResult) and self.devices is not None:
-                fits = (*self.schedule.ended, *self.schedule.in_flight)
-                outcome = self.devices.take(outcome, {fit.client for fit in fits})
-            if isinstance(outcome, ClientFailure):
-                outcome.number = start.number
-                record.lost_down += nbytes(start.broadcast.state) + nbytes(start.broadcast.extras)
-                _count_refused(sender, record)
-                record.failures.append(outcome)
-                where = outcome.round, outcome.client
-                log.warning("round %s: client %s failed: %s", *where, outcome.reason)
-                log.debug("%s", outcome.details)
-            else:
-                update = outcome.update
-                # 0 in a synchronous round, because its updates arrive before it ends.
-                update.staleness = record.round - start.broadcast.round
-                update.number, update.part = start.number, start.part
-                self.schedule.accepted(update.number)
-                record.updates.append(update.without_tensors())
-            yield start, outcome
-
-        # At the end, because a usable update may arrive last.
-        if not record.updates and (record.failures or not self.schedule.declarations.may_be_empty):
+        may_be_empty = self.schedule.declarations.may_be_empty and not record.failures
+        if not record.updates and not may_be_empty:
             raise self._failure(record)
 
     def _is_awaited(self, sender: ClientUpdate | ClientFailure, record: RoundLog) -> bool:

@@ -1,5 +1,6 @@
 """Scores of models, before and after clients adapt them."""
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from flsuite.common.messages import (
 )
 from flsuite.common.score_names import HIGHER_IS_BETTER, lower_is_better, score_name
 from flsuite.common.state import State
+from flsuite.data.federated import FederatedData
 from flsuite.data.loader import SplitLoader
 from flsuite.data.spec import DataSplit
 from flsuite.federation.client.scorer import Scorer
@@ -37,14 +39,13 @@ _MAIN = ("accuracy", "f1_macro", "balanced_accuracy", "loss")
 
 
 class Evaluator(Scorer):
-    """Scores the models of a federation.
+    """Scores the models of a federation."""
 
-    Attributes:
-        engine: Scores the clients' own models in parallel. Default: this process scores them one
-            after another.
-    """
-
-    engine: Engine | None = None
+    def at(self, data: FederatedData) -> "Evaluator":
+        """Return an evaluator with the same model and the samples of another round."""
+        twin = copy.copy(self)
+        twin.data = data
+        return twin
 
     @property
     def has_classes(self) -> bool:
@@ -110,7 +111,12 @@ class Evaluator(Scorer):
         return list(names)
 
     def scores(
-        self, federation: Federation, split: Split, clients: Sequence[int], details: bool = False
+        self,
+        federation: Federation,
+        split: Split,
+        clients: Sequence[int],
+        details: bool = False,
+        engine: Engine | None = None,
     ) -> Scores:
         """Score a federation in its current state, and these clients.
 
@@ -121,11 +127,13 @@ class Evaluator(Scorer):
             split: ``val`` or ``test``.
             clients: Clients to score one by one.
             details: Add the accuracy per class.
+            engine: Scores the clients' own models in parallel. Default: this process scores them
+                one after another.
         """
-        self.data = federation.data.at(federation.clock.round)
+        now = self.at(federation.data.at(federation.clock.round))
         if not federation.entries.personal:
-            return self.shared(federation.client_state(None), split, clients, details)
-        return of_own_models(self._own_rows(federation, split, clients, details), self.names)
+            return now.shared(federation.client_state(None), split, clients, details)
+        return of_own_models(now.own_rows(federation, split, clients, details, engine), self.names)
 
     def shared(
         self, state: State, split: Split, clients: Sequence[int], details: bool = False
@@ -150,8 +158,13 @@ class Evaluator(Scorer):
         by_scope[GLOBAL] |= _spread(of_clients, "client_", self.names)
         return by_scope | of_clients
 
-    def _own_rows(
-        self, federation: Federation, split: Split, clients: Sequence[int], details: bool
+    def own_rows(
+        self,
+        federation: Federation,
+        split: Split,
+        clients: Sequence[int],
+        details: bool,
+        engine: Engine | None,
     ) -> dict[int, OwnScores]:
         """Score the clients' own models, and return the scores by client.
 
@@ -167,7 +180,7 @@ class Evaluator(Scorer):
             for place, client in enumerate(clients)
         )
         # For one model, sending it to a worker does not pay off.
-        answers = self.engine.score(requests) if self.engine and len(clients) > 1 else None
+        answers = engine.score(requests) if engine and len(clients) > 1 else None
 
         rows: dict[int, OwnScores] = {}
         for client, answer in zip(clients, answers or [None] * len(clients), strict=True):
@@ -274,7 +287,11 @@ _AT_ONCE = 64  # clients whose own models are in memory at the same time
 
 
 def adapted_scores(
-    evaluator: Evaluator, federation: Federation, clients: Sequence[int], epochs: int
+    evaluator: Evaluator,
+    federation: Federation,
+    clients: Sequence[int],
+    epochs: int,
+    engine: Engine,
 ) -> Scores:
     """Return the test scores of clients whose models have adapted to their own samples.
 
@@ -282,15 +299,14 @@ def adapted_scores(
     the algorithm. Its model is dropped after it is scored.
 
     Args:
-        evaluator: Its engine trains the clients.
+        evaluator: Scores the models.
         federation: The federation in its current state.
         clients: The clients.
         epochs: Epochs of the adaptation.
+        engine: Trains the clients.
     """
-    if evaluator.engine is None:
-        return {}
     round = max(federation.clock.round, 1)
-    evaluator.data = federation.data.at(round)
+    evaluator = evaluator.at(federation.data.at(round))
 
     rows: dict[int, OwnScores] = {}
     version = Broadcast(round, federation.state, {})
@@ -299,9 +315,9 @@ def adapted_scores(
             _request(federation, version, client, epochs)
             for client in clients[first : first + _AT_ONCE]
         ]
-        evaluator.engine.submit(requests)
+        engine.submit(requests)
         for request in requests:
-            outcome = evaluator.engine.collect(request.number)
+            outcome = engine.collect(request.number)
             if not isinstance(outcome, ClientResult):
                 log.warning("client %d could not adapt: %s", outcome.client, outcome.reason)
                 continue

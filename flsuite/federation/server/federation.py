@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.exchange.secure import SecureAggregation
 from flsuite.aggregators.part import Named, Server, ServerTools, refuse_conflicts
-from flsuite.aggregators.rules.base import CohortRule
 from flsuite.aggregators.state_check import StateCheck
 from flsuite.aggregators.uplink import Uplink, part_size
 from flsuite.common.errors import FederationError, FlsuiteError
@@ -114,8 +113,8 @@ class Federation:
         self._refuse_conflicts(secure_sum)
         aggregator.prepare(self.server)
         self._state_check = StateCheck(aggregator)
-        rule, expected = aggregator.rule, schedule.declarations.expected_updates
-        if expected and isinstance(rule, CohortRule) and (fault := rule.too_few(expected)):
+        expected = schedule.declarations.expected_updates
+        if expected and (fault := aggregator.rule.too_few(expected)):
             raise FlsuiteError(fault)
 
         masks = secure_sum is not None
@@ -154,19 +153,25 @@ class Federation:
         objective = self.aggregator.objective
         return {**private, **objective.own_entries(self.state, received, notes)}
 
+    def begin_round(self) -> None:
+        """Begin the record of the next round, and the algorithm's part in it."""
+        round, declared = self.clock.round + 1, self.schedule.declarations
+        self.log = RoundLog(round, declared.is_asynchronous, is_first=round == self.first_round)
+        self._extras = self.aggregator.broadcast(self.server)
+        self._traffic = nbytes(self.state) + nbytes(self._extras), self._bytes_up
+        self._reduction = self.aggregator.begin(self.server)
+        self._arrived: list[ClientUpdate] = []  # under secure aggregation
+
     def requests(
         self, starting: Sequence[Fit], callbacks: CopyCallbacks = tuple
     ) -> list[FitRequest]:
         """Return the requests of fits that start now.
-
-        The first ones of a round begin its record.
 
         Args:
             starting: The fits. Fits that were in flight before a resume start from an older
                 version.
             callbacks: Returns copies of the user's Lightning callbacks for the fits.
         """
-        self._begin_round()
         requests: list[FitRequest] = []
         for version, fits in groupby(starting, key=lambda fit: fit.version):
             requests += self._requests(list(fits), self._broadcast(version, callbacks))
@@ -174,62 +179,48 @@ class Federation:
             self._arrivals.expect(request)
         return requests
 
-    def accept(self, outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
-        """Yield the expected outcomes, checked and recorded.
+    def check(self, outcome: Outcome) -> Outcome | None:
+        """Return an outcome as the server reads it, and record it.
 
         A faulty update becomes a failure. The log names the client and the reason.
 
-        Raises:
-            FlsuiteError: At the end, if no client can train with the user's settings.
-            FederationError: At the end, if no usable update arrived.
+        Returns:
+            ``None`` for a message that the server does not wait for, such as a second copy.
         """
-        for start, outcome in self._arrivals.accept(outcomes, self.log):
-            if isinstance(outcome, ClientResult):
-                update = outcome.update
-                update.base = self._base(start.broadcast)
-                self.clients[update.client] = outcome.memory
-                self.clock.client_updates += start.stands_for
-                self.clock.bytes += update.bytes_up + update.bytes_down
-            yield outcome
+        checked = self._arrivals.check(outcome, self.log)
+        if checked is None:
+            return None
+        start, outcome = checked
+        if isinstance(outcome, ClientResult):
+            update = outcome.update
+            update.base = self._base(start.broadcast)
+            self.clients[update.client] = outcome.memory
+            self.clock.client_updates += start.stands_for
+            self.clock.bytes += update.bytes_up + update.bytes_down
+        return outcome
 
-    def aggregate(self, updates: Iterator[ClientUpdate]) -> State:
-        """Return the next global state, computed from the updates or only from their sum.
-
-        Raises:
-            FederationError: If too few clients came back for secure aggregation.
-        """
-        state = self._aggregated(updates)
-        self._state_check.check("at the server", "server.memory")
-        return state
-
-    def _aggregated(self, updates: Iterator[ClientUpdate]) -> State:
+    def add(self, update: ClientUpdate) -> None:
+        """Add a checked update to the round."""
         if self._devices is None:
-            return self.aggregator.aggregate(self.server, updates)
-        arrived = list(updates)
-        # With an in-process engine, the resident model still holds the last client's weights.
-        load_(self._resident.state_dict(), {**self.initial, **self.state})
-        before = self.log.bytes
-        gone = {fit.client for fit in self.schedule.ended if fit.fault == "gone"}
-        masked, report = self._devices.sums([update.client for update in arrived], gone)
-        self.log.count(report)
-        self.clock.bytes += self.log.bytes - before
-        return self.aggregator.aggregate(self.server, self.uplink.summed(masked, arrived))
+            self._reduction.add(update)
+        else:
+            self._arrived.append(update)  # without its model, until the sum is unmasked
 
-    def advance(self, state: State) -> None:
-        """Set the next version of the global model.
+    def advance(self) -> None:
+        """Make the updates of the round the next version of the global model.
 
         Raises:
-            FederationError: If it is not a state of this model, or not finite.
+            FlsuiteError: If no client can train with the user's settings.
+            FederationError: If no usable update arrived, too few for the algorithm, or if the next
+                state is faulty.
         """
-        name, done = self.aggregator.name, self.clock.round
-        fault = mismatch(state, self.state)
-        if fault is None and (bad := non_finite(state)):
-            fault = f"{bad} is not finite; lower its learning rate"
-        if fault is not None:
-            raise FederationError(
-                f"round {done + 1}: {name} returned a faulty state: {fault}; the state of round "
-                f"{done} is kept"
-            )
+        self._arrivals.require_updates(self.log)
+        if self._devices is not None:
+            for update in self._unmasked(self._devices):
+                self._reduction.add(update)
+        state = self.aggregator.finish(self.server, self._reduction)
+        self._state_check.check("at the server", "server.memory")
+        self._refuse_faulty(state)
 
         # Dropped and late clients received the model too. Failures are already counted.
         counted = {failure.number for failure in self.log.failures}
@@ -238,6 +229,29 @@ class Federation:
         self.clock.bytes += self.log.lost_down + self.log.lost_up
         self.state = state
         self.clock.round += 1
+
+    def _unmasked(self, devices: Devices) -> Iterator[ClientUpdate]:
+        """Yield the updates of the round, whose last one carries the unmasked sum."""
+        # With an in-process engine, the resident model still holds the last client's weights.
+        load_(self._resident.state_dict(), {**self.initial, **self.state})
+        before = self.log.bytes
+        gone = {fit.client for fit in self.schedule.ended if fit.fault == "gone"}
+        masked, report = devices.sums([update.client for update in self._arrived], gone)
+        self.log.count(report)
+        self.clock.bytes += self.log.bytes - before
+        return self.uplink.summed(masked, self._arrived)
+
+    def _refuse_faulty(self, state: State) -> None:
+        """Refuse a next state that is not a state of this model, or not finite."""
+        fault = mismatch(state, self.state)
+        if fault is None and (bad := non_finite(state)):
+            fault = f"{bad} is not finite; lower its learning rate"
+        if fault is not None:
+            done, name = self.clock.round, self.aggregator.name
+            raise FederationError(
+                f"round {done + 1}: {name} returned a faulty state: {fault}; the state of round "
+                f"{done} is kept"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that is needed to continue from here.
@@ -267,20 +281,8 @@ class Federation:
 
     def _work(self, client: int, number: int, started: float) -> Work:
         """Return the work of a fit that starts from the current version."""
-        self._begin_round()
         samples = self._fit_samples(self.data.at(self.clock.round + 1).samples(client))
         return Work(client, number, started, samples, *self._traffic)
-
-    def _begin_round(self) -> None:
-        """Begin the record of the next round, unless it has already begun."""
-        round = self.clock.round + 1
-        if self.log.round == round:
-            return
-        is_asynchronous = self.schedule.declarations.is_asynchronous
-        self.log = RoundLog(round, is_asynchronous, is_first=round == self.first_round)
-        self._extras = self.aggregator.broadcast(self.server)
-        size = nbytes(self.state)
-        self._traffic = size + nbytes(self._extras), self._bytes_up
 
     def _base(self, broadcast: Broadcast) -> State:
         """Return the state from which a client's change is measured."""
@@ -314,8 +316,8 @@ class Federation:
             callbacks: Copies the callbacks of a fit.
             most: Maximum number of fits, of clients at even distances.
         """
-        self._begin_round()
-        broadcast = Broadcast(self.clock.round + 1, self.state, self._extras, callbacks())
+        extras = self.aggregator.broadcast(self.server)
+        broadcast = Broadcast(self.clock.round + 1, self.state, extras, callbacks())
         present = self.present()
         clients = present[:: max(1, len(present) // most)][:most]
         return [FitRequest(n, client, broadcast, {}) for n, client in enumerate(clients)]

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flsuite.aggregators import CMGA, Aggregator, FedAvg, FedFisher, FedNova, QFedAvg, Server
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules import Mean
-from flsuite.aggregators.rules.base import LinearRule, sum_by_parts
+from flsuite.aggregators.rules.base import LinearRule
 from flsuite.aggregators.rules.pfnm import expanded_module
 from flsuite.common.messages import Broadcast, ClientUpdate, FitRequest
 from flsuite.common.state import Sums, Tree, moved
@@ -85,7 +85,7 @@ RULES: dict[str, tuple[Any, Aggregator]] = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_client_on_a_gpu_contributes_there(name: str) -> None:
+def test_a_client_on_a_gpu_contributes_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, aggregator = RULES[name]
     made = trainer(rounds=1, aggregator=aggregator, enable_checkpointing=False)
     run = made.prepare(model, digits())
@@ -106,8 +106,10 @@ def test_a_client_on_a_gpu_contributes_there(name: str) -> None:
         update.state, update.partial, update.part = {}, sums, 3
         server = Server(whole, layout, ServerTools())
         rule = cast(LinearRule, aggregator.rule)
-        total, _ = sum_by_parts(rule, server, [update], uplink.contribution)
-        assert devices(total) == {torch.device("cpu")}
+        reduction = rule.begin(server, uplink.contribution)
+        reduction.add(update)
+        monkeypatch.setattr(type(rule), "result", lambda rule, server, sums, updates: whole)
+        assert devices(reduction.finish()[1]) == {torch.device("cpu")}
 
 
 def test_modules_of_the_server_are_on_the_device_that_scores() -> None:
