@@ -5,7 +5,6 @@ from typing import ClassVar, Literal
 
 from lightning.pytorch import Callback
 
-from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import Outcome, Scores
 from flsuite.runs.run import Run
 
@@ -73,12 +72,3 @@ class FederationCallback(Callback):
 
         ``run.status`` tells them apart.
         """
-
-
-def require_validation(run: Run, owner: str) -> None:
-    """Refuse a callback that stops on validation data if there is none."""
-    if run.federation.data.at(run.round).val is None:
-        raise FlsuiteError(
-            f"{owner} stops on validation data, and there is none: set data.val_fraction above 0, "
-            "or remove the callback"
-        )

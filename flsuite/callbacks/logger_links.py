@@ -1,20 +1,22 @@
-"""Links from a run to Lightning's loggers. A link sends numbers and resumes the log."""
+"""Links from a run to Lightning's loggers. A link sends numbers and resumes the log.
+
+A kill may come between a round's row in a log and the run's checkpoint, and a resume then repeats
+the round. A logger that buffers may also lose rows of rounds in the checkpoint. So each link knows
+the last round that is surely in its log. Later rounds are sent from the run's table.
+"""
 
 import csv
 import logging
-import math
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Set
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
 
-from flsuite.callbacks.round_numbers import LAST_NUMBER, RoundNumbers
-from flsuite.callbacks.tensorboard_files import logged_steps
 from flsuite.common.errors import one_line
 from flsuite.runs.run import Run
 
@@ -23,7 +25,33 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flsuite")
 
+LAST_NUMBER = "wall_s"
+"""The number that is sent last. A log with this number has the whole round."""
+NOTHING = -1
+"""The last round of an empty log. Round 0 is everything sent before the first round."""
+LIGHTNING_NAME = "lightning_logs"
+"""Lightning's default project name."""
+PROJECT = "flsuite"
+"""Our default name for the project in W&B and the experiment in MLflow."""
 _LONGEST = 64  # characters of a tag in W&B
+_MOST_METRICS = 500  # MLflow takes at most 1,000 at once
+
+
+@dataclass(frozen=True)
+class RoundNumbers:
+    """The numbers of a round.
+
+    Attributes:
+        round: The round.
+        numbers: The numbers for every logger. :data:`LAST_NUMBER` is the last one.
+        of_clients: The numbers of single clients, as ``client/<n>/<split>/<metric>``.
+        pictures: The pictures of callbacks.
+    """
+
+    round: int
+    numbers: dict[str, float]
+    of_clients: dict[str, float]
+    pictures: Mapping[str, "Figure"] = field(default_factory=dict)
 
 
 def run_name(settings: Mapping[str, Any]) -> str:
@@ -61,13 +89,6 @@ def _with_value(description: Mapping[str, Any]) -> str:
     return _class_name(description) + ("" if first is None else f"({first})")
 
 
-LIGHTNING_NAME = "lightning_logs"
-"""Lightning's default project name."""
-PROJECT = "flsuite"
-"""Our default name for the project in W&B and the experiment in MLflow."""
-_MOST_METRICS = 500  # MLflow takes at most 1,000 at once
-
-
 class LoggerLink:
     """Sends the numbers of a run to any logger, with the round as the step.
 
@@ -75,26 +96,27 @@ class LoggerLink:
         logger: The logger.
 
     Attributes:
-        held: The rounds that the log had when the link started. They are not sent again. Round 0
-            is everything sent before the first round.
+        last: The last round that is surely in the log. Later ones are sent. :data:`NOTHING` if the
+            log is empty.
     """
 
     def __init__(self, logger: Logger) -> None:
         self.logger: Any = logger
-        self.held: Set[int] = frozenset()
+        self.last = NOTHING
 
     def start(self, run: Run, state: dict[str, Any]) -> None:
         """Start a new log, or resume one from the result of :meth:`state_dict` (not empty then).
 
         By default, a logger is assumed to have kept everything that it was sent.
         """
-        self.held = rounds_of(run) if state else frozenset()
+        self.last = sent_until(run, state) if state else NOTHING
         self.logger.log_hyperparams(run.settings)
 
     def log(self, run: Run, row: RoundNumbers) -> None:
         """Send the numbers of a round, unless the log already has them."""
-        if row.round not in self.held:
+        if row.round > self.last:
             self.send(run, row)
+            self.last = row.round
 
     def send(self, run: Run, row: RoundNumbers) -> None:
         """Send the numbers and pictures of a round."""
@@ -122,31 +144,43 @@ class LoggerLink:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data for the checkpoint."""
-        return {"link": type(self).__name__}
+        return {"link": type(self).__name__, "last": self.last}
 
 
-def rounds_of(run: Run) -> Set[int]:
-    """Return the rounds done by the run, starting at 0."""
-    return frozenset(range(run.round + 1))
+def sent_until(run: Run, state: Mapping[str, Any]) -> int:
+    """Return the last round that was sent before the checkpoint, from a link's state.
+
+    Checkpoints of earlier versions do not say it. Their loggers were sent all rounds.
+    """
+    return int(state.get("last", run.round))
 
 
 class _VersionLink(LoggerLink, ABC):
     """Continues in the version folder of the resumed run.
 
-    Each round is written at once. A killed run loses only what the system had not yet written.
+    Each round is written before the checkpoint that has it. A killed run has at most one round more
+    in the log than in the checkpoint, which :meth:`_resume` removes.
     """
 
     def start(self, run: Run, state: dict[str, Any]) -> None:
         if state and self.logger._version is None:
             self.logger._version = state["version"]
-        if state:
-            self.held = self._resume(run)
+        if state and Path(self.logger.log_dir).is_dir():
+            self.last = self._resume(run, sent_until(run, state))
         else:
-            super().start(run, state)
+            super().start(run, {})
 
     @abstractmethod
-    def _resume(self, run: Run) -> Set[int]:
-        """Open the files of the resumed run, and return the rounds in them."""
+    def _resume(self, run: Run, last: int) -> int:
+        """Open the files of the resumed run without the rounds after the checkpoint.
+
+        Args:
+            run: The run, at the checkpoint.
+            last: The last round that was sent before the checkpoint.
+
+        Returns:
+            The last round in the files.
+        """
 
     def send(self, run: Run, row: RoundNumbers) -> None:
         super().send(run, row)
@@ -157,39 +191,38 @@ class _VersionLink(LoggerLink, ABC):
 
 
 class CSVLink(_VersionLink):
-    """Keeps the rows of the earlier rounds, which Lightning's logger deletes when it starts."""
+    """Keeps the rows of the earlier rounds, which Lightning's logger deletes when it starts.
 
-    def _resume(self, run: Run) -> Set[int]:
-        rows = _read_rows(Path(self.logger.log_dir))
+    The file is read back, because Lightning rewrites all of it where a number is new: a kill in
+    that moment loses rows.
+    """
+
+    def _resume(self, run: Run, last: int) -> int:
+        rows = [row for row in _read_rows(Path(self.logger.log_dir)) if row["step"] <= run.round]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "previous log files will be deleted"
             self.logger.log_hyperparams(run.settings)
-        # Rounds after the checkpoint are done again.
-        earlier = [row for row in rows if row["step"] <= run.round]
-        for row in earlier:
-            numbers = {name: value for name, value in row.items() if name != "step"}
-            self.logger.log_metrics(numbers, step=int(row["step"]))
+        for row in rows:  # not by the logger, which would add its prefix again
+            self.logger.experiment.log_metrics(row, step=row["step"])
         self.logger.save()
-        return frozenset(int(row["step"]) for row in earlier if _last_name(self.logger) in row)
+        return max((row["step"] for row in rows if _last_name(self.logger) in row), default=0)
 
 
 class TensorBoardLink(_VersionLink):
-    """Adds a second file to the version's folder, which TensorBoard shows as one run."""
+    """Adds a second file to the version's folder, which TensorBoard shows as one run.
+
+    The first file is not read back. It is flushed after each round, so a kill loses no row of the
+    checkpoint.
+    """
 
     def start(self, run: Run, state: dict[str, Any]) -> None:
         self.logger._default_hp_metric = False  # a chart of the number -1
         super().start(run, state)
 
-    def _resume(self, run: Run) -> Set[int]:
+    def _resume(self, run: Run, last: int) -> int:
         # TensorBoard then drops the rounds after the checkpoint, which are done again.
         self.logger._kwargs["purge_step"] = run.round + 1
-        steps = logged_steps(Path(self.logger.log_dir), _last_name(self.logger))
-        if steps is None:
-            return rounds_of(run)
-        if not steps:
-            self.logger.log_hyperparams(run.settings)
-            return frozenset()
-        return rounds_of(run) & {0, *steps}
+        return last
 
     def show(self, round: int, pictures: Mapping[str, "Figure"]) -> None:
         for name, figure in pictures.items():
@@ -200,6 +233,8 @@ class TensorBoardLink(_VersionLink):
 
 class MLflowLink(LoggerLink):
     """Continues the same MLflow run, with metric names that every MLflow store accepts.
+
+    The server is asked for its last round, which may be later than the checkpoint.
 
     A file store cannot have both ``test/accuracy`` and ``test/accuracy/0``, because the first would
     also be a folder. The second one becomes ``test/accuracy.0``. A picture replaces an earlier one
@@ -212,10 +247,9 @@ class MLflowLink(LoggerLink):
         if self.logger._experiment_name in (None, LIGHTNING_NAME):
             self.logger._experiment_name = PROJECT
         if self._can_resume(state):
-            history = self.logger.experiment.get_metric_history(
-                self.logger.run_id, _last_name(self.logger)
-            )
-            self.held = frozenset({0, *(metric.step for metric in history)})
+            number, run_id = _last_name(self.logger), self.logger.run_id
+            history = self.logger.experiment.get_metric_history(run_id, number)
+            self.last = max((metric.step for metric in history), default=0)
         else:
             super().start(run, {})
 
@@ -255,22 +289,18 @@ def _last_name(logger: Any) -> str:
     return f"{prefix}{logger.LOGGER_JOIN_CHAR}{LAST_NUMBER}" if prefix else LAST_NUMBER
 
 
-def _read_rows(folder: Path) -> list[dict[str, float]]:
-    """Return the complete rows of a CSVLogger file, without empty cells."""
+def _read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the complete rows of a CSVLogger file as text, without empty cells.
+
+    Only the step is a number.
+    """
     path = folder / "metrics.csv"
     if not path.is_file():
         return []
-    rows = []
-    with path.open(encoding="utf-8", newline="", errors="replace") as file:
-        whole = [line for line in file if line.endswith("\n")]  # a kill truncates the last one
-        for cells in csv.DictReader(whole):
-            row = {}
-            for name, cell in cells.items():
-                with suppress(ValueError, TypeError):  # empty, or damaged
-                    row[name] = float(cell)
-            if math.isfinite(row.get("step", math.nan)):
-                rows.append(row)
-    return rows
+    text = path.read_text(encoding="utf-8", errors="replace")
+    whole = text[: text.rfind("\n") + 1]  # a kill truncates the last line
+    rows = [{k: v for k, v in row.items() if k and v} for row in csv.DictReader(whole.splitlines())]
+    return [{**row, "step": int(row["step"])} for row in rows if row.get("step", "").isdigit()]
 
 
 def _mlflow_name(name: str) -> str:

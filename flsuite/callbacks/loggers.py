@@ -1,8 +1,10 @@
 """The callback that sends the federation's metrics to Lightning's loggers, by round."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.pytorch.loggers import (
@@ -15,16 +17,18 @@ from lightning.pytorch.loggers import (
 
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.callbacks.logger_links import (
+    LAST_NUMBER,
+    NOTHING,
     CSVLink,
     LoggerLink,
     MLflowLink,
+    RoundNumbers,
     TensorBoardLink,
-    rounds_of,
 )
 from flsuite.callbacks.pictures import final_pictures, first_pictures
-from flsuite.callbacks.round_numbers import earlier_rounds, latest_round
 from flsuite.callbacks.wandb_link import WandbLink
 from flsuite.common.arguments import NonNegativeInt, Settings
+from flsuite.federation.server.evaluation import GLOBAL
 from flsuite.runs.run import Run
 
 if TYPE_CHECKING:
@@ -71,18 +75,19 @@ class RoundLogger(FederationCallback, Settings):
         self._states: list[dict[str, Any]] = []  # of loggers missing in this process
 
     def on_federation_start(self, run: Run) -> None:
-        if run.round == 0:
+        if run.round + 1 == run.federation.first_round:  # a fork has its parent's states
             self._states = []
         self._links = []
         for logger in run.loggers:
             link = _link(logger)
             link.start(run, self._take_state(link))
             self._links.append(link)
-        _show(0, lambda: first_pictures(run), [link for link in self._links if 0 not in link.held])
+        empty = [link for link in self._links if link.last == NOTHING]
+        _show(0, lambda: first_pictures(run), empty)
         self._send_missing(run)
 
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
-        row = latest_round(run, metrics, self._with_clients(run))
+        row = _latest_round(run, metrics, self._with_clients(run))
         for link in self._links:
             link.log(run, row)
 
@@ -106,17 +111,12 @@ class RoundLogger(FederationCallback, Settings):
 
     def _send_missing(self, run: Run) -> None:
         """Send the rounds missing from the logs of a resumed run, from the run's table."""
-        done = rounds_of(run) - {0}
-        lacking = [link for link in self._links if done - link.held]
-        if not lacking:
-            return
+        lacking = [link for link in self._links if link.last < run.round]
         for link in lacking:
-            rounds = sorted(done - link.held)
-            kind = type(link.logger).__name__
-            log.info(
-                "%s: sending %d missing rounds to the log, from %d on", kind, len(rounds), rounds[0]
-            )
-        for row in earlier_rounds(run, self._with_clients(run)):
+            kind, first = type(link.logger).__name__, max(link.last, 0) + 1
+            missing = run.round + 1 - first
+            log.info("%s: sending %d missing rounds to the log, from %d on", kind, missing, first)
+        for row in _earlier_rounds(run, self._with_clients(run)) if lacking else ():
             for link in lacking:
                 link.log(run, row)
 
@@ -139,3 +139,57 @@ def _show(round: int, draw: Callable[[], dict[str, "Figure"]], links: Sequence[L
 def _link(logger: Logger) -> LoggerLink:
     kinds = (link for kind, link in _LINKS if isinstance(logger, kind))
     return next(kinds, LoggerLink)(logger)
+
+
+def _latest_round(run: Run, named: Mapping[str, float], with_clients: bool) -> RoundNumbers:
+    """Return the numbers of the round just done.
+
+    Args:
+        run: The run.
+        named: All numbers of the round, as ``<split>/<metric>`` and
+            ``client/<n>/<split>/<metric>``.
+        with_clients: Whether the numbers of single clients go to every logger too.
+    """
+    clock, summary = run.federation.clock, run.summary
+    traffic, wall = (summary.bytes_up, summary.bytes_down), summary.wall_seconds
+    axes = _axes(clock.seconds, wall, clock.client_updates, clock.bytes, *traffic)
+    return _numbers(run.round, named, axes, with_clients, run.pictures)
+
+
+def _earlier_rounds(run: Run, with_clients: bool) -> Iterator[RoundNumbers]:
+    """Yield the numbers of all rounds in the run's table, up to its checkpoint."""
+    up = down = 0.0
+    for round, rows in groupby(run.folder.table.rows, key=attrgetter("round")):
+        named = {}
+        for row in rows:
+            of = "" if row.scope == GLOBAL else f"client/{row.scope}/"
+            named[f"{of}{row.split}/{row.metric}"] = row.value
+        up += named.get("train/bytes_up", 0.0)
+        down += named.get("train/bytes_down", 0.0)
+        axes = _axes(row.virtual_s, row.wall_s, row.client_updates, row.bytes, up, down)
+        yield _numbers(round, named, axes, with_clients, {})
+
+
+def _axes(
+    virtual_s: float, wall_s: float, client_updates: int, bytes: int, up: float, down: float
+) -> dict[str, float]:
+    return {
+        "virtual_s": virtual_s,
+        "client_updates": client_updates,
+        "bytes": bytes,
+        "total/bytes_up": up,
+        "total/bytes_down": down,
+        LAST_NUMBER: wall_s,
+    }
+
+
+def _numbers(
+    round: int,
+    named: Mapping[str, float],
+    axes: Mapping[str, float],
+    with_clients: bool,
+    pictures: Mapping[str, "Figure"],
+) -> RoundNumbers:
+    of_clients = {name: v for name, v in named.items() if name.startswith("client/")}
+    numbers = {name: v for name, v in named.items() if with_clients or name not in of_clients}
+    return RoundNumbers(round, {**numbers, **axes}, of_clients, pictures)

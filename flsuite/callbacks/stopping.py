@@ -5,8 +5,9 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from flsuite.callbacks.base import Affects, FederationCallback, require_validation
+from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.common.arguments import NonNegativeFloat, PositiveInt, Range, Settings
+from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import Scores
 from flsuite.common.score_names import lower_is_better, require_score, score_name
 from flsuite.federation.server.evaluation import GLOBAL
@@ -15,8 +16,29 @@ from flsuite.runs.run import Run
 log = logging.getLogger("flsuite")
 
 
+class _Stopping(FederationCallback, Settings):
+    """A callback that stops on validation data. A stopped run can be extended, and then resumed."""
+
+    affects: ClassVar[Affects] = "rounds"
+
+    def on_federation_start(self, run: Run) -> None:
+        if run.federation.data.at(run.round).val is None:
+            raise FlsuiteError(
+                f"{type(self).__name__} stops on validation data, and there is none: set "
+                "data.val_fraction above 0, or remove the callback"
+            )
+        if run.round == 0:
+            self.load_state_dict({})
+        elif self.has_stopped():  # not if its limit is now harder to reach
+            run.stop()
+
+    def has_stopped(self) -> bool:
+        """Return whether the rounds so far are enough."""
+        raise NotImplementedError
+
+
 @dataclass(eq=False)
-class StopAt(FederationCallback, Settings):
+class StopAt(_Stopping):
     """Stops when a score on validation data reaches a value.
 
     ``trainer.max_virtual_seconds`` and ``trainer.max_client_updates`` limit a run that never
@@ -32,8 +54,6 @@ class StopAt(FederationCallback, Settings):
         round: The round of that score.
     """
 
-    affects: ClassVar[Affects] = "rounds"
-
     metric: str = "accuracy"
     value: Annotated[float, Range("a finite number", math.isfinite)] = 0.9
 
@@ -48,13 +68,8 @@ class StopAt(FederationCallback, Settings):
         """Return a key that does not depend on the target."""
         return self._generate_state_key(metric=self.metric)
 
-    def on_federation_start(self, run: Run) -> None:
-        require_validation(run, "StopAt")
-        if run.round == 0:
-            self.reached = self.round = None
-        # A resumed run that had stopped stops again, unless its target is now harder.
-        elif self.is_reached(self.reached):
-            run.stop()
+    def has_stopped(self) -> bool:
+        return self.is_reached(self.reached)
 
     def on_evaluation_end(self, run: Run, round: int, split: str, scores: Scores) -> None:
         score = scores[GLOBAL].get(score_name(self.metric))
@@ -77,7 +92,7 @@ class StopAt(FederationCallback, Settings):
         return {"reached": self.reached, "round": self.round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.reached, self.round = state_dict["reached"], state_dict.get("round")
+        self.reached, self.round = state_dict.get("reached"), state_dict.get("round")
 
     def is_reached(self, score: float | None) -> bool:
         """Return whether a score on validation data is at or beyond the target."""
@@ -87,7 +102,7 @@ class StopAt(FederationCallback, Settings):
 
 
 @dataclass(eq=False)
-class RoundEarlyStopping(FederationCallback, Settings):
+class RoundEarlyStopping(_Stopping):
     """Stops when a score on validation data has not improved for a number of evaluations.
 
     A stopped run can be extended: resume it with more patience, or without the callback.
@@ -98,8 +113,6 @@ class RoundEarlyStopping(FederationCallback, Settings):
         patience: Evaluations without improvement before the run stops.
         min_delta: The smallest change that counts as an improvement.
     """
-
-    affects: ClassVar[Affects] = "rounds"
 
     monitor: str = "accuracy"
     patience: PositiveInt = 10
@@ -116,13 +129,8 @@ class RoundEarlyStopping(FederationCallback, Settings):
         """Return a key that distinguishes two of these callbacks and ignores the patience."""
         return self._generate_state_key(monitor=self.monitor)
 
-    def on_federation_start(self, run: Run) -> None:
-        require_validation(run, "RoundEarlyStopping")
-        if run.round == 0:
-            self.best, self.waited = None, 0
-        # A resumed run that had stopped stops again, unless its patience has grown.
-        elif self.waited >= self.patience:
-            run.stop()
+    def has_stopped(self) -> bool:
+        return self.waited >= self.patience
 
     def on_evaluation_end(self, run: Run, round: int, split: str, scores: Scores) -> None:
         if split != "val":
@@ -135,7 +143,7 @@ class RoundEarlyStopping(FederationCallback, Settings):
             return
 
         self.waited += 1
-        if self.waited >= self.patience:
+        if self.has_stopped():
             log.info(
                 "validation %s has not improved for %d evaluations: stopping after round %d",
                 self.monitor,
@@ -148,4 +156,4 @@ class RoundEarlyStopping(FederationCallback, Settings):
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best, self.waited = state_dict["best"], state_dict["waited"]
+        self.best, self.waited = state_dict.get("best"), state_dict.get("waited", 0)

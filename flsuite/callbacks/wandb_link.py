@@ -1,25 +1,27 @@
 """The link from a run to Weights & Biases: one W&B run per run, also after a resume."""
 
+import json
 import logging
 import os
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
 
 from flsuite.callbacks.logger_links import (
+    LAST_NUMBER,
     LIGHTNING_NAME,
+    NOTHING,
     PROJECT,
     LoggerLink,
+    RoundNumbers,
     group_name,
-    rounds_of,
     run_name,
     tags,
 )
-from flsuite.callbacks.round_numbers import RoundNumbers
 from flsuite.callbacks.stopping import StopAt
-from flsuite.callbacks.wandb_files import logged_rounds
 from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe
@@ -38,8 +40,16 @@ _VARIABLES = {
 }
 
 
+_BLOCK = 32768  # bytes
+_HEADER = struct.Struct("<IHB")  # checksum, length, kind
+_ENDS_RECORD = (1, 4)  # kinds of parts: a whole record, and the last part of a record
+
+
 class WandbLink(LoggerLink):
     """Sends a run to W&B.
+
+    W&B's own process writes and sends the rows. A kill of both loses rows in transit, so a resume
+    reads back which rounds the local files or the server have.
 
     It sends the numbers of each round, the settings, group, name and tags, a table of the clients'
     scores per evaluation, pictures, and a summary of the last and the picked round.
@@ -65,7 +75,7 @@ class WandbLink(LoggerLink):
         self._id = experiment.id
         experiment.define_metric("round")
         experiment.define_metric("*", step_metric="round")
-        super().start(run, {})
+        super().start(run, state)
         experiment.config.update({"engine": describe(run.engine)}, allow_val_change=True)
         if state:
             self._resume(run, experiment)
@@ -124,35 +134,36 @@ class WandbLink(LoggerLink):
         Online, the server has all rows before its starting step. Offline, the earlier parts of the
         run are files next to this one, unless they have been moved.
         """
-        self.held = rounds_of(run)
-        if experiment.disabled:
+        if experiment.disabled or (self._is_earlier_version and not experiment.offline):
             return
         if not experiment.offline:
-            if not self._is_earlier_version:
-                self.held = self._rounds_on_server(run, experiment)
+            self.last = self._last_on_server(run, experiment)
             return
 
         own = Path(experiment.dir).parent
         parts = own.parent.glob(f"*run-*-{self._id}/run-{self._id}.wandb")
         if earlier := [path for path in parts if path.parent != own]:
-            self.held, self._step = logged_rounds(earlier)
+            rows = [row for path in earlier for row in logged_rows(path)]
+            whole = [row for _, row in rows if LAST_NUMBER in row or row.get("round") == 0]
+            self.last = max((int(row["round"]) for row in whole), default=NOTHING)
+            self._step = max((step for step, _ in rows), default=-1) + 1
         # Offline, W&B does not know the steps before a resume. Later rows are merged into this one.
         if self._step > _next_step(experiment):
             experiment.log({"round": run.round}, step=self._step, commit=False)
 
-    def _rounds_on_server(self, run: Run, experiment: Any) -> set[int]:
-        """Return the rounds whose rows the server has.
+    def _last_on_server(self, run: Run, experiment: Any) -> int:
+        """Return the last round whose row the server has.
 
-        They may include rounds after the checkpoint. The summary holds the number of the latest.
+        It may be later than the checkpoint. The summary holds the number of the latest row.
         """
         next_step = _next_step(experiment)
         latest = experiment.summary.get("round")
-        last = max(run.round, int(latest)) if isinstance(latest, int | float) else run.round
-        held: set[int] = set()
-        for first, offset in self._offsets:  # a later one replaces an earlier one
-            held -= set(range(first, last + 1))
-            held |= set(range(first, min(next_step - offset, last + 1)))
-        return held
+        end = max(run.round, int(latest)) if isinstance(latest, int | float) else run.round
+        last = NOTHING
+        for first, offset in self._offsets:  # in the order of the rounds
+            reached = min(next_step - offset - 1, end)
+            last = reached if reached >= first else min(last, first - 1)
+        return last
 
     def _open(self, run: Run) -> Any:
         """Open the run in W&B, with the id :attr:`_id` if it is set.
@@ -271,3 +282,36 @@ def _next_step(experiment: Any) -> int:
     """Return the step of the next row, or 0 if W&B is disabled."""
     # Just after a resume, W&B's own counter has not yet reached the starting step.
     return 0 if experiment.disabled else max(int(experiment.step), int(experiment.starting_step))
+
+
+def logged_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield W&B's step and the content of each row in a file ``run-ID.wandb``.
+
+    The file of a killed run may end in the middle of a row.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    for content in _records(path.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(content)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            row = {item.key or "/".join(item.nested_key): item.value_json for item in items}
+            yield record.history.step.num, {name: json.loads(text) for name, text in row.items()}
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a file with W&B's header and the framing of LevelDB's log."""
+    position, parts = _HEADER.size, b""
+    while position + _HEADER.size <= len(data):
+        left_in_block = _BLOCK - position % _BLOCK
+        if left_in_block < _HEADER.size:
+            position += left_in_block
+            continue
+        _, length, kind = _HEADER.unpack_from(data, position)
+        start, position = position + _HEADER.size, position + _HEADER.size + length
+        if position > len(data):
+            return
+        parts += data[start:position]
+        if kind in _ENDS_RECORD:
+            yield parts
+            parts = b""

@@ -46,8 +46,10 @@ _MERGED = {
     },
     "aggregators.transforms": {"base": "clip_updates"},
     "callbacks": {
+        "logger_links": "round_numbers",
         "monitors": "flow_monitor latent_space probe",
         "stopping": "early_stopping stop_at",
+        "wandb_link": "wandb_files",
     },
     "data.datasets": {
         "generated": "digits synthetic",

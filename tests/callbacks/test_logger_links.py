@@ -2,8 +2,8 @@
 
 import csv
 import logging
+import shutil
 import sqlite3
-import struct
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -22,7 +22,8 @@ from matplotlib.figure import Figure
 
 from flsuite.callbacks import FederationCallback, RoundLogger
 from flsuite.callbacks.logger_links import TensorBoardLink, _mlflow_name, _read_rows
-from flsuite.callbacks.wandb_files import logged_rows
+from flsuite.callbacks.wandb_link import logged_rows
+from flsuite.runs.fork import Fork
 from flsuite.runs.run import Run
 from flsuite.trainer import FederatedTrainer
 from tests.callbacks.wandb_files import finished
@@ -61,9 +62,9 @@ class Log(ABC):
     def make(self) -> Logger:
         """Return a logger, as a new process has it."""
 
-    @abstractmethod
     def lose(self, after: int) -> None:
         """Lose what was sent after this round, as a kill does with a buffer."""
+        raise NotImplementedError("a kill loses nothing")
 
     @abstractmethod
     def scores(self) -> list[tuple[int, float]]:
@@ -94,18 +95,6 @@ class CSV(Log):
 class TensorBoard(Log):
     def make(self) -> Logger:
         return TensorBoardLogger(self.folder, version="log", prefix="fl")
-
-    def lose(self, after: int) -> None:
-        event_pb2 = pytest.importorskip("tensorboard.compat.proto.event_pb2")
-        (path,) = self._path.glob("events.*")
-        data, position = path.read_bytes(), 0
-        while position < len(data):
-            (length,) = struct.unpack_from("<Q", data, position)
-            event = event_pb2.Event.FromString(data[position + 12 : position + 12 + length])
-            if event.step > after:
-                break
-            position += length + 16
-        path.write_bytes(data[: position + 30])  # half an event
 
     def scores(self) -> list[tuple[int, float]]:
         events = self.events()
@@ -202,15 +191,23 @@ class WandbOnline(Log):
 
 CASES = [
     pytest.param(CSV, LOGGED, id="CSV-ahead"),
-    pytest.param(TensorBoard, 1, id="TensorBoard-lost"),
+    pytest.param(CSV, 1, id="CSV-lost"),
+    pytest.param(TensorBoard, LOGGED, id="TensorBoard-ahead"),
     pytest.param(MLflow, 1, id="MLflow-lost", marks=pytest.mark.long),
     pytest.param(WandbOffline, 1, id="WandbOffline-lost"),
     pytest.param(WandbOnline, 1, id="WandbOnline-lost"),
 ]
 
 
-def fit(folder: Path, logger: Logger | bool, *more: Any, rounds: int = ROUNDS) -> FederatedTrainer:
-    made = trainer(rounds=rounds, logger=logger, run_dir=folder, callbacks=[RoundLogger(), *more])
+def fit(
+    folder: Path,
+    logger: Logger | bool,
+    *more: Any,
+    rounds: int = ROUNDS,
+    fork: Fork | None = None,
+) -> FederatedTrainer:
+    callbacks = [RoundLogger(), *more]
+    made = trainer(rounds=rounds, logger=logger, run_dir=folder, callbacks=callbacks, fork=fork)
     made.fit(classifier(), digits(3, train_samples=120), ckpt_path="last")
     return made
 
@@ -317,9 +314,50 @@ def test_names_that_every_store_of_mlflow_takes(name: str, stored: str) -> None:
 
 
 def test_a_damaged_log_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_bytes(b"loss,step\n0.5,1\n\xff,2\n0.2,nan\n0.1,3")
+    (tmp_path / "metrics.csv").write_bytes(b"loss,step\r\n0.5,1\r\n\xff,2\r\n0.2,nan\r\n0.1,3")
     rows = _read_rows(tmp_path)
-    assert rows == [{"loss": 0.5, "step": 1.0}, {"step": 2.0}], "half a row is none"
+    assert [row["step"] for row in rows] == [1, 2], "half a row is none"
+    assert rows[0] == {"loss": "0.5", "step": 1}
+
+
+@pytest.mark.parametrize("kind", [CSV, TensorBoard])
+def test_rounds_without_the_logger_are_sent_later(kind: type[Log], tmp_path: Path) -> None:
+    """The resume in between has no logger. The checkpoint knows the last round that was sent."""
+    log = kind(tmp_path / "log")
+    fit(tmp_path / "run", log.make(), rounds=2)
+    fit(tmp_path / "run", False, rounds=3)
+    made = fit(tmp_path / "run", log.make())
+    assert log.scores() == expected(made) and len(log.scores()) == ROUNDS
+
+
+def test_a_prefix_is_not_added_again_by_a_resume(tmp_path: Path) -> None:
+    log = CSV(tmp_path / "log")
+    for rounds in (2, 3):
+        fit(tmp_path / "run", CSVLogger(log.folder, version="log", prefix="fl"), rounds=rounds)
+    with log._path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows if row["fl-test/accuracy"]] == ["1", "2", "3"]
+    assert not [name for name in rows[0] if name.startswith("fl-fl-")]
+
+
+def test_a_fork_has_a_log_of_its_own(tmp_path: Path) -> None:
+    """It also has the rounds of its parent, whose log stays as it is."""
+    ours, parents = WandbOffline(tmp_path / "ours"), WandbOffline(tmp_path / "parents")
+    fit(tmp_path / "parent", parents.make(), rounds=2)
+    fork = Fork(str(tmp_path / "parent"), 2)
+    made = fit(tmp_path / "fork", ours.make(), fork=fork)
+    parents.wait()
+    ours.wait()
+    assert ours.scores() == expected(made) and len(ours.scores()) == ROUNDS
+    assert ours._paths[0].name != parents._paths[0].name, "the same run in W&B"
+
+
+def test_a_log_whose_folder_is_gone_gets_all_rounds(tmp_path: Path) -> None:
+    log = TensorBoard(tmp_path / "log")
+    fit(tmp_path / "run", log.make(), rounds=2)
+    shutil.rmtree(log.folder)
+    made = fit(tmp_path / "run", log.make())
+    assert log.scores() == expected(made) and len(log.scores()) == ROUNDS
 
 
 def test_a_picture_that_cannot_be_stored_ends_no_run(
