@@ -15,7 +15,6 @@ from flsuite.aggregators.losses import mean_loss
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
-from flsuite.aggregators.second_model import reset_buffers
 from flsuite.common.arguments import PositiveInt, Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientContext, ClientUpdate
@@ -129,7 +128,7 @@ class _Choice(Callback):
         models: dict[str, State] = {"0": self.client.global_state, **self.client.received["models"]}
         losses = [mean_loss(trainer, pl_module, model) for model in models.values()]
         chosen = min(range(len(losses)), key=losses.__getitem__)
-        reset = reset_buffers(self.client, pl_module)
+        reset = self.client.layout.reset
         start = {k: value for k, value in models[str(chosen)].items() if k not in reset}
         load_(pl_module.state_dict(), start)
 

@@ -108,14 +108,8 @@ def start_of(client: ClientContext, module: LightningModule, kept: State | None)
     """
     own, parameters = module.state_dict(), dict(module.named_parameters())
     buffers = {name: own[name] for name in entry_names(module) if name not in parameters}
-    reset = {name: own[name] for name in reset_buffers(client, module)}
+    reset = {name: own[name] for name in client.layout.reset}
     return {**buffers, **(kept or client.global_state), **reset}
-
-
-def reset_buffers(client: ClientContext, module: LightningModule) -> list[str]:
-    """Return the shared buffers that this fit does not take from the server."""
-    own, w = module.state_dict(), client.global_state
-    return [k for k in client.layout.buffers if not torch.equal(own[k].cpu(), w[k].cpu())]
 
 
 def pulled(gradient: State, pull: State, weight: float) -> State:

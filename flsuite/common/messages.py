@@ -45,14 +45,19 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class TrainedFit:
-    """The outcome of a client's local training, reused from another run.
+    """The outcome of a client's local training that was done elsewhere.
+
+    It was reused from another run, or trained in a stack of clients.
 
     Attributes:
-        state: The shared part of the trained model.
+        state: The shared part of the trained model. After a stack, all entries.
         memory: The memory that the client keeps: ``model`` and ``optimizers``, if any.
         steps: Optimizer steps taken.
         metrics: Metrics of the fit.
         seconds: Wall time of the training.
+        client: The client's view of the round, as its algorithm has left it. ``None`` if the
+            algorithm has not seen the training.
+        measures: Whether the algorithm still measures the trained model.
     """
 
     state: State
@@ -60,6 +65,8 @@ class TrainedFit:
     steps: int
     metrics: dict[str, float]
     seconds: float
+    client: "ClientContext | None" = None
+    measures: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,8 @@ class FitRequest:
         batches: Batches per local epoch. Default: one pass over the client's samples.
         repeat: Number of earlier fits that the client started from the same version. Each fit has
             its own randomness.
-        trained: The outcome of this fit in another run. If given, the client does not train again.
+        trained: The outcome of this fit's training, if it was done elsewhere. The client does not
+            train again.
         part: The part of the cohort that the client belongs to. One worker may train a whole part.
             Default: the client trains alone.
         fault: The fault to inject in this fit. Default: none.

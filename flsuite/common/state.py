@@ -67,6 +67,7 @@ class StateLayout:
             only. It is empty for any other model, and unless the rule needs a chain of layers.
         no_chain: The reason if there is no chain.
         buffers: Names of the shared entries that are not parameters.
+        reset: Names of the shared buffers that every fit starts from their initial values.
     """
 
     parameters: tuple[str, ...]
@@ -78,6 +79,7 @@ class StateLayout:
     chain: tuple[Layer, ...] = ()
     no_chain: str = "its layers are not known"
     buffers: tuple[str, ...] = ()
+    reset: tuple[str, ...] = ()
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -1,11 +1,13 @@
 """Losses at other weights, and second models, in fits of every kind."""
 
 import copy
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
@@ -26,7 +28,9 @@ from flsuite.aggregators import (
     Quantize,
     TopK,
 )
-from flsuite.common.state import State
+from flsuite.aggregators.second_model import start_of
+from flsuite.common.messages import ClientContext
+from flsuite.common.state import State, StateLayout
 from flsuite.data import IID, Digits, Synthetic
 from flsuite.models import CNN, Classifier
 from flsuite.models.backbones import Backbone
@@ -261,6 +265,18 @@ def test_buffers_of_a_personal_model_are_those_of_a_client_alone(batchnorm: str)
     if batchnorm == "average":  # LocalOnly keeps its buffers, too
         batchnorm = "local"
     assert_same_tree(models_of(own), models_of(alone))
+
+
+def test_a_reset_buffer_stays_reset_even_if_the_global_one_has_the_same_numbers() -> None:
+    module = nn.BatchNorm1d(2)
+    shared = module.state_dict()
+    layout = StateLayout(("weight", "bias"), 1, buffers=tuple(dict(module.named_buffers())))
+    kept = {**shared, "running_mean": torch.ones(2)}
+    for reset, mean in ((), 1.0), (("running_mean",), 0.0):
+        client = ClientContext(0, 1, 1, torch.ones(1), shared, {}, {})
+        client.layout = replace(layout, reset=reset)
+        start = start_of(client, cast(LightningModule, module), kept)
+        assert start["running_mean"].tolist() == [mean, mean]
 
 
 class Unused(Backbone):

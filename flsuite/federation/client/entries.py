@@ -107,7 +107,7 @@ def _refuse_half_private(model: LightningModule, private: Collection[str]) -> No
 
 def layout_of(
     model: LightningModule,
-    shared: Collection[str],
+    entries: Entries,
     shape: tuple[int, ...],
     sizes: Sequence[int],
     needs_chain: bool,
@@ -116,11 +116,12 @@ def layout_of(
 
     Args:
         model: The model.
-        shared: Names of the shared entries.
+        entries: The ownership of its entries.
         shape: The shape of a sample.
         sizes: Training samples of each client.
         needs_chain: Whether to read the chain of layers, which takes a pass through the model.
     """
+    shared = entries.shared
     parameters = tuple(name for name, _ in model.named_parameters() if name in shared)
     groups = {
         group: tuple(name for name in parameters if matches(name, patterns))
@@ -129,7 +130,14 @@ def layout_of(
     layers, others = read_layers(model, shared)
     buffers = tuple(name for name in shared if name not in parameters)
     layout = StateLayout(
-        parameters, len(sizes), groups, sum(sizes), layers, others, buffers=buffers
+        parameters,
+        len(sizes),
+        groups,
+        sum(sizes),
+        layers,
+        others,
+        buffers=buffers,
+        reset=tuple(name for name in entries.reset if name in shared),
     )
     if not needs_chain:
         return layout

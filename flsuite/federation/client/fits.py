@@ -1,12 +1,13 @@
 """The parts of a client's fit that are the same alone and in a stack."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback
 
-from flsuite.common.messages import Broadcast, ClientContext, FitRequest, TrainedFit
+from flsuite.common.messages import Broadcast, ClientContext, FitRequest
 from flsuite.common.state import State, moved
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
@@ -14,33 +15,14 @@ from flsuite.federation.client.entries import Entries
 from flsuite.federation.client.setup import WorkerSetup
 
 
-@dataclass
-class StackedFit:
-    """A fit that has been trained in a stack of clients.
-
-    Attributes:
-        client: The client's view of the round, as its algorithm has left it.
-        trained: The outcome of the training, with all entries of the model.
-        measures: Whether the algorithm measures the trained model.
-    """
-
-    client: ClientContext
-    trained: TrainedFit
-    measures: bool
-
-    def own_client(self) -> ClientContext:
-        """Return the view for one run of the fit's end, which adds to it and may be repeated."""
-        client = self.client
-        return replace(
-            client,
-            memory=dict(client.memory),
-            extras=dict(client.extras),
-            metrics=dict(client.metrics),
-        )
-
-
 def context_of(setup: WorkerSetup, request: FitRequest) -> ClientContext:
-    """Return a client's view of the round at the start of its fit."""
+    """Return a client's view of the round, as it is when its training begins or has ended.
+
+    Every call returns another view, because the end of a fit adds to it and may be repeated.
+    """
+    if request.trained and (client := request.trained.client):
+        own: Any = {name: dict(getattr(client, name)) for name in ("memory", "extras", "metrics")}
+        return replace(client, **own)
     broadcast = request.broadcast
     view = setup.data.at(broadcast.round)
     return ClientContext(

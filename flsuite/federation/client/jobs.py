@@ -9,7 +9,6 @@ import torch
 
 from flsuite.common.messages import ClientResult, ClientUpdate, FitRequest, Outcome, ScoreRequest
 from flsuite.common.state import Sums, Tree, clone, moved
-from flsuite.federation.client.fits import StackedFit
 from flsuite.federation.client.runner import ClientRunner
 from flsuite.federation.client.setup import WorkerSetup
 
@@ -24,7 +23,6 @@ class JobRunner:
 
     def __init__(self, setup: WorkerSetup, worker: int = 0) -> None:
         self._setup, self._runner = setup, ClientRunner(setup, worker)
-        self._stacked: dict[int, StackedFit] = {}
 
     def answer(self, job: Sequence[FitRequest | ScoreRequest]) -> list[Any]:
         """Return the answers to the requests of a job, which are all of one kind.
@@ -36,7 +34,7 @@ class JobRunner:
         fits = [request for request in job if isinstance(request, FitRequest)]
         if not fits:
             return [self._runner.score(r) for r in job if isinstance(r, ScoreRequest)]
-        self._stacked = self._runner.train_together(fits)
+        fits = self._runner.trained_together(fits)
         outcomes: list[Outcome] = []
         for part, members in groupby(fits, key=lambda request: request.part):
             requests = list(members)
@@ -44,11 +42,10 @@ class JobRunner:
                 outcomes += self._part(requests)
                 continue
             for request in requests:
-                outcome = self._runner.run(request, self._stacked.get(request.number))
+                outcome = self._runner.run(request)
                 if isinstance(outcome, ClientResult):
                     outcome.update.state = moved(outcome.update.state, "cpu")
                 outcomes.append(outcome)
-        self._stacked = {}
         return outcomes
 
     def _part(self, fits: Sequence[FitRequest]) -> list[Outcome]:
@@ -70,7 +67,7 @@ class JobRunner:
         total, outcomes = Sums(), []
         last: ClientUpdate | None = None
         for request in requests:
-            outcome = self._runner.run(request, self._stacked.get(request.number))
+            outcome = self._runner.run(request)
             if isinstance(outcome, ClientResult):
                 update = outcome.update
                 is_late = request.fault == "late"  # excluded from its part's sum

@@ -45,7 +45,6 @@ from flsuite.federation.client.devices import on_one_gpu
 from flsuite.federation.client.entries import Resident, entries_of
 from flsuite.federation.client.faults import carry_out
 from flsuite.federation.client.fits import (
-    StackedFit,
     Starts,
     callbacks_of_algorithm,
     context_of,
@@ -83,49 +82,46 @@ class ClientRunner:
         self._starts = Starts(setup, self.entries)
         self._stack = Stack(self._starts, setup) if setup.stack > 1 else None
 
-    def run(self, request: FitRequest, stacked: StackedFit | None = None) -> Outcome:
+    def run(self, request: FitRequest) -> Outcome:
         """Train one client.
 
         An error of one client becomes a :class:`ClientFailure`. The update stays on the device of
         the model. With transforms, it is on the CPU.
 
-        Args:
-            request: The request.
-            stacked: The fit, if it has been trained with others, see :meth:`train_together`.
-
         Raises:
             FlsuiteError: If no client can train with the settings of the run.
         """
         loss = MeanLoss()
-        if stacked is None or stacked.measures:  # else the model is not needed
+        if request.trained is None or request.trained.measures:  # else the model is not needed
             self._resident.restore()
         try:
-            result = self._fit(request, loss, stacked)
+            result = self._fit(request, loss)
             return result if request.fault is None else carry_out(request.fault, result)
         except NeedsLightningLoopError:
             # Restart the whole fit in Lightning's loop, from the same state and seed.
             self._use_local_loop, self._trainer = False, None
             self._resident.release()  # a callback may have frozen a part of the model
-            return self.run(request, stacked)
+            return self.run(request)
         except FlsuiteError:
             raise
         except (Exception, SystemExit) as error:  # a library may call exit()
             self._trainer = None  # an exception may leave the Trainer in any state
             reason = f"{type(error).__name__}: {with_place(error, longest=300)}"
-            has_stepped = bool(loss.steps or stacked or request.trained)
+            has_stepped = bool(loss.steps or request.trained)
             return request.failure(
                 reason, traceback.format_exc(), before_first_step=not has_stepped
             )
         finally:
             self._resident.release()
 
-    def train_together(self, requests: Sequence[FitRequest]) -> dict[int, StackedFit]:
-        """Train clients in stacks, and return the fits of those that could, by number.
+    def trained_together(self, requests: Sequence[FitRequest]) -> list[FitRequest]:
+        """Train clients in stacks, and return all requests, with the outcomes of those that could.
 
-        They are all fits, or all adaptations of the final model. Without stacks, there are none.
+        They are all fits, or all adaptations of the final model. Without stacks, nothing is
+        trained.
         """
         if self._stack is None:
-            return {}
+            return list(requests)
         trainer, data = self._rewound_trainer([], requests[0].adapts)
         self._resident.restore()
         try:
@@ -158,15 +154,13 @@ class ClientRunner:
             reason = f"{type(error).__name__}: {one_line(error, 300)}"
             return request.failure(reason, traceback.format_exc())
 
-    def _fit(self, request: FitRequest, loss: MeanLoss, stacked: StackedFit | None) -> ClientResult:
+    def _fit(self, request: FitRequest, loss: MeanLoss) -> ClientResult:
         started = time.perf_counter()
         setup, broadcast = self.setup, request.broadcast
         view = setup.data.at(broadcast.round)
-        client = stacked.own_client() if stacked else context_of(setup, request)
-        if stacked and not stacked.measures:
-            whole = stacked.trained
-            began = started - whole.seconds
-            return self._result(request, client, began, whole, whole.state)
+        client, trained = context_of(setup, request), request.trained
+        if trained is not None and not trained.measures:
+            return self._result(request, client, started - trained.seconds, trained, trained.state)
 
         # Only an initialized device can be seeded.
         device = self._started_trainer().strategy.root_device
@@ -181,7 +175,6 @@ class ClientRunner:
         trainer, data = self._rewound_trainer(callbacks, request.adapts)
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         loader = loader_of(data.at(broadcast.round), setup.seed, request)
-        trained = stacked.trained if stacked else request.trained
         if trained is None:
             trainer.fit(self.model, loader)
             self._resident.check()

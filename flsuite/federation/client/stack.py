@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -22,7 +23,7 @@ from flsuite.common.state import State
 from flsuite.data.federated import FederatedData
 from flsuite.federation.client.callbacks import KeepOptimizers
 from flsuite.federation.client.devices import keep_freed_memory
-from flsuite.federation.client.fits import StackedFit, Starts, loader_of
+from flsuite.federation.client.fits import Starts, loader_of
 from flsuite.federation.client.setup import WorkerSetup
 from flsuite.federation.client.stack_batches import StackBatches
 from flsuite.federation.client.stack_member import Member, TrainerOfOne, callbacks_of, stacked
@@ -76,10 +77,10 @@ class Stack:
 
     def train_all(
         self, requests: Sequence[FitRequest], trainer: ClientTrainer, data: FederatedData
-    ) -> dict[int, StackedFit]:
-        """Train the clients of a job that can be stacked, and return their fits by number.
+    ) -> list[FitRequest]:
+        """Train the clients of a job that can be stacked, and return all requests.
 
-        Clients of a stack that cannot train are left out, to train by themselves.
+        Those of trained clients have the outcome. The others still train by themselves.
 
         Args:
             requests: Fits with as many epochs each, of one round or in flight at one time.
@@ -95,7 +96,7 @@ class Stack:
                 continue
             if one is not None:
                 alike.setdefault(self._kind(one, data), []).append(one)
-        fits: dict[int, StackedFit] = {}
+        fits: dict[int, TrainedFit] = {}
         most = self.setup.stack
         stacks = (ones[i : i + most] for ones in alike.values() for i in range(0, len(ones), most))
         for members in stacks:
@@ -110,7 +111,7 @@ class Stack:
                 names = type(error).__name__, with_place(error, longest=160)
                 text = "a stack of %d clients could not train, so each trains by itself (%s: %s)"
                 log.log(level, text, len(members), *names)
-        return fits
+        return [replace(one, trained=fits.get(one.number, one.trained)) for one in requests]
 
     def _kind(self, one: Candidate, data: FederatedData) -> tuple[Any, ...]:
         """Return what fits of one stack have in common."""
@@ -132,7 +133,7 @@ class Stack:
 
     def _train(
         self, candidates: Sequence[Candidate], trainer: ClientTrainer, data: FederatedData
-    ) -> dict[int, StackedFit]:
+    ) -> dict[int, TrainedFit]:
         """Train one stack, and return the fits of clients with a finite loss."""
         began = time.perf_counter()
         requests = [one.request for one in candidates]
@@ -174,8 +175,8 @@ class Stack:
                 continue  # by itself, its step may say why
             keepers = callbacks_of([member], KeepOptimizers)
             kept = {"optimizers": keepers[0].states} if keepers else {}
-            trained = TrainedFit(state, kept, member.steps, metrics, seconds)
-            fits[request.number] = StackedFit(member.client, trained, member.measures)
+            ended = member.steps, metrics, seconds, member.client, member.measures
+            fits[request.number] = TrainedFit(state, kept, *ended)
         return fits
 
     def _seed(self, first: FitRequest) -> None:

@@ -105,7 +105,7 @@ class Federation:
         _refuse_absent(absent, data.clients, aggregator)
         self._absent = absent
         needs_chain = "a chain of layers" in aggregator.rule.needs
-        layout = layout_of(model, self.state, data.spec.shape, sizes, needs_chain)
+        layout = layout_of(model, entries, data.spec.shape, sizes, needs_chain)
         schedule.configure(sizes, seed, self._work, absent)
         own = None if "train" in tools.missing else partial(train, self)
         tools = replace(tools, sampling=schedule.declarations.client_sampling, train=own)
@@ -286,7 +286,7 @@ class Federation:
 
     def _base(self, broadcast: Broadcast) -> State:
         """Return the state from which a client's change is measured."""
-        reset = [name for name in self.entries.reset if name in self.state]
+        reset = self._server.layout.reset
         if broadcast.state is self.state or not reset:
             return broadcast.state
         # Buffers that every fit resets do not depend on the old version. Their change is taken
