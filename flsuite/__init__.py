@@ -15,5 +15,5 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = ["FederatedTrainer", "FederationError", "FlsuiteError", "__version__"]
 
-__getattr__, __dir__ = on_first_use(__name__, __file__)
+__getattr__, __dir__ = on_first_use(__name__)
 accept_old_names()

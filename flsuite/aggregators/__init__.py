@@ -168,4 +168,4 @@ __all__ = [
     "with_attack",
 ]
 
-__getattr__, __dir__ = on_first_use(__name__, __file__)
+__getattr__, __dir__ = on_first_use(__name__)

@@ -28,4 +28,4 @@ __all__ = [
     "TaskMatrix",
 ]
 
-__getattr__, __dir__ = on_first_use(__name__, __file__)
+__getattr__, __dir__ = on_first_use(__name__)

@@ -1,16 +1,17 @@
 """Packages whose names are imported on first use."""
 
-import ast
 import sys
 from collections.abc import Callable
+from dis import get_instructions
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flsuite.common.errors import likeliest
 
-def on_first_use(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+
+def on_first_use(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and ``__dir__`` of a package that imports its names on first use.
 
     So ``import flsuite.federation`` costs nothing, and a run imports only what it uses. Type
@@ -19,20 +20,26 @@ def on_first_use(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
 
     Args:
         package: ``__name__`` of the package.
-        file: Its ``__file__``.
     """
 
     @cache
     def homes() -> dict[str, str]:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-        (block,) = (node for node in tree.body if isinstance(node, ast.If))
-        imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-        return {alias.name: node.module or "" for node in imports for alias in node.names}
+        # The compiled imports are there without a source too, as in a zip file of ``.pyc`` files.
+        loader: Any = getattr(sys.modules[package].__spec__, "loader", None)
+        modules, module = {}, ""
+        for instruction in get_instructions(loader.get_code(package)):
+            if instruction.opname == "IMPORT_NAME":
+                module = instruction.argval
+            elif instruction.opname == "IMPORT_FROM":
+                modules[instruction.argval] = module
+        return modules
 
     def get(name: str) -> Any:
-        if name.startswith("__") or name not in homes():
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(homes()[name]), name)
+        if not name.startswith("__") and name in homes():
+            return getattr(import_module(homes()[name]), name)
+        near = likeliest(name, homes())
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
 
     return get, lambda: sorted({*vars(sys.modules[package]), *homes()})
 

@@ -7,16 +7,12 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
-from types import ModuleType
+from pkgutil import resolve_name
+from types import CodeType, ModuleType
 from typing import Any
 
 log = logging.getLogger("flsuite")
 
-_GROUND = (
-    *("arguments", "errors", "files", "lightning_internals", "messages", "random"),
-    *("score_names", "state"),
-)
-_FILES = {f"flsuite.{name}": f"flsuite.common.{name}" for name in _GROUND}
 _PACKAGES = {
     "flsuite.attacks": "flsuite.aggregators.attacks",
     "flsuite.client": "flsuite.federation.client",
@@ -29,22 +25,37 @@ _PACKAGES = {
 }
 _EXPORTING = ("attacks", "engines", "exchange", "schedules")  # packages with names for users
 
-
+# Files that have become part of another one, by the folder and the file of today.
 _MERGED = {
-    "aggregators": {"fedavg": "baselines"},
+    "aggregators": {"fedavg": "baselines", "uplink": "chain"},
     "aggregators.attacks": {
         "batches": "backdoor label_flip",
         "updates": "alie collusion free_rider inner_product noise scaled_update sign_flip",
     },
-    "aggregators.exchange": {"quantize": "codes", "secure": "base"},
+    "aggregators.exchange": {
+        "quantize": "codes",
+        "secure": "base",
+        "sharing": "ciphers fixed_point shamir",
+    },
     "aggregators.objectives": {"base": "held proximal"},
-    "aggregators.rules": {"mean": "mixing"},
+    "aggregators.rules": {
+        "dense": "dense_generator",
+        "mean": "mixing",
+        "solvers": "solvers.blocks solvers.selection",
+    },
     "aggregators.rules.robust": {
         "base": "cohort",
         "centers": "centered_clipping geometric_median median norm_clipping",
         "chosen": "bucketing fltrust krum",
     },
     "aggregators.transforms": {"base": "clip_updates"},
+    "analysis": {
+        "clients": "confusion contribution",
+        "curves": "run_figure",
+        "groups": "labels",
+        "panels": "axes",
+    },
+    "analysis.publish.page": {"parts": "headline"},
     "callbacks": {
         "logger_links": "round_numbers",
         "monitors": "flow_monitor latent_space probe",
@@ -52,6 +63,7 @@ _MERGED = {
         "wandb_link": "wandb_files",
     },
     "data.datasets": {
+        "csv_files": "column_scale",
         "generated": "digits synthetic",
         "table": "table_files",
         "vision": "cinic10",
@@ -62,37 +74,41 @@ _MERGED = {
         "owners": "natural sole_owner",
         "shares": "iid pathological quantity ranked",
     },
+    "federation.client": {"devices": "allocator placement precision", "entries": "resident"},
+    "federation.engines": {"wire": "worker"},
     "federation.schedules": {"speeds": "availability"},
+    "federation.server": {"evaluation": "adaptation"},
+    "metrics": {"scores": "continual"},
+    "metrics.fisher": {"estimates": "columns full measuring per_sample"},
+    "models": {"autoencoders": "strides", "flows": "gaussians"},
     "models.backbones": {"resnets": "resnet18 resnet20", "small": "cnn lenet mlp"},
+    "runs": {"checkpoint": "kept", "predictions": "partition", "rounds": "rehearsal"},
+    "studies.inversion": {"attack": "figure", "target": "knowledge"},
 }
-"""Files that a config may name, and the files that have become part of them, by their folder."""
-_INTO = {
-    f"flsuite.{folder}.{old}": f"flsuite.{folder}.{file}"
-    for folder, files in _MERGED.items()
-    for file, olds in files.items()
-    for old in olds.split()
+_GROUND = "arguments errors files lightning_internals messages random score_names state"
+_NOW = {
+    **{f"flsuite.{name}": f"flsuite.common.{name}" for name in _GROUND.split()},
+    **_PACKAGES,
+    **{
+        f"flsuite.{folder}.{old}": f"flsuite.{folder}.{file}"
+        for folder, files in _MERGED.items()
+        for file, olds in files.items()
+        for old in olds.split()
+    },
 }
 
 
 def moved(name: str) -> str:
     """Return today's name of a module, or of something in it. Other names stay as they are."""
-    name = _in_its_room(name)
     parts = name.split(".")
-    for length in range(3, len(parts) + 1):
-        if file := _INTO.get(".".join(parts[:length])):
-            return ".".join([file, *parts[length:]])
+    for length in range(2, len(parts) + 1):
+        old, rest = ".".join(parts[:length]), parts[length:]
+        if old in _NOW:
+            is_exported = rest[0][:1].isupper() if rest else parts[1] in _EXPORTING
+            is_of_room = old in _PACKAGES and is_exported
+            new = room_of(_NOW[old]) if is_of_room else _NOW[old]
+            return moved(".".join([new, *rest]))  # its file may have been merged too
     return name
-
-
-def _in_its_room(name: str) -> str:
-    first, second, *rest = [*name.split("."), ""]
-    old, rest = f"{first}.{second}", rest[:-1]
-    if old in _FILES:
-        return ".".join([_FILES[old], *rest])
-    if old not in _PACKAGES:
-        return name
-    is_exported = rest[0][:1].isupper() if rest else second in _EXPORTING
-    return ".".join([room_of(_PACKAGES[old]) if is_exported else _PACKAGES[old], *rest])
 
 
 def room_of(module: str) -> str:
@@ -116,14 +132,30 @@ class _Moved(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return spec_from_loader(name, self) if moved(name) != name else None
+        is_package = name in _PACKAGES
+        return spec_from_loader(name, self, is_package=is_package) if moved(name) != name else None
 
     def exec_module(self, module: ModuleType) -> None:
         old = module.__name__
         package = old.rpartition(".")[0]
         if moved(package) == package:  # one line for a package and the modules in it
             log.warning("%s is now %s: please change the name", old, moved(old))
-        sys.modules[old] = import_module(moved(old))
+        if old in _PACKAGES:  # its modules and the names that it exported are in two places today
+            vars(module)["__getattr__"] = lambda name: _attribute(_PACKAGES[old], name)
+            vars(module)["__dir__"] = lambda: dir(import_module(moved(old)))
+        else:
+            sys.modules[old] = import_module(moved(old))
+
+    def get_code(self, name: str) -> CodeType | None:  # for python -m
+        loader: Any = getattr(import_module(moved(name)).__spec__, "loader", None)
+        return loader.get_code(moved(name))
+
+
+def _attribute(package: str, name: str) -> Any:
+    try:
+        return resolve_name(f"{package}.{name}")
+    except AttributeError:
+        return getattr(import_module(room_of(package)), name)
 
 
 def accept_old_names() -> None:

@@ -79,4 +79,4 @@ __all__ = [
     "TaskSequence",
 ]
 
-__getattr__, __dir__ = on_first_use(__name__, __file__)
+__getattr__, __dir__ = on_first_use(__name__)

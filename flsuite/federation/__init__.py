@@ -67,4 +67,4 @@ __all__ = [
     "Work",
 ]
 
-__getattr__, __dir__ = on_first_use(__name__, __file__)
+__getattr__, __dir__ = on_first_use(__name__)

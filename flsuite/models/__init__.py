@@ -29,4 +29,4 @@ __all__ = [
     "StridedCNN",
 ]
 
-__getattr__, __dir__ = on_first_use(__name__, __file__)
+__getattr__, __dir__ = on_first_use(__name__)

@@ -3,15 +3,17 @@
 import subprocess
 import sys
 from importlib import import_module
+from inspect import isclass
 from pathlib import Path
 from pydoc import locate
+from zipfile import PyZipFile
 
 import pytest
 import torch
 
 import flsuite
 from flsuite.common.files import save_tensors
-from flsuite.common.moved import _INTO, _PACKAGES, moved, renewed
+from flsuite.common.moved import _NOW, moved, renewed
 from tests.commands.command import QUICKSTART, cli
 
 ROOMS = ["aggregators", "callbacks", "data", "federation", "models"]
@@ -46,25 +48,72 @@ def test_a_description_of_another_version_is_renewed() -> None:
 
 
 def test_every_row_names_a_file() -> None:
-    assert all(locate(new) is not None for new in (*_INTO.values(), *_PACKAGES.values()))
+    assert all(locate(new) is not None for new in _NOW.values())
     root = Path(str(flsuite.__file__)).parents[1]
-    assert not any(root.joinpath(*old.split(".")).with_suffix(".py").exists() for old in _INTO)
+    assert not any(root.joinpath(*old.split(".")).with_suffix(".py").exists() for old in _NOW)
+
+
+def test_every_class_that_0_2_exported_is_found() -> None:
+    lines = Path(__file__).with_name("names_of_0_2.txt").read_text().splitlines()[1:]
+    rows = dict(line.split(": ") for line in lines)
+    old = [f"flsuite.{module}.{name}" for module, names in rows.items() for name in names.split()]
+    assert len(old) > 180 and not [name for name in old if not isclass(locate(moved(name)))]
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
 def test_an_old_import_gives_the_same_objects_and_says_the_new_name() -> None:
-    code = """
+    done = python("""
 from flsuite.engines import Processes
 from flsuite.engines.processes import Processes as Again
 from flsuite.messages import ClientUpdate
 import flsuite.federation, flsuite.common.messages
 assert Processes is Again is flsuite.federation.Processes
 assert ClientUpdate is flsuite.common.messages.ClientUpdate
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+""")
     assert done.returncode == 0 and done.stderr.splitlines() == [
         "flsuite.engines is now flsuite.federation: please change the name",
         "flsuite.messages is now flsuite.common.messages: please change the name",
     ]
+
+
+def test_the_modules_of_an_old_package_are_found_in_it() -> None:
+    done = python("""
+import runpy
+from flsuite.attacks import sign_flip, with_attack
+from flsuite.engines import base
+from flsuite.aggregators.rules.solvers.blocks import Dense
+import flsuite.aggregators.attacks.updates as updates, flsuite.client
+import flsuite.federation.engines.base as base_of_today
+assert sign_flip is updates and with_attack.__module__ == "flsuite.aggregators.attacks.compose"
+assert base is flsuite.engines.base is base_of_today and "Processes" in dir(flsuite.engines)
+assert flsuite.client.devices.__name__ == "flsuite.federation.client.devices"
+assert runpy.run_module("flsuite.engines.base")["InProcess"]  # python -m
+""")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", ["engines", "federation"])
+def test_a_misspelled_name_is_refused_with_the_likeliest_one(package: str) -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Procesess' \\(did you mean Processes"):
+        getattr(import_module(f"flsuite.{package}"), "Procesess")  # noqa: B009
+
+
+def test_names_are_found_without_sources(tmp_path: Path) -> None:
+    root = Path(str(flsuite.__file__)).parent
+    kept = {root, root / "callbacks", root / "common"}
+    with PyZipFile(str(tmp_path / "zip"), "w") as archive:  # of compiled files only
+        archive.writepy(str(root), filterfunc=lambda path: {Path(path), Path(path).parent} & kept)
+    done = python(f"""
+import sys
+sys.path.insert(0, {str(tmp_path / "zip")!r})
+import flsuite, flsuite.callbacks
+assert flsuite.FlsuiteError.__module__ == "flsuite.common.errors" and "zip" in flsuite.__file__
+assert "StopAt" in dir(flsuite.callbacks)
+""")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_run_of_another_version_is_verified_and_goes_on(

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from flsuite.common.random import torch_generator
 
+__path__: list[str] = []  # a package in 0.2, whose modules may still be imported by their names
+
 Product = Callable[[Tensor], Tensor]
 """Maps ``x`` to ``S x``, in the shape of ``x``."""
 
