@@ -223,7 +223,10 @@ def _fault(value: Any, hint: Any) -> str | None:
         choices = get_args(hint)
         return None if value in choices else f"one of {', '.join(map(str, choices))}"
     if origin is tuple and isinstance(value, (tuple, list)):
-        pairs = zip(value, get_args(hint), strict=False)
+        kinds = get_args(hint)
+        if kinds[-1:] == (...,):  # any number of values of one kind
+            kinds = kinds[:1] * len(value)
+        pairs = zip(value, kinds, strict=False)
         if fault := next(filter(None, (_fault(v, kind) for v, kind in pairs)), None):
             return fault
     return _fault_of_kind(value, origin or hint)

@@ -62,6 +62,7 @@ _MERGED = {
         "stopping": "early_stopping stop_at",
         "wandb_link": "wandb_files",
     },
+    "commands.sweeps": {"plan": "tuning", "queue": "outcome"},
     "data.datasets": {
         "csv_files": "column_scale",
         "generated": "digits synthetic",

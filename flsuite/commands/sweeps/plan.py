@@ -1,15 +1,22 @@
-"""The cells of a sweep, with the arguments and the folder of each run."""
+"""The cells of a sweep, with the arguments and the folder of each run.
+
+Tuning gives every method the same number of trials at every grid point. A trial is a draw from the
+method's choices. It is run on the tuning seeds, and its score is the mean of their picked scores on
+validation data. The best trial's values are used in the result cells, on seeds of their own.
+"""
 
 import hashlib
 import itertools
 import json
+import math
+import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flsuite.commands.sweeps.reading import Overrides, Sweep
+from flsuite.commands.sweeps.reading import Choices, Overrides, Sweep
 from flsuite.common.errors import FlsuiteError
 
 # Parts of a config that do not affect the result. A cell keeps its identity if they change.
@@ -23,6 +30,7 @@ _OPEN = (
     "trainer.enable_progress_bar",
 )
 _MOST_SAMPLES = 50  # a sample takes a second, and three if it reads a large dataset
+_MOST_COMBINATIONS = 100_000
 _LONGEST_LABEL = 79  # in the name of a folder
 
 
@@ -59,6 +67,81 @@ class Cell:
     def name(self) -> str:
         """Return the method and the grid point, as text."""
         return f"{self.method} {self.point}".strip()
+
+
+@dataclass(frozen=True, eq=False)
+class TuningTrial:
+    """One draw from a method's choices.
+
+    Attributes:
+        number: Number of the trial, starting at 1.
+        values: The drawn values, by key.
+        cells: One run per seed of the tuning.
+    """
+
+    number: int
+    values: Overrides
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """The search for the values of one method at one grid point.
+
+    Attributes:
+        method: Name of the method.
+        point: The grid point.
+        trials: The trials. Empty for a method without choices, which needs no tuning.
+    """
+
+    method: str
+    point: Overrides
+    trials: tuple[TuningTrial, ...]
+
+    @property
+    def name(self) -> str:
+        """Return the method and the grid point, as text."""
+        return f"{self.method} {label_of(self.point)}".strip()
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Return the runs of all trials."""
+        return [cell for trial in self.trials for cell in trial.cells]
+
+
+def searches(sweep: Sweep) -> list[Search]:
+    """Return a search per grid point and method. Without tuning, searches have no trials."""
+    tuning, found = sweep.tuning, []
+    for point, method in itertools.product(grid_points(sweep), sweep.methods):
+        trials = []
+        if tuning and tuning.choices[method]:
+            drawn = draw(tuning.choices[method], tuning.trials, tuning.seed, method)
+            for number, values in enumerate(drawn, start=1):
+                cells = (cell(sweep, method, values, point, seed, True) for seed in tuning.seeds)
+                trials.append(TuningTrial(number, values, tuple(cells)))
+        found.append(Search(method, point, tuple(trials)))
+    return found
+
+
+def draw(choices: Choices, trials: int, seed: int, method: str) -> list[Overrides]:
+    """Draw distinct combinations of values.
+
+    A larger number of trials starts with the same draws. If there are no more combinations than
+    trials, all of them are drawn.
+
+    Raises:
+        FlsuiteError: If there are too many combinations to shuffle.
+    """
+    number = math.prod(len(values) for values in choices.values())
+    if number > _MOST_COMBINATIONS:
+        raise FlsuiteError(
+            f"tune.{method}: {number} combinations are more than {_MOST_COMBINATIONS}; list fewer "
+            "values"
+        )
+    # The first key varies fastest. The order decides which trials a seed draws.
+    combinations = list(itertools.product(*reversed(choices.values())))
+    random.Random(f"{seed} {method}").shuffle(combinations)
+    return [dict(zip(choices, reversed(values), strict=True)) for values in combinations[:trials]]
 
 
 def grid_points(sweep: Sweep) -> list[Overrides]:

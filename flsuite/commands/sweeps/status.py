@@ -9,33 +9,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flsuite.commands.sweeps.outcome import CellEnd
-from flsuite.commands.sweeps.plan import Cell, label_of
-from flsuite.commands.sweeps.queue import CellState, Queue
-from flsuite.commands.sweeps.tuning import Contest
+from flsuite.commands.sweeps.plan import Cell
+from flsuite.commands.sweeps.queue import CellOutcome, CellState, Queue
+
+_UNDONE: tuple[CellState, ...] = ("running", "failed", "interrupted", "waiting")
 
 
 def print_status(queue: Queue) -> None:
     """Print the grid with each cell's score or state."""
-    table = Table(title=f"{queue.folder}", title_justify="left")
+    table = Table(title=f"{queue.folder}", title_justify="left", caption=_caption(queue))
     table.add_column("method", overflow="fold")
     for seed in queue.sweep.seeds:
         table.add_column(f"seed {seed}", justify="right")
     failed = queue.without_winner()
-    for contest in queue.contests:
-        name = _name(contest)
-        results = queue.results(contest)
-        if contest in failed:
-            table.add_row(name, *("failed" for _ in queue.sweep.seeds))
-        elif results is None:
-            table.add_row(name, *("waiting" for _ in queue.sweep.seeds))
-        else:
-            table.add_row(name, *(_cell_text(queue, cell) for cell in results))
+    for search in queue.searches:
+        unknown = ["failed" if search in failed else "waiting"] * len(queue.sweep.seeds)
+        results = queue.results(search)
+        shown = unknown if results is None else (_cell_text(queue, cell) for cell in results)
+        table.add_row(search.name, *shown)
 
-    table.caption = _caption(queue)
-    Console().print(table)
-    print(_counts(queue))
-    print(estimate(queue))
+    _print(table, queue)
     for line in (*failures(queue), *strangers(queue)):
         print(line)
 
@@ -62,8 +55,15 @@ def print_cells(queue: Queue) -> None:
     unknown = queue.size - len(queue.known())
     if unknown:
         table.add_row(f"{unknown} results, with values that the tuning chooses", "waiting")
+    _print(table, queue)
+
+
+def _print(table: Table, queue: Queue) -> None:
+    """Print a table, the number of cells per state, and the time left."""
+    counts = queue.counts()
+    undone = [f"{counts[state]} {state}" for state in _UNDONE if counts[state]]
     Console().print(table)
-    print(_counts(queue))
+    print(", ".join([f"{counts['done']} of {queue.size} cells are done", *undone]))
     print(estimate(queue))
 
 
@@ -80,15 +80,15 @@ def estimate(queue: Queue) -> str:
 
 
 def failures(queue: Queue) -> list[str]:
-    """Return a line per failed cell, and per contest without a scored trial."""
+    """Return a line per failed cell, and per search without a scored trial."""
     lines = [
         f"failed: {'trial of ' * cell.is_trial}{cell.name} seed {cell.seed}: {queue.reason(cell)}"
         for cell in queue.known()
         if queue.state(cell) == "failed"
     ]
     return lines + [
-        f"failed: {_name(contest)}: none of its trials has a score"
-        for contest in queue.without_winner()
+        f"failed: {search.name}: none of its trials has a score"
+        for search in queue.without_winner()
     ]
 
 
@@ -192,25 +192,12 @@ def _seconds_left(queue: Queue) -> float | None:
     overall = fmean(second for times in seconds.values() for second in times)
 
     left = 0.0
-    for contest in queue.contests:
-        cells = contest.cells + (queue.results(contest) or [])
-        number = len(contest.cells) + len(queue.sweep.seeds) - sum(map(queue.has_ended, cells))
-        times = seconds.get(contest.method)
+    for search in queue.searches:
+        cells = search.cells + (queue.results(search) or [])
+        number = len(search.cells) + len(queue.sweep.seeds) - sum(map(queue.has_ended, cells))
+        times = seconds.get(search.method)
         left += number * (fmean(times) if times else overall)
     return left / queue.sweep.workers
-
-
-_UNDONE: tuple[CellState, ...] = ("running", "failed", "interrupted", "waiting")
-
-
-def _counts(queue: Queue) -> str:
-    counts = queue.counts()
-    others = [f"{counts[s]} {s}" for s in _UNDONE if counts[s]]
-    return ", ".join([f"{counts['done']} of {queue.size} cells are done", *others])
-
-
-def _name(contest: Contest) -> str:
-    return f"{contest.method} {label_of(contest.point)}".strip()
 
 
 def _cell_text(queue: Queue, cell: Cell) -> str:
@@ -220,7 +207,7 @@ def _cell_text(queue: Queue, cell: Cell) -> str:
     return "done" if outcome.test is None else f"{outcome.test:.4f}"
 
 
-def _outcome_text(outcome: CellEnd, cell: Cell) -> str:
+def _outcome_text(outcome: CellOutcome, cell: Cell) -> str:
     # Test scores of trials are hidden on purpose.
     split, score = ("val", outcome.val) if cell.is_trial else ("test", outcome.test)
     shown = "" if score is None else f", {split} {outcome.monitor} {score:.4f}"

@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from flsuite.commands.sweeps.outcome import measure, seconds_so_far
 from flsuite.commands.sweeps.plan import Cell, fit_arguments
-from flsuite.commands.sweeps.queue import Queue
+from flsuite.commands.sweeps.queue import Queue, measure, seconds_so_far
 from flsuite.common.errors import FlsuiteError, one_line
 
 FitCommand = Callable[[list[str]], int]

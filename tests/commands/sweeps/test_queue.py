@@ -13,9 +13,8 @@ import pytest
 from rich.console import Console
 
 from flsuite.commands.sweeps import status
-from flsuite.commands.sweeps.outcome import CellEnd, measure, seconds_so_far
-from flsuite.commands.sweeps.plan import Cell
-from flsuite.commands.sweeps.queue import Queue
+from flsuite.commands.sweeps.plan import Cell, draw
+from flsuite.commands.sweeps.queue import COLUMNS, CellOutcome, Queue, measure, seconds_so_far
 from flsuite.commands.sweeps.reading import Sweep, Tuning
 from flsuite.commands.sweeps.status import (
     SweepProgress,
@@ -24,7 +23,6 @@ from flsuite.commands.sweeps.status import (
     print_cells,
     print_status,
 )
-from flsuite.commands.sweeps.tuning import COLUMNS, draw
 from flsuite.common.errors import FlsuiteError
 from tests.analysis.made_runs import Row, made_run, settings
 from tests.commands.command import Capture
@@ -40,8 +38,8 @@ SWEEP = Sweep(
 TUNED = replace(SWEEP, tuning=Tuning(2, (8, 9), 0, {"A": {}, "B": {"trainer.mu": [0.0, 0.5, 1.0]}}))
 
 
-def outcome(val: float | None = 0.5, lower: bool = False, seconds: float = 2.0) -> CellEnd:
-    return CellEnd(seconds, "loss" if lower else "accuracy", lower, val, 0.4)
+def outcome(val: float | None = 0.5, lower: bool = False, seconds: float = 2.0) -> CellOutcome:
+    return CellOutcome(seconds, "loss" if lower else "accuracy", lower, val, 0.4)
 
 
 def run_all(queue: Queue, val: float = 0.5) -> list[Cell]:
@@ -152,7 +150,7 @@ def test_the_score_is_the_one_that_picks_the_runs_round(tmp_path: Path) -> None:
     ]
     content = settings("Ditto", 1, monitor="accuracy_client_mean")
     found = measure(made_run(tmp_path / "run", content, rows), 1.0)
-    assert found == CellEnd(1.0, "accuracy_client_mean", False, 0.9, 0.9)
+    assert found == CellOutcome(1.0, "accuracy_client_mean", False, 0.9, 0.9)
 
 
 def test_a_grid_names_the_scores_of_its_methods(tmp_path: Path, capsys: Capture) -> None:
@@ -238,7 +236,7 @@ def test_the_state_of_a_tuned_sweep_is_printed(tmp_path: Path, capsys: Capture) 
     assert "4 results, with values that the tuning chooses waiting" in words(capsys)
     print_status(queue)
     assert "B alpha=0.1 waiting waiting" in words(capsys)
-    for cell in queue.contests[1].cells:
+    for cell in queue.searches[1].cells:
         queue.begin(cell)
         queue.fail(cell, "it diverges")
     print_status(queue)
@@ -257,8 +255,8 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 def finish_trials(queue: Queue, scores: dict[float, float], lower: bool = False) -> None:
     """Finish every trial, with a score that depends on the value that it has drawn."""
-    for contest in queue.contests:
-        for cell in contest.cells:
+    for search in queue.searches:
+        for cell in search.cells:
             queue.begin(cell)
             noise = 0.01 if cell.seed == 9 else -0.01
             queue.finish(cell, outcome(scores[cell.overrides["trainer.mu"]] + noise, lower))
@@ -268,7 +266,7 @@ def test_the_best_trial_goes_into_the_results(tmp_path: Path) -> None:
     queue = Queue(TUNED, tmp_path)
     assert queue.size == 2 * 2 * 2 + 8  # two trials on two seeds of B at two points, and results
     assert {cell.method for cell in queue.known() if not cell.is_trial} == {"A"}
-    drawn = [trial.values["trainer.mu"] for trial in queue.contests[1].trials]
+    drawn = [trial.values["trainer.mu"] for trial in queue.searches[1].trials]
     finish_trials(queue, {mu: 0.5 + 0.1 * (mu == drawn[1]) for mu in (0.0, 0.5, 1.0)})
     results = [cell for cell in queue.known() if cell.method == "B" and not cell.is_trial]
     assert len(results) == 4
@@ -288,7 +286,7 @@ def test_the_best_trial_goes_into_the_results(tmp_path: Path) -> None:
 
 def test_a_loss_is_best_when_it_is_low(tmp_path: Path) -> None:
     queue = Queue(TUNED, tmp_path)
-    drawn = [trial.values["trainer.mu"] for trial in queue.contests[1].trials]
+    drawn = [trial.values["trainer.mu"] for trial in queue.searches[1].trials]
     finish_trials(queue, {mu: 0.5 + 0.1 * (mu == drawn[1]) for mu in (0.0, 0.5, 1.0)}, lower=True)
     chosen = [row["chosen"] for row in rows(tmp_path)]
     assert chosen == ["True", "False"] * 2
@@ -296,22 +294,22 @@ def test_a_loss_is_best_when_it_is_low(tmp_path: Path) -> None:
 
 def test_a_failed_trial_is_not_chosen_and_holds_up_nothing(tmp_path: Path) -> None:
     queue = Queue(TUNED, tmp_path)
-    first, second = queue.contests[1].trials
-    for cell in queue.contests[1].cells:
+    first, second = queue.searches[1].trials
+    for cell in queue.searches[1].cells:
         queue.begin(cell)
         if cell is first.cells[0]:
             queue.fail(cell, "it diverges")
         else:
-            assert queue.results(queue.contests[1]) is None
+            assert queue.results(queue.searches[1]) is None
             queue.finish(cell, outcome(0.1 if cell in second.cells else 0.9))
-    results = queue.results(queue.contests[1])
+    results = queue.results(queue.searches[1])
     assert results and results[0].overrides["trainer.mu"] == second.values["trainer.mu"]
     assert [row["score"] for row in rows(tmp_path)] == ["", "0.1", "", ""]
 
 
 def test_a_method_without_a_score_has_no_results(tmp_path: Path) -> None:
     queue = Queue(TUNED, tmp_path)
-    for cell in queue.contests[1].cells:
+    for cell in queue.searches[1].cells:
         queue.begin(cell)
         queue.fail(cell, "it diverges")
     assert len(run_all(queue)) == 2 * 2 + 4 + 2  # the other point's trials, and the results
@@ -333,6 +331,6 @@ def test_all_combinations_are_tried_if_there_are_no_more_than_trials() -> None:
 
 
 def test_trials_are_the_same_at_every_grid_point(tmp_path: Path) -> None:
-    _, b, _, other_b = Queue(TUNED, tmp_path).contests
+    _, b, _, other_b = Queue(TUNED, tmp_path).searches
     assert [t.values for t in b.trials] == [t.values for t in other_b.trials]
     assert not set(b.cells) & set(other_b.cells)

@@ -16,9 +16,8 @@ import yaml
 
 from flsuite.commands import sweep as command
 from flsuite.commands.cells import check
-from flsuite.commands.sweeps.outcome import CellEnd
 from flsuite.commands.sweeps.plan import fit_arguments, samples_of
-from flsuite.commands.sweeps.queue import Queue
+from flsuite.commands.sweeps.queue import CellOutcome, Queue
 from flsuite.commands.sweeps.reading import Sweep, read_sweep
 from flsuite.data.federated import FederatedData
 from tests.commands.command import Capture, cli, files, refused
@@ -70,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
         with queue.claim() as cell:
             assert cell is not None
             queue.begin(cell)
-            queue.finish(cell, CellEnd(2.0, "accuracy", False, 0.5, 0.4))
+            queue.finish(cell, CellOutcome(2.0, "accuracy", False, 0.5, 0.4))
     return folder
 
 

@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 
 from flsuite.commands.sweeps import worker
-from flsuite.commands.sweeps.outcome import CellEnd
-from flsuite.commands.sweeps.queue import Queue
+from flsuite.commands.sweeps.queue import CellOutcome, Queue
 from flsuite.commands.sweeps.reading import Sweep
 
 METHODS = {"quick": {}, "failing": {"a.b": 1}, "endless": {"a.b": 2}, "killed": {"a.b": 3}}
@@ -27,5 +26,5 @@ def fit(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    worker.measure = lambda folder, seconds: CellEnd(seconds, "accuracy", False, 0.5, 0.5)
+    worker.measure = lambda folder, seconds: CellOutcome(seconds, "accuracy", False, 0.5, 0.5)
     sys.exit(worker.run_workers(Queue(SWEEP, Path(sys.argv[1])), fit))
