@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.attacks.base import Attack
-from flsuite.aggregators.attacks.compose import with_attack
+from flsuite.aggregators.attacks.updates import with_attack
 from flsuite.aggregators.exchange.secure import SecureAggregation
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.rules.base import Rule

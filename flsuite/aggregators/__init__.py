@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from flsuite.aggregators.apfl import APFL
     from flsuite.aggregators.attacks.base import Attack, Trial
     from flsuite.aggregators.attacks.batches import LabelFlip, PixelBackdoor
-    from flsuite.aggregators.attacks.compose import with_attack
     from flsuite.aggregators.attacks.updates import (
         ALittleIsEnough,
         Collusion,
@@ -19,14 +18,12 @@ if TYPE_CHECKING:
         InnerProduct,
         ScaledUpdate,
         SignFlip,
+        with_attack,
     )
     from flsuite.aggregators.ditto import Ditto
     from flsuite.aggregators.dp_fedavg import DPFedAvg
-    from flsuite.aggregators.exchange.low_rank import LowRank
     from flsuite.aggregators.exchange.pairwise import PairwiseMasks
-    from flsuite.aggregators.exchange.quantize import Quantize
     from flsuite.aggregators.exchange.secure import Parties, PartyCost, SecureAggregation, SumReport
-    from flsuite.aggregators.exchange.top_k import TopK
     from flsuite.aggregators.fedala import FedALA
     from flsuite.aggregators.fedasync import FedAsync
     from flsuite.aggregators.fedavg import Centralized, FedAvg, LocalOnly
@@ -42,6 +39,8 @@ if TYPE_CHECKING:
     from flsuite.aggregators.moon import MOON
     from flsuite.aggregators.objectives.base import Objective, Proximal
     from flsuite.aggregators.objectives.control_variates import ControlVariates
+    from flsuite.aggregators.objectives.feature_term import FeatureTerm
+    from flsuite.aggregators.objectives.second_steps import SecondSteps
     from flsuite.aggregators.part import Part, Server, Statistic
     from flsuite.aggregators.partial import FedBN, FedPer, LGFedAvg
     from flsuite.aggregators.perfedavg import PerFedAvg
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from flsuite.aggregators.rules.otfusion import OTFusion
     from flsuite.aggregators.rules.pfnm import PFNM
     from flsuite.aggregators.rules.regmean import RegMean
+    from flsuite.aggregators.rules.robust.base import Cohort, ParameterRule
     from flsuite.aggregators.rules.robust.centers import (
         CenteredClipping,
         CoordinateMedian,
@@ -65,14 +65,17 @@ if TYPE_CHECKING:
     )
     from flsuite.aggregators.rules.robust.chosen import Bucketing, FLTrust, Krum, MultiKrum
     from flsuite.aggregators.scaffold import SCAFFOLD
-    from flsuite.aggregators.server_optimizers.adaptive import (
+    from flsuite.aggregators.server_optimizers import (
         AdaptiveAdagrad,
         AdaptiveAdam,
         AdaptiveYogi,
     )
     from flsuite.aggregators.staleness import Constant, Hinge, Hyperbolic, Polynomial, Staleness
-    from flsuite.aggregators.transforms.base import ClipUpdates, Transform
+    from flsuite.aggregators.transforms.base import ClipUpdates, FitView, Payload, Transform
     from flsuite.aggregators.transforms.gaussian import GaussianMechanism
+    from flsuite.aggregators.transforms.low_rank import LowRank
+    from flsuite.aggregators.transforms.quantize import Quantize
+    from flsuite.aggregators.transforms.top_k import TopK
 
 __all__ = [
     "APFL",
@@ -92,6 +95,7 @@ __all__ = [
     "CenteredClipping",
     "Centralized",
     "ClipUpdates",
+    "Cohort",
     "CohortRule",
     "Collusion",
     "Constant",
@@ -100,6 +104,7 @@ __all__ = [
     "DPFedAvg",
     "Ditto",
     "FLTrust",
+    "FeatureTerm",
     "FedALA",
     "FedAdagrad",
     "FedAdam",
@@ -121,6 +126,7 @@ __all__ = [
     "FedYogi",
     "FisherAveraging",
     "FisherMerge",
+    "FitView",
     "FreeRider",
     "GaussianMechanism",
     "GaussianNoise",
@@ -143,9 +149,11 @@ __all__ = [
     "Objective",
     "PFedMe",
     "PairwiseMasks",
+    "ParameterRule",
     "Part",
     "Parties",
     "PartyCost",
+    "Payload",
     "PerFedAvg",
     "PixelBackdoor",
     "Polynomial",
@@ -155,6 +163,7 @@ __all__ = [
     "RegMean",
     "Rule",
     "ScaledUpdate",
+    "SecondSteps",
     "SecureAggregation",
     "Server",
     "SignFlip",

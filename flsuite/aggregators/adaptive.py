@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch.optim import SGD, Optimizer
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.server_optimizers.adaptive import (
+from flsuite.aggregators.server_optimizers import (
     AdaptiveAdagrad,
     AdaptiveAdam,
     AdaptiveYogi,

@@ -33,7 +33,7 @@ from flsuite.aggregators.part import (
 )
 from flsuite.aggregators.rules.base import LinearRule, Reduction, Rule
 from flsuite.aggregators.rules.mean import Mean
-from flsuite.aggregators.server_optimizers.step import require_step, stepped
+from flsuite.aggregators.server_optimizers import require_step, stepped
 from flsuite.aggregators.transforms.base import Transform
 from flsuite.common.arguments import MISSING, check_init, given_arguments, stored_argument
 from flsuite.common.errors import FederationError, FlsuiteError, require_instance

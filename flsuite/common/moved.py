@@ -30,7 +30,7 @@ _MERGED = {
     "aggregators": {"fedavg": "baselines", "uplink": "chain"},
     "aggregators.attacks": {
         "batches": "backdoor label_flip",
-        "updates": "alie collusion free_rider inner_product noise scaled_update sign_flip",
+        "updates": "alie collusion compose free_rider inner_product noise scaled_update sign_flip",
     },
     "aggregators.exchange": {
         "quantize": "codes",
@@ -40,6 +40,7 @@ _MERGED = {
     "aggregators.objectives": {"base": "held proximal"},
     "aggregators.rules": {
         "dense": "dense_generator",
+        "fisher_forms": "layer_matrices",
         "mean": "mixing",
         "solvers": "solvers.blocks solvers.selection",
     },
@@ -96,6 +97,12 @@ _NOW = {
         for file, olds in files.items()
         for old in olds.split()
     },
+    **{
+        f"flsuite.aggregators.exchange.{name}": f"flsuite.aggregators.transforms.{name}"
+        for name in ("low_rank", "quantize", "top_k")
+    },
+    "flsuite.aggregators.server_optimizers.adaptive": "flsuite.aggregators.server_optimizers",
+    "flsuite.aggregators.server_optimizers.step": "flsuite.aggregators.server_optimizers",
 }
 
 

@@ -14,9 +14,17 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import MOON, Aggregator, Ditto, FedAvg, FedRoD, PerFedAvg
+from flsuite.aggregators import (
+    MOON,
+    Aggregator,
+    Ditto,
+    FeatureTerm,
+    FedAvg,
+    FedRoD,
+    Objective,
+    PerFedAvg,
+)
 from flsuite.aggregators.ditto import PulledModel
-from flsuite.aggregators.objectives import FeatureTerm, Objective
 from flsuite.aggregators.objectives.feature_term import FeatureCallback, refuse_mixed_samples
 from flsuite.common.messages import ClientContext
 from flsuite.data import IID

@@ -7,7 +7,7 @@ import torch
 
 from flsuite import aggregators as methods
 from flsuite.aggregators import FedAsync, FedAvg, FedBuff, Hyperbolic, Polynomial
-from flsuite.aggregators.rules import Weighting
+from flsuite.aggregators.rules.base import Weighting
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import cast, clone, mean_of
 from tests.aggregators.federations import assert_same_models, configured, reference, run

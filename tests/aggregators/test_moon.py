@@ -10,9 +10,8 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import MOON, FedAvg, FedProto, FedRep, FedRoD
+from flsuite.aggregators import MOON, FeatureTerm, FedAvg, FedProto, FedRep, FedRoD, Proximal
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.objectives import FeatureTerm, Proximal
 from flsuite.data import Synthetic
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone

@@ -10,9 +10,8 @@ from torch.optim import SGD, Optimizer
 
 from flsuite import FlsuiteError
 from flsuite import aggregators as methods
-from flsuite.aggregators import PairwiseMasks, Quantize, TopK
+from flsuite.aggregators import FitView, PairwiseMasks, Payload, Quantize, TopK
 from flsuite.aggregators.part import Statistic
-from flsuite.aggregators.transforms import FitView, Payload
 from flsuite.common.errors import FederationError
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, StateLayout

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import Aggregator, FedAvg, Mean
-from flsuite.aggregators.objectives import FeatureTerm, Objective
+from flsuite.aggregators import Aggregator, FeatureTerm, FedAvg, Mean, Objective
 from flsuite.common.messages import ClientContext
 from flsuite.federation import InProcess, Processes, Vectorized
 from tests.aggregators.federations import run

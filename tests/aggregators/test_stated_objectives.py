@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import FedAvg
-from flsuite.aggregators.objectives import FeatureTerm, Objective, SecondSteps
+from flsuite.aggregators import FeatureTerm, FedAvg, Objective, SecondSteps
 from flsuite.aggregators.objectives.base import own_tensors
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.common.messages import ClientContext

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from flsuite import __version__
-from flsuite.aggregators.objectives import SecondSteps
+from flsuite.aggregators import SecondSteps
 from flsuite.commands.main import main
 from flsuite.data import Digits, Dirichlet
 from flsuite.models import MLP, Classifier

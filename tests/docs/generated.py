@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from flsuite.aggregators import (
     Aggregator,
     Attack,
+    FeatureTerm,
     Objective,
     Rule,
     SecureAggregation,
@@ -32,7 +33,7 @@ from tests.docs.pages import PAGES
 KINDS: dict[str, tuple[type, Sequence[str]]] = {  # what its classes extend, and who exports them
     "aggregators": (Aggregator, ["aggregators"]),
     "rules": (Rule, ["aggregators"]),
-    "robust rules": (Rule, ["aggregators.rules.robust"]),
+    "robust rules": (Rule, [f"aggregators.rules.robust.{f}" for f in ("centers", "chosen")]),
     "objectives": (Objective, ["aggregators"]),
     "transforms": (Transform, ["aggregators"]),
     "server optimizers": (Optimizer, ["aggregators"]),
@@ -76,7 +77,8 @@ def classes(kind: str) -> list[type]:
         found |= {c for c in exported if inspect.isclass(c) and issubclass(c, base)}
     if kind == "rules":
         found -= set(classes("robust rules"))
-    named = (c for c in found if c is not base and not inspect.isabstract(c))
+    bases = {base, FeatureTerm}  # which a config can name to no effect
+    named = (c for c in found if c not in bases and not inspect.isabstract(c))
     return sorted(named, key=lambda c: c.__name__.lower())
 
 

@@ -19,10 +19,10 @@ from flsuite.aggregators import (
     FedAvg,
     FedBuff,
     LocalOnly,
+    Mean,
     SignFlip,
 )
 from flsuite.aggregators.part import Server
-from flsuite.aggregators.rules import Mean
 from flsuite.analysis.groups import group_runs
 from flsuite.analysis.report import report_table
 from flsuite.callbacks import GradientDissimilarity, TaskMatrix, dissimilarity

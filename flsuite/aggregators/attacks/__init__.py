@@ -1,1 +1,1 @@
-"""Attacks by some of the clients, one per file."""
+"""Attacks by some of the clients."""

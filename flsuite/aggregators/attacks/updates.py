@@ -1,4 +1,7 @@
-"""Attacks that alter an update: alone, or with the knowledge of other attackers."""
+"""Attacks that alter an update: alone, or with the knowledge of other attackers.
+
+They are transforms of the attackers' updates, or a rule that replaces these updates.
+"""
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
@@ -8,9 +11,11 @@ from typing import Literal
 
 import torch
 
+from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.attacks.base import Attack
-from flsuite.aggregators.part import Capability
-from flsuite.aggregators.transforms.base import FitView
+from flsuite.aggregators.part import Capability, Named, Server
+from flsuite.aggregators.rules.base import Rule, RuleAround
+from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.common.arguments import NonNegativeFloat
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, Sums, Tree, add, difference, wide
@@ -281,3 +286,70 @@ class InnerProduct(Collusion):
 
     def conspire(self, mean: State, std: State, clients: int, attackers: int) -> State:
         return {name: value.mul(-self.epsilon) for name, value in mean.items()}
+
+
+def with_attack(aggregator: Aggregator, attack: Attack | None) -> Aggregator:
+    """Return an algorithm that includes the attack on its updates.
+
+    Changes to training batches are not included, see :meth:`Attack.callbacks`.
+
+    Args:
+        aggregator: The algorithm. It is not changed.
+        attack: The attack, whose attackers are chosen later. Default: none.
+    """
+    if attack is None or not attack.attackers:
+        return aggregator
+    given = Named("trainer.attack", attack)
+    if isinstance(attack, Collusion):
+        return aggregator.with_parts(given, rule=_Colluding(aggregator.rule, attack))
+    if type(attack).alter is Attack.alter:
+        return aggregator.with_parts(given)
+
+    # After the algorithm's transforms and before the codecs, which see the altered change.
+    transforms = list(aggregator.transforms)
+    codecs = (i for i, part in enumerate(transforms) if "dense changes" in part.withholds)
+    transforms.insert(next(codecs, len(transforms)), _Altering(attack))
+    return aggregator.with_parts(given, transforms=transforms)
+
+
+@dataclass(frozen=True)
+class _Altering(Transform):
+    """Applies an attack on updates to the attackers' changes.
+
+    Args:
+        attack: The attack, whose attackers have been chosen.
+    """
+
+    attack: Attack
+
+    def encode(self, payload: Payload, fit: FitView) -> Payload:
+        if fit.client not in self.attack.attackers:
+            return payload
+        received = {name: fit.base[name] for name in payload.change}
+        exact = wide(received)
+        moved = add(exact, payload.change)
+        trained = {name: value.to(received[name].dtype) for name, value in moved.items()}
+        altered = self.attack.alter(trained, received, fit)
+        return payload._replace(change=difference(wide(altered), exact))
+
+
+@dataclass(frozen=True)
+class _Colluding(RuleAround):
+    """A rule that receives a round's updates with the attackers' updates replaced.
+
+    Args:
+        rule: The rule.
+        attack: The attack, whose attackers have been chosen.
+    """
+
+    rule: Rule
+    attack: Collusion
+
+    def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
+        names = [name for name in server.layout.parameters if name in server.state]
+        return self.of_rule(server, collude(self.attack, server.state, names, updates))
+
+    @property
+    def name(self) -> str:
+        """Return the name of the rule."""
+        return type(self.rule).__name__

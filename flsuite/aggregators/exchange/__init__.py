@@ -1,1 +1,1 @@
-"""Compression codecs for client updates, and secure aggregation."""
+"""Secure sums of client updates."""

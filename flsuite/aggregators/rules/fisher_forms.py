@@ -1,4 +1,7 @@
-"""The forms of a client's Fisher information: diagonal, K-FAC factors, or the full matrix."""
+"""The forms of a client's Fisher information: diagonal, K-FAC factors, or the full matrix.
+
+A Linear or Conv2d layer is one matrix that multiplies the layer's inputs.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,15 +10,56 @@ from typing import Any, Literal
 import torch
 from torch import Generator, Tensor, nn
 
-import flsuite.aggregators.rules.layer_matrices as layer_matrices
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.solvers import Block, Dense, Diagonal, Factors, Kronecker
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientUpdate
-from flsuite.common.state import State, StateLayout, Tree, clone
+from flsuite.common.state import Layer, State, StateLayout, Tree, clone
 from flsuite.data.spec import Batch, Task
 from flsuite.metrics.fisher.estimates import Expectation, full_fisher, measuring
 from flsuite.metrics.fisher.predictive import kfac_factors, predictive_diagonal, require_kfac
+
+
+def names(layer: Layer) -> tuple[str, ...]:
+    """Return the names of a layer's state entries."""
+    return (layer.weight_name, layer.bias_name) if layer.bias else (layer.weight_name,)
+
+
+def columns(state: State, layer: Layer, bias: bool = True) -> int:
+    """Return the number of columns of a layer's matrix.
+
+    Args:
+        state: The model.
+        layer: The layer.
+        bias: Whether to add the layer's bias, if any, as the last column.
+    """
+    return state[layer.weight_name][0].numel() + (layer.bias and bias)
+
+
+def square_template(size: int) -> Tensor:
+    """Return a float32 template ``(size, size)`` that takes no memory."""
+    return torch.zeros(()).expand(size, size)
+
+
+def matrix(state: State, layer: Layer, bias: bool = True) -> Tensor:
+    """Return the float64 matrix of a layer.
+
+    It is ``(out, in)``, or ``(out, in * height * width)`` for a convolution with unfolded inputs.
+    The bias is the last column, with a constant input of 1.
+    """
+    weight = state[layer.weight_name].double().flatten(1)
+    if not (layer.bias and bias):
+        return weight
+    return torch.cat([weight, state[layer.bias_name].double()[:, None]], 1)
+
+
+def entries(value: Tensor, layer: Layer, like: State, bias: bool = True) -> State:
+    """Return a layer's matrix as state entries, in the shapes of ``like``."""
+    shape = like[layer.weight_name].shape
+    if not (layer.bias and bias):
+        return {layer.weight_name: value.reshape(shape)}
+    return {layer.weight_name: value[:, :-1].reshape(shape), layer.bias_name: value[:, -1]}
+
 
 Sampled = tuple[Iterable[Batch], Task, Expectation, Generator]
 """The input of a client's Fisher: its samples, their task, whether the expectation over the
@@ -107,7 +151,7 @@ class _KFACForm(FisherForm):
 
     def require(self, server: Server) -> None:
         outside = [f"{name} ({kind}) is" for name, kind in self.layout.outside_layers.items()]
-        covered = {name for layer in self.layout.layers for name in layer_matrices.names(layer)}
+        covered = {name for layer in self.layout.layers for name in names(layer)}
         outside += [f"{name} is of" for name in self.layout.parameters if name not in covered]
         if outside:
             raise FlsuiteError(
@@ -125,8 +169,8 @@ class _KFACForm(FisherForm):
     def template(self, state: State) -> dict[str, State]:
         return {
             layer.name: {
-                "a": layer_matrices.square_template(layer_matrices.columns(state, layer)),
-                "g": layer_matrices.square_template(len(state[layer.weight_name])),
+                "a": square_template(columns(state, layer)),
+                "g": square_template(len(state[layer.weight_name])),
             }
             for layer in self.layout.layers
         }
@@ -145,7 +189,7 @@ class _KFACForm(FisherForm):
         products: State = {}
         for layer in self.layout.layers:
             a, g = fisher[layer.name]["a"].double(), fisher[layer.name]["g"].double()
-            products[layer.name] = g @ layer_matrices.matrix(state, layer) @ a
+            products[layer.name] = g @ matrix(state, layer) @ a
         return {"product": products}
 
     def blocks(self, means: Tree, updates: Sequence[ClientUpdate]) -> list[Block]:
@@ -154,14 +198,14 @@ class _KFACForm(FisherForm):
         for layer in self.layout.layers:
             pairs = [(u.samples / samples, u.extras["fisher"][layer.name]) for u in updates]
             factors = [Factors(share, pair["a"], pair["g"]) for share, pair in pairs]
-            wbar = layer_matrices.matrix(means["model"], layer)
+            wbar = matrix(means["model"], layer)
             blocks.append(Kronecker(wbar, means["product"][layer.name], factors))
         return blocks
 
     def entries(self, values: Sequence[Tensor], like: State) -> State:
         new: State = {}
         for layer, value in zip(self.layout.layers, values, strict=True):
-            new |= layer_matrices.entries(value, layer, like)
+            new |= entries(value, layer, like)
         return new
 
 
@@ -175,7 +219,7 @@ class _FullForm(FisherForm):
                 f"FedFisher: the full Fisher of {size:,} parameters is too large: at most "
                 f"{_MOST_PARAMETERS:,} parameters are allowed; use kfac or diag"
             )
-        return layer_matrices.square_template(size)
+        return square_template(size)
 
     def measure(self, module: nn.Module, sampled: Sampled) -> Tensor:
         fisher = full_fisher(module, self.layout.parameters, *sampled)

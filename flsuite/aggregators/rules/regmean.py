@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch import Callback
 from torch import Generator, Tensor, nn
 
-import flsuite.aggregators.rules.layer_matrices as layer_matrices
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
+from flsuite.aggregators.rules.fisher_forms import columns, entries, matrix, square_template
 from flsuite.common.arguments import PositiveInt, Settings, Share
 from flsuite.common.messages import ClientContext, ClientUpdate
 from flsuite.common.state import Layer, State, StateLayout, Tree, cast, clone, divided, scaled
@@ -79,7 +79,7 @@ class RegMean(LinearRule, Settings):
             grams = clone(gram_matrices(module, layers, batches, self.bias))
             # Layers that are called twice have no Gram. Zeros determine nothing.
             for layer in layers:
-                size = layer_matrices.columns(module.state_dict(), layer, self.bias)
+                size = columns(module.state_dict(), layer, self.bias)
                 grams.setdefault(layer.name, torch.zeros(size, size))
             return grams
 
@@ -87,8 +87,8 @@ class RegMean(LinearRule, Settings):
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         layers = self._layers(layout)
-        sizes = {layer.name: layer_matrices.columns(state, layer, self.bias) for layer in layers}
-        grams = {name: layer_matrices.square_template(size) for name, size in sizes.items()}
+        sizes = {layer.name: columns(state, layer, self.bias) for layer in layers}
+        grams = {name: square_template(size) for name, size in sizes.items()}
         return {"gram": Statistic(grams, is_psd=True)}
 
     def weight(self, update: ClientUpdate) -> float:
@@ -98,7 +98,7 @@ class RegMean(LinearRule, Settings):
         """Return ``n_i``, ``n_i w_i``, ``n_i G_i``, ``n_i W_i G_i`` and ``n_i W_i diag G_i``."""
         grams, products, diagonals = scaled(update.extras["gram"], update.samples), {}, {}
         for layer in self._layers(layout):
-            gram, weight = grams[layer.name], layer_matrices.matrix(update.state, layer, self.bias)
+            gram, weight = grams[layer.name], matrix(update.state, layer, self.bias)
             products[layer.name] = weight @ gram
             diagonals[layer.name] = weight * gram.diagonal()
         own = scaled({"samples": 1.0, "model": update.state}, update.samples)
@@ -128,9 +128,9 @@ class RegMean(LinearRule, Settings):
             )
             reduced = alpha * gram + (1 - alpha) * gram.diagonal().diag()
             target = alpha * product + (1 - alpha) * diagonal
-            wbar = layer_matrices.matrix(model, layer, self.bias)
+            wbar = matrix(model, layer, self.bias)
             merged = solve_from(wbar, target, reduced)
-            new |= layer_matrices.entries(merged, layer, server.state, self.bias)
+            new |= entries(merged, layer, server.state, self.bias)
         return new
 
     def _layers(self, layout: StateLayout) -> list[Layer]:

@@ -2,15 +2,17 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from flsuite.aggregators.part import Part, Server
+from flsuite.aggregators.part import Capability, Part, Server
 from flsuite.common.arguments import Radius, Settings
 from flsuite.common.random import torch_generator
-from flsuite.common.state import State, Tree
+from flsuite.common.state import State, Tree, non_finite
 
 
 class Payload(NamedTuple):
@@ -119,6 +121,40 @@ class Transform(Part, ABC):
             updates: Number of updates in the sums.
         """
         return model
+
+
+ENCODES: Mapping[Capability, str] = dict.fromkeys(
+    ("dense changes", "exact changes", "plain updates"), "encodes them"
+)
+"""The capabilities that every codec withholds."""
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a meta tensor, with a shape and a dtype but without values."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def refuse(fault: str | None) -> None:
+    """Refuse a message with a fault.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    if fault:
+        raise ValueError(fault)
+
+
+def require_finite(tree: Tree) -> None:
+    """Refuse nested data with NaN or infinity, which no code can represent.
+
+    Raises:
+        ValueError: If there is one. The message names the entry.
+    """
+    if name := non_finite(tree):
+        raise ValueError(
+            f"{name} is not finite; lower the learning rate, clip gradients with "
+            "trainer.gradient_clip_val, or look for such numbers in the samples"
+        )
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators import Quantize, TopK
-from flsuite.aggregators.exchange.quantize import pack, packed_size, unpack
 from flsuite.aggregators.transforms.base import Payload
+from flsuite.aggregators.transforms.quantize import pack, packed_size, unpack
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import nbytes
 from tests.aggregators.exchange.compressions import (

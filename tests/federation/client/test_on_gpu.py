@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flsuite.aggregators import CMGA, Aggregator, FedAvg, FedFisher, FedNova, QFedAvg, Server
+from flsuite.aggregators import CMGA, Aggregator, FedAvg, FedFisher, FedNova, Mean, QFedAvg, Server
 from flsuite.aggregators.part import ServerTools
-from flsuite.aggregators.rules import Mean
 from flsuite.aggregators.rules.base import LinearRule
 from flsuite.aggregators.rules.pfnm import expanded_module
 from flsuite.common.messages import Broadcast, ClientUpdate, FitRequest

@@ -10,8 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.optim import SGD, Adam
 
-from flsuite.aggregators import FedAvg
-from flsuite.aggregators.objectives import Objective
+from flsuite.aggregators import FedAvg, Objective
 from flsuite.common.messages import ClientContext
 from flsuite.federation import InProcess, Vectorized
 from flsuite.models import MLP, Classifier

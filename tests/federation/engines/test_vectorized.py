@@ -33,12 +33,12 @@ from flsuite.aggregators import (
     FedRep,
     FedRoD,
     LabelFlip,
+    Objective,
     PerFedAvg,
     PFedMe,
     Quantize,
     TopK,
 )
-from flsuite.aggregators.objectives import Objective
 from flsuite.common.messages import ClientContext
 from flsuite.data import IID, CropFlip, FederatedDataModule, Natural, TaskSequence
 from flsuite.federation import (

@@ -1,25 +1,3 @@
-"""Byzantine-robust rules, which tolerate clients that send anything, one per file."""
+"""Byzantine-robust rules, which tolerate clients that send anything."""
 
-from flsuite.aggregators.rules.robust.base import Cohort, ParameterRule
-from flsuite.aggregators.rules.robust.centers import (
-    CenteredClipping,
-    CoordinateMedian,
-    GeometricMedian,
-    NormClipping,
-    TrimmedMean,
-)
-from flsuite.aggregators.rules.robust.chosen import Bucketing, FLTrust, Krum, MultiKrum
-
-__all__ = [
-    "Bucketing",
-    "CenteredClipping",
-    "Cohort",
-    "CoordinateMedian",
-    "FLTrust",
-    "GeometricMedian",
-    "Krum",
-    "MultiKrum",
-    "NormClipping",
-    "ParameterRule",
-    "TrimmedMean",
-]
+from flsuite.aggregators import __getattr__ as __getattr__  # the names that users know

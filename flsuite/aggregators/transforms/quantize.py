@@ -9,27 +9,29 @@ A tensor without negative values has codes from 0 to L. Without a sign bit, B - 
 values.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.aggregators.exchange.secure import (
-    WITHHELD,
-    TreeCode,
+from flsuite.aggregators.transforms.base import (
+    ENCODES,
+    FitView,
+    Payload,
+    Transform,
     empty,
-    finite_payload,
+    refuse,
     require_finite,
-    require_keys,
-    require_match,
 )
-from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.common.arguments import Bits, Settings
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.state import nbytes
+from flsuite.common.state import mapped, mismatch, mismatch_of_keys, nbytes
 
 _CHUNK = 8 * 2**15  # numbers per chunk, a multiple of 8 so chunks end on a byte
 _DTYPES = {8: torch.int8, 16: torch.int16}
@@ -87,45 +89,6 @@ def quantize(values: Tensor, largest: Tensor, bits: int) -> Tensor:
     return torch.where(scale > 0, codes, 0.0).to(torch.int32)  # avoids 0 / 0 in all-zero columns
 
 
-def encode_tensor(codes: Tensor, largest: Tensor, bits: int) -> dict[str, Tensor]:
-    """Return the message of a tensor: its codes and its largest absolute value."""
-    if bool((codes < 0).any()):
-        return {"largest": largest, "codes": encode_codes(codes, bits)}
-    magnitudes = torch.from_numpy(pack(codes.numpy(), bits - 1))
-    return {"largest": largest, "magnitudes": magnitudes}
-
-
-def decode_tensor(message: Any, template: Tensor, bits: int, name: str) -> Tensor:
-    """Return the values of a tensor's message.
-
-    Args:
-        message: The return value of :func:`encode_tensor`. It may contain anything.
-        template: A tensor of the expected shape and dtype.
-        bits: Bits per code.
-        name: The tensor's name, for errors.
-
-    Raises:
-        ValueError: If this is not a message of such a tensor.
-    """
-    count = template.numel()
-    has_signs = not isinstance(message, dict) or "codes" in message
-    kind = "codes" if has_signs else "magnitudes"
-    require_keys(message, ("largest", kind), name)
-    require_match(message["largest"], empty((), template.dtype), f"{name}.largest")
-    largest = float(message["largest"])
-    if not 0 <= largest < float("inf"):
-        raise ValueError(f"{name}.largest is {largest}; a finite number of at least 0 is expected")
-
-    if has_signs:
-        codes = decode_codes(message["codes"], template.shape, bits, name)
-    else:
-        expected = empty((packed_size(count, bits - 1),), torch.uint8)
-        require_match(message["magnitudes"], expected, f"{name}.magnitudes")
-        codes = torch.from_numpy(unpack(message["magnitudes"].numpy(), count, bits - 1))
-    values = codes.double().mul_(largest / _largest_code(bits))
-    return values.reshape(template.shape).to(template.dtype)
-
-
 def encode_codes(codes: Tensor, bits: int) -> Tensor:
     """Return codes as 8-bit or 16-bit integers in their shape, or packed into bytes."""
     if bits in _DTYPES:
@@ -140,7 +103,7 @@ def decode_codes(encoded: Any, shape: torch.Size, bits: int, name: str) -> Tenso
         ValueError: If their number is wrong, or one is outside ``[-L, L]``.
     """
     levels = _largest_code(bits)
-    require_match(encoded, empty_codes(shape, bits), f"{name}.codes")
+    refuse(mismatch(encoded, empty_codes(shape, bits), f"{name}.codes"))
     if bits in _DTYPES:
         codes = encoded.to(torch.int32)
     else:
@@ -157,6 +120,18 @@ def empty_codes(shape: torch.Size, bits: int) -> Tensor:
     if bits in _DTYPES:
         return empty(shape, _DTYPES[bits])
     return empty((packed_size(shape.numel(), bits),), torch.uint8)
+
+
+def narrowed(payload: Payload) -> Payload:
+    """Return a payload with its change in float32, like its template.
+
+    Raises:
+        ValueError: If a number is not finite in float32. The message names the entry.
+    """
+    change = {k: v.float() if v.is_floating_point() else v for k, v in payload.change.items()}
+    payload = payload._replace(change=change)
+    require_finite(payload._asdict())
+    return payload
 
 
 @dataclass(frozen=True)
@@ -182,10 +157,10 @@ class Quantize(Transform, Settings):
 
     needs = frozenset({"clients", "rounded matrices"})
     # A second codec would receive codes instead of numbers.
-    withholds = {**WITHHELD, "rounded matrices": "has rounded all numbers"}
+    withholds = {**ENCODES, "rounded matrices": "has rounded all numbers"}
 
     def encode(self, payload: Payload, fit: FitView) -> Payload:
-        payload, quantizer = finite_payload(payload), TreeQuantizer(self.bits)
+        payload, quantizer = narrowed(payload), TreeQuantizer(self.bits)
         change = quantizer.encode(payload.change, "change")
         statistics = {k: quantizer.encode(value, k) for k, value in payload.statistics.items()}
         fit.metrics.update(quantizer.metrics())
@@ -202,6 +177,48 @@ class Quantize(Transform, Settings):
         quantizer = TreeQuantizer(self.bits)
         change = quantizer.template(template.change)
         return Payload(change, quantizer.template(template.statistics))
+
+
+class TreeCode(ABC):
+    """A codec for nested dicts, leaf by leaf. A subclass implements the code of a leaf."""
+
+    def encode(self, tree: Any, part: str) -> Any:
+        """Return the packed form of finite nested data.
+
+        Args:
+            tree: A tensor, a number, or nested dicts of them.
+            part: The name under which its numbers are counted.
+        """
+        return mapped({part: tree}, partial(self._encode, part=part))[part]
+
+    def decode(self, packed: Any, template: Any, name: str) -> Any:
+        """Return the packed data, in the shapes and dtypes of a template.
+
+        Args:
+            packed: The return value of :meth:`encode`. It may contain anything.
+            template: The original shapes and dtypes.
+            name: The name of the data, for errors.
+
+        Raises:
+            ValueError: If it does not fit the template.
+        """
+        if not isinstance(template, Mapping):
+            return self._decode(packed, template, name)
+        refuse(mismatch_of_keys(packed, template, name))
+        return {k: self.decode(packed[k], value, f"{name}.{k}") for k, value in template.items()}
+
+    def template(self, template: Any) -> Any:
+        """Return the largest shapes and dtypes of the packed form."""
+        return mapped({"": template}, self._template)[""]
+
+    @abstractmethod
+    def _encode(self, leaf: Any, part: str) -> Any: ...
+
+    @abstractmethod
+    def _decode(self, packed: Any, template: Any, name: str) -> Any: ...
+
+    @abstractmethod
+    def _template(self, template: Any) -> Any: ...
 
 
 class TreeQuantizer(TreeCode):
@@ -232,15 +249,36 @@ class TreeQuantizer(TreeCode):
         count = int(torch.count_nonzero(tree))
         self.counts[part] += count
         self.lost[part] += count - int(torch.count_nonzero(codes))
-        return encode_tensor(codes, largest, self.bits)
+        if bool((codes < 0).any()):
+            return {"largest": largest, "codes": encode_codes(codes, self.bits)}
+        magnitudes = torch.from_numpy(pack(codes.numpy(), self.bits - 1))
+        return {"largest": largest, "magnitudes": magnitudes}
 
     def _decode(self, packed: Any, template: Any, name: str) -> Any:
-        if self._is_packed(template):
-            return decode_tensor(packed, template, self.bits, name)
+        if not self._is_packed(template):
+            refuse(mismatch(packed, template, name))
+            require_finite({name: packed})
+            return packed
 
-        require_match(packed, template, name)
-        require_finite(**{name: packed})
-        return packed
+        has_signs = not isinstance(packed, dict) or "codes" in packed
+        kind = "codes" if has_signs else "magnitudes"
+        refuse(mismatch_of_keys(packed, ("largest", kind), name))
+        refuse(mismatch(packed["largest"], empty((), template.dtype), f"{name}.largest"))
+        largest = float(packed["largest"])
+        if not 0 <= largest < float("inf"):
+            raise ValueError(
+                f"{name}.largest is {largest}; a finite number of at least 0 is expected"
+            )
+
+        if has_signs:
+            codes = decode_codes(packed["codes"], template.shape, self.bits, name)
+        else:
+            count, bits = template.numel(), self.bits - 1
+            expected = empty((packed_size(count, bits),), torch.uint8)
+            refuse(mismatch(packed["magnitudes"], expected, f"{name}.magnitudes"))
+            codes = torch.from_numpy(unpack(packed["magnitudes"].numpy(), count, bits))
+        values = codes.double().mul_(largest / _largest_code(self.bits))
+        return values.reshape(template.shape).to(template.dtype)
 
     def _template(self, template: Any) -> Any:
         return self._packed(template) if self._is_packed(template) else template

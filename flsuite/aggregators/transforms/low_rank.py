@@ -5,33 +5,33 @@ singular value decomposition with 8 bits. Here the factors stay positive semi-de
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flsuite.aggregators.exchange.quantize import (
+from flsuite.aggregators.transforms.base import (
+    ENCODES,
+    FitView,
+    Payload,
+    Transform,
+    empty,
+    refuse,
+    require_finite,
+)
+from flsuite.aggregators.transforms.quantize import (
+    TreeCode,
     TreeQuantizer,
     decode_codes,
     empty_codes,
     encode_codes,
+    narrowed,
     quantize,
 )
-from flsuite.aggregators.exchange.secure import (
-    WITHHELD,
-    TreeCode,
-    empty,
-    finite_payload,
-    require_finite,
-    require_keys,
-    require_match,
-)
-from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.common.arguments import Bits, PositiveInt, Settings
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.state import nbytes
+from flsuite.common.state import flatten_tree, mismatch, mismatch_of_keys, nbytes
 
 
 @dataclass(frozen=True)
@@ -58,28 +58,23 @@ class LowRank(Transform, Settings):
     state_bits: Bits = 16
 
     needs = frozenset({"clients", "matrices", "each update"})
-    withholds = {**WITHHELD, "matrices": "packs them itself"}
+    withholds = {**ENCODES, "matrices": "packs them itself"}
 
     def encode(self, payload: Payload, fit: FitView) -> Payload:
-        payload = finite_payload(payload)
-        rest, eigen = self._coders(payload)
+        payload = narrowed(payload)
+        rest, eigen, code_of = self._codes(payload, self.rank_of(payload))
         change = rest.encode(payload.change, "change")
-        statistics = {
-            name: (eigen if name in payload.psd else rest).encode(value, name)
-            for name, value in payload.statistics.items()
-        }
+        statistics = {k: code_of[k].encode(value, k) for k, value in payload.statistics.items()}
         kept = eigen.trace_kept / eigen.trace if eigen.trace else 1.0
         fit.metrics.update(rest.metrics(), trace_kept=kept)
         return Payload(change, statistics)
 
     def decode(self, payload: Payload, template: Payload, received: dict[str, Any]) -> Payload:
-        rest, eigen = self._coders(template)
+        rest, _, code_of = self._codes(template, self.rank_of(template))
         change = rest.decode(payload.change, template.change, "change")
-        require_keys(payload.statistics, template.statistics, "statistics")
+        refuse(mismatch_of_keys(payload.statistics, template.statistics, "statistics"))
         statistics = {
-            name: (eigen if name in template.psd else rest).decode(
-                payload.statistics[name], value, f"statistics.{name}"
-            )
+            name: code_of[name].decode(payload.statistics[name], value, f"statistics.{name}")
             for name, value in template.statistics.items()
         }
         return template._replace(change=change, statistics=statistics)
@@ -93,12 +88,16 @@ class LowRank(Transform, Settings):
         Raises:
             FlsuiteError: If one eigenvalue per matrix does not fit into the bytes of the change.
         """
-        sides = [s for n in template.psd for s in _sides(template.statistics[n], f"statistics.{n}")]
-        if self.rank is not None or not sides:
+        matrices = flatten_tree({name: template.statistics[name] for name in template.psd})
+        for name, matrix in matrices.items():
+            if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]:
+                raise FlsuiteError(f"LowRank: the statistic {name} is not a square matrix")
+        if self.rank is not None or not matrices:
             return self.rank or 1
+
         # One rank for all matrices: bytes that a smaller one does not need go to the others.
         rank = bisect_right(
-            range(1, max(sides) + 1),
+            range(1, max(map(len, matrices.values())) + 1),
             nbytes(template.change),
             key=lambda rank: nbytes(self._packed(template, rank)),
         )
@@ -111,24 +110,16 @@ class LowRank(Transform, Settings):
 
     def _packed(self, template: Payload, rank: int) -> Payload:
         """Return shapes and dtypes of a message with matrices of this rank."""
-        rest, eigen = TreeQuantizer(self.state_bits), _TreeEigen(rank, self.bits)
-        statistics = {
-            name: (eigen if name in template.psd else rest).template(value)
-            for name, value in template.statistics.items()
-        }
+        rest, _, code_of = self._codes(template, rank)
+        statistics = {k: code_of[k].template(value) for k, value in template.statistics.items()}
         return Payload(rest.template(template.change), statistics)
 
-    def _coders(self, template: Payload) -> "tuple[TreeQuantizer, _TreeEigen]":
-        return TreeQuantizer(self.state_bits), _TreeEigen(self.rank_of(template), self.bits)
-
-
-def _sides(tree: Any, name: str) -> list[int]:
-    """Return the sides of all matrices in nested data, and refuse anything else."""
-    if isinstance(tree, Mapping):
-        return [side for key, value in tree.items() for side in _sides(value, f"{name}.{key}")]
-    if not isinstance(tree, Tensor) or tree.dim() != 2 or tree.shape[0] != tree.shape[1]:
-        raise FlsuiteError(f"LowRank: {name} is not a square matrix")
-    return [len(tree)]
+    def _codes(
+        self, like: Payload, rank: int
+    ) -> "tuple[TreeQuantizer, _TreeEigen, dict[str, TreeCode]]":
+        """Return the code of the change, the code of matrices, and the code of each statistic."""
+        rest, eigen = TreeQuantizer(self.state_bits), _TreeEigen(rank, self.bits)
+        return rest, eigen, {name: eigen if name in like.psd else rest for name in like.statistics}
 
 
 class _TreeEigen(TreeCode):
@@ -168,11 +159,11 @@ class _TreeEigen(TreeCode):
     def _decode(self, packed: Any, template: Any, name: str) -> Any:
         count = self._count(template)
         shape = torch.Size((len(template), count))
-        require_keys(packed, ("vectors", "values"), name)
+        refuse(mismatch_of_keys(packed, ("vectors", "values"), name))
         codes = decode_codes(packed["vectors"], shape, self.bits, f"{name}.vectors").double()
         values = packed["values"]
-        require_match(values, empty((count,), torch.float32), f"{name}.values")
-        require_finite(**{f"{name}.values": values})
+        refuse(mismatch(values, empty((count,), torch.float32), f"{name}.values"))
+        require_finite({f"{name}.values": values})
         lengths = codes.square().sum(0).sqrt()
         if bool((values < 0).any()) or bool((lengths == 0).any()):
             raise ValueError(f"{name} has a negative eigenvalue, or an eigenvector of zeros")

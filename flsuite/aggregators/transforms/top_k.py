@@ -10,11 +10,18 @@ from typing import Any
 
 import torch
 
-from flsuite.aggregators.exchange.secure import WITHHELD, empty, require_finite, require_match
-from flsuite.aggregators.transforms.base import FitView, Payload, Transform
+from flsuite.aggregators.transforms.base import (
+    ENCODES,
+    FitView,
+    Payload,
+    Transform,
+    empty,
+    refuse,
+    require_finite,
+)
 from flsuite.common.arguments import Fraction, Settings
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.state import State
+from flsuite.common.state import State, mismatch
 
 
 @dataclass(frozen=True)
@@ -39,13 +46,13 @@ class TopK(Transform, Settings):
     fraction: Fraction = 0.01
 
     needs = frozenset({"clients", "dense changes", "each update"})
-    withholds = WITHHELD
+    withholds = ENCODES
 
     def encode(self, payload: Payload, fit: FitView) -> Payload:
         if self.fraction == 1.0:
             fit.metrics["change_sent"] = 1.0
             return payload
-        require_finite(change=payload.change, statistics=payload.statistics)
+        require_finite(payload._asdict())
         total = torch.cat([value.reshape(-1) for value in payload.change.values()])
         if "residual" in fit.memory:
             total += fit.memory["residual"]
@@ -93,9 +100,9 @@ class TopK(Transform, Settings):
         Raises:
             ValueError: If it is not a code of such a change.
         """
-        require_match(payload.change, self.template(template).change, "change")
-        require_match(payload.statistics, template.statistics, "statistics")
-        require_finite(change=payload.change, statistics=payload.statistics)
+        refuse(mismatch(payload.change, self.template(template).change, "change"))
+        refuse(mismatch(payload.statistics, template.statistics, "statistics"))
+        require_finite(payload._asdict())
         indexes = payload.change["indexes"]
         first, last = int(indexes[0]), int(indexes[-1])
         if first < 0 or last >= size or not bool((indexes[1:] > indexes[:-1]).all()):
