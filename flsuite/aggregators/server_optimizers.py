@@ -16,6 +16,8 @@ from flsuite.aggregators.part import Server
 from flsuite.common.errors import FlsuiteError, one_line, require_below_one, require_positive
 from flsuite.common.state import State, cast
 
+__path__: list[str] = []  # a package in 0.2, whose modules may still be imported by their names
+
 
 def stepped(make_optimizer: OptimizerCallable, server: Server, model: State) -> State:
     """Return the global state after an optimizer step with gradient ``w - model``.

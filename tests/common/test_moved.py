@@ -84,10 +84,12 @@ def test_the_modules_of_an_old_package_are_found_in_it() -> None:
 import runpy
 from flsuite.attacks import sign_flip, with_attack
 from flsuite.engines import base
+from flsuite.aggregators.rules import Mean
 from flsuite.aggregators.rules.solvers.blocks import Dense
+from flsuite.aggregators.server_optimizers.adaptive import AdaptiveAdam
 import flsuite.aggregators.attacks.updates as updates, flsuite.client
 import flsuite.federation.engines.base as base_of_today
-assert sign_flip is updates and with_attack.__module__ == "flsuite.aggregators.attacks.compose"
+assert sign_flip is updates and with_attack.__module__ == "flsuite.aggregators.attacks.updates"
 assert base is flsuite.engines.base is base_of_today and "Processes" in dir(flsuite.engines)
 assert flsuite.client.devices.__name__ == "flsuite.federation.client.devices"
 assert runpy.run_module("flsuite.engines.base")["InProcess"]  # python -m
