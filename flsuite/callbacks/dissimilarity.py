@@ -17,9 +17,8 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import attached
 from flsuite.common.random import numpy_generator, seed_for, torch_generator
 from flsuite.common.state import clone, load_
-from flsuite.data.federated import FederatedData
+from flsuite.data.federated import Batch, FederatedData
 from flsuite.data.loader import batch_bounds
-from flsuite.data.spec import Batch
 from flsuite.metrics.dissimilarity import RunningDissimilarity
 from flsuite.models.modes import kept_modes
 from flsuite.models.protocols import FusedModel

@@ -13,7 +13,7 @@ from rich.table import Table
 from flsuite.analysis.partition import partition_figure, task_plan_figure
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.common.files import csv_of, make_folder, replace_text
-from flsuite.data.datasets.from_data_module import as_federated
+from flsuite.data.datasets.from_dataset import as_federated
 from flsuite.data.tasks import TaskData
 from flsuite.runs.predictions import partition_table, task_table
 

@@ -4,7 +4,8 @@ import math
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,6 +46,25 @@ def one_line(error: object, longest: int | None = None) -> str:
         message = "".join(shown)
     is_long = longest is not None and len(message) > longest
     return f"{message[:longest]}..." if is_long else message
+
+
+@contextmanager
+def refused_as(what: str, remedy: str, longest: int | None = None) -> Iterator[None]:
+    """Refuse with one line whatever a block raises. A :class:`FlsuiteError` passes unchanged.
+
+    Sockets, archives, parsers and disks each have their own exceptions.
+
+    Args:
+        what: What does not work. The reason follows in parentheses.
+        remedy: What to do.
+        longest: Maximum number of characters of the reason. Default: no limit.
+    """
+    try:
+        yield
+    except FlsuiteError:
+        raise
+    except Exception as error:
+        raise FlsuiteError(f"{what} ({one_line(error, longest)}); {remedy}") from error
 
 
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", "cannot allocate memory")

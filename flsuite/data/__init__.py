@@ -6,8 +6,7 @@ from flsuite.common.exports import on_first_use
 
 if TYPE_CHECKING:
     from flsuite.data.datasets.femnist import FEMNIST
-    from flsuite.data.datasets.from_data_module import FromDataModule
-    from flsuite.data.datasets.from_dataset import FromDataset
+    from flsuite.data.datasets.from_dataset import FromDataModule, FromDataset
     from flsuite.data.datasets.generated import Digits, Synthetic
     from flsuite.data.datasets.medmnist import MedMNIST
     from flsuite.data.datasets.nbaiot import NBaIoT
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
         SVHN,
         FashionMNIST,
     )
-    from flsuite.data.federated import FederatedData
+    from flsuite.data.federated import DataSpec, DataSplit, FederatedData, PublishedSplits
     from flsuite.data.images import Augment, CropFlip
     from flsuite.data.module import FederatedDataModule
     from flsuite.data.partitions.base import Partition
@@ -32,10 +31,15 @@ if TYPE_CHECKING:
         DirichletExtended,
         DirichletProportions,
     )
-    from flsuite.data.partitions.owners import Natural, SoleOwner
-    from flsuite.data.partitions.shares import IID, Pathological, QuantitySkew, Ranked
+    from flsuite.data.partitions.shares import (
+        IID,
+        Natural,
+        Pathological,
+        QuantitySkew,
+        Ranked,
+        SoleOwner,
+    )
     from flsuite.data.skews import FeatureSkew, LabelNoise, Skew
-    from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
     from flsuite.data.tasks import TaskSequence
 
 __all__ = [

@@ -1,19 +1,222 @@
-"""A dataset that is split over clients.
+"""A dataset: its description, its splits, and its clients.
 
 A client is an index array into tensors that are in memory once. A batch is one index operation and
 one cast. This module is independent of training.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flsuite.common.messages import POOLED
 from flsuite.data.images import Augment, Scaling
-from flsuite.data.map_style import StoredSplit
-from flsuite.data.spec import Batch, DataSpec, DataSplit
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets. A dataset with a collate function may have batches of another structure."""
+
+Task = Literal["multiclass", "binary", "ordinal", "multilabel", "other"]
+"""The kind of classification; ``binary`` and ``ordinal`` are trained as ``multiclass``.
+
+``other`` is any other problem, such as a regression. Its classes are only for partitions."""
+
+
+@dataclass(eq=False)
+class Rows(Sequence[Any]):
+    """One index array per client, stored in one tensor, because a million arrays take a gigabyte.
+
+    Attributes:
+        values: int64 ``(total,)``, the arrays one after another.
+        offsets: int64 ``(clients + 1,)``, the start of each array. The last entry is the total.
+    """
+
+    values: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[np.ndarray]) -> "Rows":
+        """Store these index arrays. If they are already stored like this, return them."""
+        if isinstance(rows, Rows):
+            return rows
+        values = np.concatenate(rows) if len(rows) else np.zeros(0)
+        return cls.cut(values, [len(row) for row in rows])
+
+    @classmethod
+    def cut(cls, values: np.ndarray, lengths: Sequence[int] | np.ndarray) -> "Rows":
+        """Store one array of all rows, cut into arrays of these lengths."""
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        return cls(torch.from_numpy(values.astype(np.int64, copy=False)), torch.from_numpy(offsets))
+
+    @classmethod
+    def of_clients(cls, client_of: np.ndarray, clients: int) -> "Rows":
+        """Return the ascending rows of each client.
+
+        Args:
+            client_of: int64 ``(n,)``, the client of each row. A number outside ``range(clients)``
+                means no client.
+            clients: Number of clients.
+        """
+        rows = np.flatnonzero((client_of >= 0) & (client_of < clients))
+        own = client_of[rows]
+        # Stable, so the rows of a client stay ascending.
+        return cls.cut(rows[np.argsort(own, kind="stable")], np.bincount(own, minlength=clients))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, client: Any) -> Any:
+        """Return a client's rows as a tensor, or a list of them for a slice."""
+        if isinstance(client, slice):
+            return [self[number] for number in range(len(self))[client]]
+        number = range(len(self))[client]  # counts from the end if negative, and checks the bounds
+        # A NumPy array, because reading two numbers of a tensor takes as long as a small copy.
+        offsets = self.offsets.numpy()
+        return self.values[offsets[number] : offsets[number + 1]]
+
+    def part(self, first: int, last: int) -> "Rows":
+        """Return the rows of the clients from ``first`` up to but excluding ``last``."""
+        offsets = self.offsets[first : last + 1]
+        start = int(offsets[0])
+        return Rows(self.values[start : int(offsets[-1])], offsets - start)
+
+    def lengths(self) -> Tensor:
+        """Return each client's number of rows, int64 ``(clients,)``."""
+        return self.offsets.diff()
+
+    def owners(self) -> Tensor:
+        """Return the client of each value, int64 ``(total,)``."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths())
+
+    def client_of(self, samples: int) -> np.ndarray:
+        """Return the client of each sample, int64 ``(samples,)``, or -1 if no client has it."""
+        clients = np.full(samples, -1)
+        clients[self.values.numpy()] = self.owners().numpy()
+        return clients
+
+    def where(self, kept: Tensor) -> "Rows":
+        """Keep the values at which ``kept``, bool ``(total,)``, is true."""
+        # A client without values remains, because its place is its number.
+        counts = torch.bincount(self.owners()[kept], minlength=len(self))
+        return Rows.cut(self.values[kept].numpy(), counts.numpy())
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """The properties of the data that a model is built from.
+
+    Attributes:
+        shape: The shape of a model input: ``(channels, height, width)`` of an image,
+            ``(features,)`` of a table row.
+        num_classes: Number of classes, or labels of a multi-label task.
+        task: The kind of classification. ``multilabel`` has one target of 0 or 1 per label.
+        class_names: One name per class, for tables and figures. Empty if there are none.
+    """
+
+    shape: tuple[int, ...]
+    num_classes: int
+    task: Task = "multiclass"
+    class_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # File readers return NumPy scalars, which cannot be loaded from a checkpoint.
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "num_classes", int(self.num_classes))
+        object.__setattr__(self, "class_names", tuple(str(name) for name in self.class_names))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return one name per class: its number if there are no class names."""
+        return self.class_names or tuple(map(str, range(self.num_classes)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for a checkpoint, the arguments of a spec."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+
+def unchanged(value: Any) -> Any:
+    """Return a value as it is."""
+    return value
+
+
+@dataclass
+class DataSplit:
+    """One split of a dataset in memory.
+
+    Attributes:
+        x: Images as uint8 ``(n, height, width, channels)``, or tables as float32 ``(n, features)``.
+        y: Targets: int64 ``(n,)``, uint8 ``(n, labels)`` for a multi-label task, or any tensor with
+            one row per sample for the task ``other``.
+        ids: int64 ``(n,)``, the natural owner of each sample (a writer, a device). ``None`` if the
+            data has none.
+        labels: int64 ``(n,)``, one class per sample for partitions, if ``y`` has no classes.
+        rows: The rows of each client. Empty before the data is split over clients, and in a split
+            without client rows.
+    """
+
+    x: Tensor
+    y: Tensor
+    ids: Tensor | None = None
+    labels: Tensor | None = None
+    rows: Rows = field(default_factory=lambda: Rows.of(()))
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def take(self, index: Tensor) -> "DataSplit":
+        """Return the samples at these rows, without client rows."""
+        columns = {name: getattr(self, name) for name in ("x", "y", "ids", "labels")}
+        taken: dict[str, Any] = {
+            k: None if column is None else column[index] for k, column in columns.items()
+        }
+        return replace(self, **taken, rows=Rows.of(()))
+
+    def owned(self) -> "DataSplit":
+        """Return the clients' samples, client by client."""
+        numbers = torch.arange(len(self.rows.values))
+        return replace(self.take(self.rows.values), rows=Rows(numbers, self.rows.offsets))
+
+    @property
+    def classes(self) -> Tensor:
+        """Return the classes for a partition, in the format of a classification's ``y``."""
+        return self.y if self.labels is None else self.labels
+
+    def batches(
+        self,
+        batch_rows: Iterable[Tensor],
+        to_inputs: Callable[[Tensor], Tensor] = unchanged,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Batch]:
+        """Yield the batches of these rows.
+
+        Args:
+            batch_rows: The rows of each batch.
+            to_inputs: The map from stored samples to model inputs.
+            generator: Randomness of samples that are random themselves.
+        """
+        for rows in batch_rows:
+            rows = rows.to(self.x.device)
+            # index_select copies whole images, while an index copies byte by byte.
+            yield to_inputs(self.x.index_select(0, rows)), self.y.index_select(0, rows)
+
+    def to(self, device: torch.device) -> "DataSplit":
+        """Return the samples and their targets on another device."""
+        return replace(self, x=self.x.to(device), y=self.y.to(device))
+
+
+@dataclass
+class PublishedSplits:
+    """A dataset in its published splits.
+
+    ``val`` is ``None`` if there is no published validation split.
+    """
+
+    spec: DataSpec
+    train: DataSplit
+    test: DataSplit
+    val: DataSplit | None = None
 
 
 @dataclass(frozen=True)
@@ -99,23 +302,21 @@ class FederatedData:
         batch_rows: Iterable[Tensor],
         generator: torch.Generator | None = None,
     ) -> Iterator[Batch]:
-        """Yield a batch for each of these row sets of a split, as model inputs.
+        """Return a batch for each of these row sets of a split, as model inputs.
 
         Args:
             split: The samples.
             batch_rows: The rows of each batch.
             generator: Randomness of the augmentation. Default: no augmentation.
         """
-        if isinstance(split, StoredSplit):
-            yield from split.batches(batch_rows, generator)
-            return
-        for rows in batch_rows:
-            rows = rows.to(split.x.device)
-            # index_select copies whole images, while an index copies byte by byte.
-            x = self.scaling(split.x.index_select(0, rows))
-            if generator is not None and self.augment is not None:
-                x = self.augment(x, generator)
-            yield x, split.y.index_select(0, rows)
+
+        def to_inputs(x: Tensor) -> Tensor:
+            x = self.scaling(x)
+            if generator is None or self.augment is None:
+                return x
+            return self.augment(x, generator)
+
+        return split.batches(batch_rows, to_inputs, generator)
 
     def to(self, device: torch.device) -> "FederatedData":
         """Return the data with the training tensors on ``device``.

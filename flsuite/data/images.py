@@ -19,20 +19,23 @@ class Scaling:
     """The map from stored bytes to model inputs: ``x * scale + shift`` per channel.
 
     Attributes:
-        scale, shift: float32 ``(stored channels,)``.
+        scale, shift: float32 ``(stored channels,)``. The defaults map images in [0, 1] to
+            themselves, see :meth:`of_fractions`.
         channels: Channels of the model's input. A gray image is repeated to that number.
+        is_identity: Whether samples are stored as model inputs, which are returned unchanged.
     """
 
-    scale: Tensor
-    shift: Tensor
-    channels: int
+    scale: Tensor = field(default_factory=lambda: torch.full((1,), 1 / 255))
+    shift: Tensor = field(default_factory=lambda: torch.zeros(1))
+    channels: int = 1
+    is_identity: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Scale uint8 ``(n, h, w, c)`` to float32 ``(n, channels, h, w)``, channels last in memory.
 
         Tables, which are not uint8, are returned unchanged.
         """
-        if x.dtype != torch.uint8:
+        if self.is_identity or x.dtype != torch.uint8:
             return x
 
         # In place, and without a copy for the permutation: stored images are channels_last.
@@ -49,20 +52,6 @@ class Scaling:
         # The scaling is defined for stored bytes.
         scaled = images * 255 * scale + shift
         return scaled.expand(-1, max(self.channels, scaled.shape[1]), -1, -1)
-
-
-@dataclass
-class Unscaled(Scaling):
-    """The identity map, for samples that are stored as model inputs."""
-
-    # For of_fractions: images in [0, 1] times 255 are mapped back unchanged.
-    scale: Tensor = field(default_factory=lambda: torch.full((1,), 1 / 255))
-    shift: Tensor = field(default_factory=lambda: torch.zeros(1))
-    channels: int = 1
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the samples."""
-        return x
 
 
 def fit_scaling(x: Tensor, standardize: bool, rgb: bool) -> Scaling:
@@ -113,11 +102,7 @@ def resize_images(x: Tensor, side: int) -> Tensor:
 
 def _resize_chunk(x: Tensor, side: int) -> Tensor:
     resized = F.interpolate(
-        x.permute(0, 3, 1, 2).float(),
-        size=(side, side),
-        mode="bilinear",
-        align_corners=False,
-        antialias=True,
+        x.permute(0, 3, 1, 2).float(), size=(side, side), mode="bilinear", antialias=True
     )
     # Back to bytes, so resized images take the same memory per pixel.
     return resized.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from flsuite.common.random import torch_generator
-from flsuite.data.federated import FederatedData
-from flsuite.data.map_style import unchanged
-from flsuite.data.spec import Batch, DataSplit
+from flsuite.data.federated import Batch, DataSplit, FederatedData, unchanged
 
 
 def batch_bounds(samples: int, batch_size: int) -> list[tuple[int, int]]:

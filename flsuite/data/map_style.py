@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.common.random import seed_cpu, torch_generator
-from flsuite.data.spec import DataSplit
+from flsuite.data.federated import DataSplit, unchanged
 
 log = logging.getLogger("flsuite")
 
@@ -44,15 +44,15 @@ class StoredSplit(DataSplit):
     workers: int = 0
 
     def batches(
-        self, batch_rows: Iterable[Tensor], generator: torch.Generator | None = None
+        self,
+        batch_rows: Iterable[Tensor],
+        to_inputs: Callable[[Tensor], Tensor] = unchanged,
+        generator: torch.Generator | None = None,
     ) -> Iterator[Any]:
-        """Yield the batches of these rows.
+        """Return the batches of these rows. The samples are model inputs already.
 
         A dataset's own randomness depends only on the batch's seed, whichever process reads it.
-
-        Args:
-            batch_rows: The rows of each batch.
-            generator: Randomness of the seeds. Default: the same seeds every time.
+        The default of ``generator`` gives the same seeds every time.
         """
         generator = generator or torch_generator(0, "samples")
         orders = [
@@ -128,11 +128,6 @@ def _sample(dataset: Any, number: int) -> Any:
             f"data: sample {number} of {len(dataset)} in {type(dataset).__name__} cannot be read "
             f"({type(error).__name__}: {one_line(error, 200)})"
         ) from error
-
-
-def unchanged(batch: Any) -> Any:
-    """Return a batch as it is."""
-    return batch
 
 
 Field = str | Callable[[Any], Any] | Sequence[Any]
@@ -223,7 +218,7 @@ def read_field(dataset: Any, field: Field | None, name: str) -> np.ndarray | Non
     if values is None:
         return None
 
-    array = np.asarray([v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for v in values])
+    array = np.asarray([v.item() if getattr(v, "ndim", None) == 0 else v for v in values])
     if array.ndim == 2 and array.shape[1] == 1:  # as in medmnist
         array = array[:, 0]
     if array.ndim == 1 and len(array) == len(dataset):
@@ -243,8 +238,9 @@ def _named(dataset: Any, field: str, name: str) -> Any:
     if (values := _attribute(dataset, (field,))) is not None:
         return values
     first = next(_samples(dataset))
-    if not isinstance(first, dict) or field not in first:
-        there_are = ", ".join(first) if isinstance(first, dict) else type(first).__name__
+    names = first if isinstance(first, dict) else {}
+    if field not in names:
+        there_are = ", ".join(names) or type(first).__name__
         raise FlsuiteError(
             f"data.{name}: there is no field {field!r} in a sample, which has {there_are}; give a "
             "function of a sample, or the values themselves"
@@ -275,16 +271,17 @@ def _classes_in_pairs(dataset: Any) -> list[int] | None:
     return values
 
 
+def is_pair(sample: Any) -> bool:
+    """Return whether a sample or a batch consists of an input and a target."""
+    return isinstance(sample, (tuple, list)) and len(sample) == 2
+
+
 def _class_in_pair(sample: Any) -> int | None:
     """Return the second entry of a pair if it is a whole number, which may be a class."""
-    value = sample[1] if isinstance(sample, (tuple, list)) and len(sample) == 2 else None
-    if isinstance(value, Tensor) and value.ndim == 0:
-        value = value.item()
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        return None
-    return int(value)
+    value = sample[1] if is_pair(sample) else None
+    if getattr(value, "ndim", None) == 0:  # a tensor, an array or a NumPy number
+        value = value.item()  # type: ignore[union-attr]
+    return value if type(value) is int else None
 
 
 def _attribute(dataset: Any, names: Sequence[str]) -> Any:
@@ -308,10 +305,10 @@ def _is_plain(dataset: Any) -> bool:
     """Return whether the samples are pairs of tensors that can be kept in memory."""
     probed = list(range(min(_PROBED, len(dataset))))
     first, again = (_seeded(dataset, probed, seed) for seed in (0, 1))
-    if not all(isinstance(s, (tuple, list)) and len(s) == 2 for s in first):
+    arrays = Tensor, np.ndarray
+    if not all(map(is_pair, first)) or not isinstance(first[0][0], arrays):
         return False
-    plain = Tensor, np.ndarray, int, float, np.number
-    if not isinstance(first[0][0], plain[:2]) or not isinstance(first[0][1], plain):
+    if not isinstance(first[0][1], (*arrays, int, float, np.number)):
         return False
     try:
         first, again = ([(_tensor(x), _tensor(y)) for x, y in pairs] for pairs in (first, again))

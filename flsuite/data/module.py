@@ -14,14 +14,12 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import POOLED
 from flsuite.common.random import numpy_generator
 from flsuite.data.arguments import PlainArguments, arguments, snapshot
-from flsuite.data.federated import FederatedData
+from flsuite.data.federated import DataSpec, DataSplit, FederatedData, PublishedSplits, Rows
 from flsuite.data.images import Augment, Scaling, fit_scaling, resize_images
 from flsuite.data.loader import TrainLoader
 from flsuite.data.partitions.base import Partition, checked_rows, partition_labels
 from flsuite.data.partitions.shares import IID
-from flsuite.data.rows import RaggedIndex, Rows
 from flsuite.data.skews import Skew, skewed
-from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.splits import (
     fixed_subset,
     hold_out,
@@ -213,14 +211,14 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
             train = skewed(train, val_rows, *of_data, "val")
             test = skewed(test, test_rows, *of_data, "test")
         if val is None or self.val_fraction is not None:
-            own = replace(train, rows=RaggedIndex.of(val_rows)).owned()
+            own = replace(train, rows=Rows.of(val_rows)).owned()
             val = own if len(own) else None
 
         scaling, shape = self._scaling(train, published.spec)
         return FederatedData(
             spec=replace(published.spec, shape=shape),
-            train=replace(train, rows=RaggedIndex.of(train_rows)),
-            test=replace(test, rows=RaggedIndex.of(test_rows)),
+            train=replace(train, rows=Rows.of(train_rows)),
+            test=replace(test, rows=Rows.of(test_rows)),
             val=val,
             scaling=scaling,
             batch_size=self.batch_size,

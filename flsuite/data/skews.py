@@ -13,7 +13,7 @@ from flsuite.common.arguments import NonNegativeFloat, Settings, Share
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import torch_generator
 from flsuite.data.arguments import PlainArguments
-from flsuite.data.spec import DataSpec, DataSplit
+from flsuite.data.federated import DataSpec, DataSplit
 
 
 class Skew(PlainArguments, ABC):

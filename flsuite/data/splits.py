@@ -7,8 +7,7 @@ import torch
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import numpy_generator
-from flsuite.data.rows import Rows
-from flsuite.data.spec import DataSplit
+from flsuite.data.federated import DataSplit, Rows
 
 _SUBSET_SEED = 0
 """A fixed seed, because the subset is part of the problem, not of a run."""
@@ -72,16 +71,16 @@ def hold_out(rows: Sequence[np.ndarray], fraction: float, seed: int) -> tuple[Ro
     A client keeps at least one training sample. Its rows must be ascending.
     """
     stored = Rows.of(rows)
-    lengths = stored.lengths()
+    values, lengths = stored.values.numpy(), stored.lengths().numpy()
     held = np.rint(fraction * lengths).astype(np.int64).clip(max=np.maximum(lengths - 1, 0))
 
-    is_held = np.zeros(len(stored.values), dtype=bool)
+    is_held = np.zeros(len(values), dtype=bool)
     for client in np.flatnonzero(held > 0):
         # One generator per client, so its draw does not depend on other clients.
         rng = numpy_generator(seed, "validation", client=int(client))
         order = rng.permutation(lengths[client])
-        is_held[stored.offsets[client] + order[: held[client]]] = True
-    return Rows(stored.values[~is_held], lengths - held), Rows(stored.values[is_held], held)
+        is_held[int(stored.offsets[client]) + order[: held[client]]] = True
+    return Rows.cut(values[~is_held], lengths - held), Rows.cut(values[is_held], held)
 
 
 def split_test_like_train(

@@ -14,10 +14,8 @@ from flsuite.common.arguments import PositiveInt, check_init
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import numpy_generator
 from flsuite.data.arguments import plain
-from flsuite.data.federated import FederatedData, Stage
+from flsuite.data.federated import DataSplit, FederatedData, PublishedSplits, Rows, Stage
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.rows import RaggedIndex
-from flsuite.data.spec import DataSplit, PublishedSplits
 
 Groups = tuple[tuple[int, ...], ...]
 """The classes of one client, task by task."""
@@ -138,7 +136,7 @@ def _shrunk(split: DataSplit, seen: Tensor) -> DataSplit:
     kept = seen[split.classes]
     # The new number of a kept row is the count of kept rows before it.
     new_row = kept.cumsum(0) - 1
-    rows = RaggedIndex(new_row[split.rows.values], split.rows.offsets)
+    rows = Rows(new_row[split.rows.values], split.rows.offsets)
     return replace(split.take(_places(kept)), rows=rows)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torchmetrics.functional import classification as tm
 
-from flsuite.data.spec import DataSpec
+from flsuite.data.federated import DataSpec
 
 _RANKS = 2**20  # numbers that are ranked at a time
 

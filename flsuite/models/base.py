@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from flsuite.common.errors import FlsuiteError
-from flsuite.data.spec import DataSpec
+from flsuite.data.federated import DataSpec
 from flsuite.models.autoencoders import slice_strides
 
 _SPEC_KEY = "data_spec"
@@ -142,4 +142,4 @@ class ClientModel(LightningModule):
         if _SPEC_KEY in checkpoint:
             self.weights_follow = True
             # The constructor's arguments define everything except the data's shape.
-            self.ensure_built(DataSpec.from_dict(checkpoint[_SPEC_KEY]))
+            self.ensure_built(DataSpec(**checkpoint[_SPEC_KEY]))

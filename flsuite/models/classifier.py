@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite.common.errors import FlsuiteError
-from flsuite.data.spec import DataSpec
+from flsuite.data.federated import DataSpec
 from flsuite.models.backbones.base import Backbone
 from flsuite.models.backbones.small import LeNet5
 from flsuite.models.base import ClientModel, require_classes

@@ -15,8 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import matches
-from flsuite.data.federated import Stage
-from flsuite.data.spec import DataSpec
+from flsuite.data.federated import DataSpec, Stage
 from flsuite.models.base import ClientModel
 
 Step = TypeVar("Step", bound=Callable[..., Any])

@@ -19,7 +19,7 @@ from flsuite.common.arguments import (
     check_init,
 )
 from flsuite.common.errors import FlsuiteError
-from flsuite.data.spec import DataSpec
+from flsuite.data.federated import DataSpec
 from flsuite.models.autoencoders import (
     SMALLEST,
     BottleneckDecoder,

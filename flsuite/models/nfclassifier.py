@@ -22,7 +22,7 @@ from flsuite.common.arguments import (
     check_init,
 )
 from flsuite.common.errors import FlsuiteError
-from flsuite.data.spec import DataSpec
+from flsuite.data.federated import DataSpec
 from flsuite.models.backbones.base import Backbone
 from flsuite.models.backbones.small import MLP, StridedCNN
 from flsuite.models.base import ClientModel, require_classes

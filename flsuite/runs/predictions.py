@@ -14,9 +14,8 @@ from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.common.files import escaped, make_folder, replace_tensors, unescaped
 from flsuite.common.random import seed_process
 from flsuite.common.state import plain
-from flsuite.data.federated import FederatedData
+from flsuite.data.federated import DataSplit, FederatedData
 from flsuite.data.loader import SplitLoader
-from flsuite.data.spec import DataSplit
 from flsuite.data.tasks import TaskData
 from flsuite.federation.server.evaluation import Evaluator
 from flsuite.federation.server.federation import Federation

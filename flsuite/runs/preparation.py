@@ -16,7 +16,7 @@ from flsuite.aggregators.rules.base import Rule
 from flsuite.aggregators.transforms.base import Transform
 from flsuite.common.errors import FlsuiteError, require_instance
 from flsuite.common.random import seed_process
-from flsuite.data.datasets.from_data_module import as_federated
+from flsuite.data.datasets.from_dataset import as_federated
 from flsuite.data.module import FederatedDataModule
 from flsuite.federation.client.devices import AUTO, on_one_gpu, resolve_precision
 from flsuite.federation.client.entries import entries_of

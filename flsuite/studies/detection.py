@@ -17,9 +17,8 @@ from flsuite.common.arguments import NonNegativeInt, Settings, check_init
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import seed_for
 from flsuite.data.datasets.vision import MNIST
-from flsuite.data.federated import FederatedData
+from flsuite.data.federated import DataSpec, DataSplit, FederatedData, PublishedSplits
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.models.acvae import ACVAE
 from flsuite.models.modes import evaluating
 from flsuite.runs.run import Run

@@ -17,7 +17,7 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientFailure, Outcome
 from flsuite.common.state import State
 from flsuite.data.datasets.vision import CIFAR10
-from flsuite.data.spec import DataSplit, PublishedSplits
+from flsuite.data.federated import DataSplit, PublishedSplits
 from flsuite.runs.run import Run
 
 

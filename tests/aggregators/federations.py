@@ -16,8 +16,8 @@ from flsuite.callbacks import FederationCallback
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, StateLayout, Sums
 from flsuite.data import DataSpec, Dirichlet, FederatedDataModule, Synthetic
+from flsuite.data.federated import DataSplit, PublishedSplits
 from flsuite.data.partitions import Natural
-from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.models import Classifier
 from flsuite.models.backbones import Backbone
 from flsuite.models.base import ClientModel

@@ -16,8 +16,8 @@ from flsuite.aggregators.part import ServerTools
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import Layer, State, StateLayout
 from flsuite.data import DataSpec, FederatedDataModule
+from flsuite.data.federated import DataSplit, PublishedSplits
 from flsuite.data.partitions import Natural
-from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone
 from tests.aggregators.federations import (

@@ -8,8 +8,8 @@ from flsuite.aggregators import IFCA, FedAvg
 from flsuite.aggregators.ifca import ClusterMeans
 from flsuite.common.state import StateLayout, Sums, clone, scaled
 from flsuite.data import DataSpec, FederatedDataModule
+from flsuite.data.federated import DataSplit, PublishedSplits
 from flsuite.data.partitions import Natural
-from flsuite.data.spec import DataSplit, PublishedSplits
 from flsuite.models import MLP, Classifier
 from tests.aggregators.federations import assert_equal, assert_same_models, federation, run, update
 

@@ -53,7 +53,7 @@ from flsuite.aggregators.part import Named, Sent, refuse_conflicts
 from flsuite.aggregators.qfedavg import FairMean
 from flsuite.common.state import Layer, State, StateLayout
 from flsuite.data import Dirichlet, FederatedDataModule, Synthetic
-from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
+from flsuite.data.federated import DataSpec, DataSplit, PublishedSplits
 from flsuite.federation import Asynchronous, Engine, Stragglers, Synchronous
 from flsuite.models import ACVAE, MLP, Classifier
 from flsuite.models.backbones import Backbone

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from flsuite.data.spec import DataSplit, PublishedSplits
+from flsuite.data.federated import DataSplit, PublishedSplits
 
 
 def check(source: PublishedSplits, shape: tuple[int, ...], **sizes: int) -> None:

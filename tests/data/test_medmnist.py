@@ -10,7 +10,7 @@ from medmnist import INFO
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.data.datasets.medmnist import MedMNIST, _info, _spec
-from flsuite.data.spec import PublishedSplits
+from flsuite.data.federated import PublishedSplits
 from tests.conftest import published
 from tests.data.readers import check
 

@@ -109,12 +109,9 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(*args: Any, **kwargs: Any) -> None:
-        raise ImportError("Missing optional dependency 'pyarrow'.")
-
-    monkeypatch.setattr(pd, "read_parquet", absent)
+    monkeypatch.setattr("flsuite.common.errors.find_spec", lambda package: None)
     (tmp_path / "t.parquet").touch()
-    with pytest.raises(FlsuiteError, match=r"pip install flsuite\[parquet\]"):
+    with pytest.raises(FlsuiteError, match=r"CSV.*pip install 'flsuite\[parquet\]'"):
         read(tmp_path / "t.parquet")
 
 

@@ -26,8 +26,8 @@ from flsuite.data.datasets.vision import (
     EMNISTSplit,
     FashionMNIST,
 )
+from flsuite.data.federated import PublishedSplits
 from flsuite.data.images import resize_images
-from flsuite.data.spec import PublishedSplits
 from tests.conftest import published
 from tests.data.readers import check, save_image
 

@@ -13,7 +13,7 @@ from flsuite.callbacks import GradientDissimilarity
 from flsuite.callbacks.dissimilarity import gradient_batches, head_gradients, head_parameters
 from flsuite.common.errors import FlsuiteError
 from flsuite.data import Digits, Dirichlet, MedMNIST
-from flsuite.data.rows import RaggedIndex
+from flsuite.data.federated import Rows
 from flsuite.metrics import RunningDissimilarity
 from flsuite.models import CNN, MLP, Backbone, Classifier, ClientModel, FusedSpaceFed
 from flsuite.trainer import FederatedTrainer
@@ -221,7 +221,7 @@ def test_identical_clients() -> None:
     data = images()
     data.seed = 0  # its own seed, assigned once
     data.setup()
-    data.federated.train.rows = RaggedIndex.of([np.arange(60)] * 3)
+    data.federated.train.rows = Rows.of([np.arange(60)] * 3)
     made = fit(Classifier(MLP(hidden=(8,))), data, GradientDissimilarity(every=1, batches=None))
     assert len(logged(made, "gamma_relative")) == 2
     assert all(value < 1e-10 for value in logged(made, "gamma_relative").values())

@@ -9,7 +9,7 @@ from sklearn import metrics as sk
 from torch import Tensor
 
 from flsuite.common.score_names import lower_is_better
-from flsuite.data.spec import DataSpec, Task
+from flsuite.data.federated import DataSpec, Task
 from flsuite.metrics import class_accuracy, scores, summary
 
 

@@ -16,8 +16,8 @@ from flsuite.common.messages import ClientUpdate
 from flsuite.common.random import seed_process
 from flsuite.common.state import clone
 from flsuite.data import IID, DataSpec, DataSplit, FederatedDataModule, Natural, PublishedSplits
+from flsuite.data.federated import Task
 from flsuite.data.loader import TrainLoader
-from flsuite.data.spec import Task
 from flsuite.models import ACVAE, MLP, Backbone, Classifier, FusedSpaceFed, NFClassifier, ResNet20
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.trainer import FederatedTrainer

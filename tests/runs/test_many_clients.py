@@ -15,7 +15,7 @@ from flsuite.analysis import read_partition
 from flsuite.callbacks import FederationCallback
 from flsuite.common.files import csv_of
 from flsuite.data import IID, Synthetic
-from flsuite.data.rows import Rows
+from flsuite.data.federated import Rows
 from flsuite.federation import Synchronous
 from flsuite.models import MLP, Classifier
 from flsuite.runs import run as run_module
@@ -159,4 +159,4 @@ def test_a_partition_makes_no_array_per_client() -> None:
     labels = np.zeros(200_000, np.int64)
     parts = IID()(labels, 100_000, np.random.default_rng(0))
     assert isinstance(parts, Rows)
-    assert len(np.unique(parts.values)) == 200_000 and set(parts.lengths()) == {2}
+    assert len(np.unique(parts.values)) == 200_000 and set(parts.lengths().tolist()) == {2}

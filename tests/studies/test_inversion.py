@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from flsuite.aggregators import FedAvg, FedFisher, OTFusion
 from flsuite.common.errors import FlsuiteError
 from flsuite.data import Digits, SoleOwner
+from flsuite.data.federated import DataSpec
 from flsuite.data.images import Scaling
-from flsuite.data.spec import DataSpec
 from flsuite.metrics.fisher import kfac_factors
 from flsuite.models import MLP, Classifier, LeNet5
 from flsuite.models.layers import read_layers

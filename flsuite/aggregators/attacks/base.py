@@ -16,9 +16,8 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientContext
 from flsuite.common.random import numpy_generator, torch_generator
 from flsuite.common.state import State
-from flsuite.data.federated import FederatedData
+from flsuite.data.federated import Batch, DataSplit, FederatedData
 from flsuite.data.loader import TrainLoader
-from flsuite.data.spec import Batch, DataSplit
 
 
 class Trial(NamedTuple):

@@ -12,9 +12,7 @@ from flsuite.aggregators.transforms.base import FitView
 from flsuite.common.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State
-from flsuite.data.federated import FederatedData
-from flsuite.data.images import Unscaled
-from flsuite.data.spec import Batch, DataSplit
+from flsuite.data.federated import Batch, DataSplit, FederatedData
 
 
 @dataclass(eq=False)
@@ -198,7 +196,7 @@ class PixelBackdoor(Attack):
 def _as_inputs(value: float, data: FederatedData) -> Tensor:
     """Return a brightness in the scale of the model's inputs, ``(1, channels or 1, 1, 1)``."""
     stored = data.train.x
-    if isinstance(data.scaling, Unscaled) or stored.dtype != torch.uint8:
+    if data.scaling.is_identity or stored.dtype != torch.uint8:
         x, _ = first_batch(data)
         return torch.full((1, 1, 1, 1), value if x.is_floating_point() else round(255 * value))
     pixel = torch.full((1, 1, 1, stored.shape[-1]), round(255 * value), dtype=torch.uint8)

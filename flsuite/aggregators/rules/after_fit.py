@@ -12,8 +12,8 @@ from flsuite.aggregators.part import Server
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientContext
 from flsuite.common.random import torch_generator
+from flsuite.data.federated import Batch, Task
 from flsuite.data.loader import TrainLoader
-from flsuite.data.spec import Batch, Task
 from flsuite.metrics.fisher.estimates import measuring
 from flsuite.models.protocols import LogitModel
 

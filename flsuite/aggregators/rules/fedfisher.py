@@ -31,8 +31,8 @@ from flsuite.aggregators.rules.solvers import (
 from flsuite.common.arguments import PositiveInt, Settings
 from flsuite.common.messages import ClientContext, ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree, cast, divided, scaled
+from flsuite.data.federated import Batch, Task
 from flsuite.data.loader import TrainLoader
-from flsuite.data.spec import Batch, Task
 from flsuite.metrics.fisher.estimates import Expectation
 from flsuite.metrics.privacy import Release, require_small_delta
 

@@ -24,7 +24,7 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import skips_step
 from flsuite.common.messages import ClientContext, ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree, clone, divided, scaled
-from flsuite.data.spec import Batch, Task
+from flsuite.data.federated import Batch, Task
 from flsuite.metrics.fisher.empirical import Estimator, fisher_diagonal
 from flsuite.metrics.fisher.estimates import Expectation, measuring
 from flsuite.metrics.fisher.predictive import predictive_diagonal

@@ -15,7 +15,7 @@ from flsuite.aggregators.rules.solvers import Block, Dense, Diagonal, Factors, K
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import Layer, State, StateLayout, Tree, clone
-from flsuite.data.spec import Batch, Task
+from flsuite.data.federated import Batch, Task
 from flsuite.metrics.fisher.estimates import Expectation, full_fisher, measuring
 from flsuite.metrics.fisher.predictive import kfac_factors, predictive_diagonal, require_kfac
 

@@ -18,7 +18,7 @@ from flsuite.aggregators.rules.fisher_forms import columns, entries, matrix, squ
 from flsuite.common.arguments import PositiveInt, Settings, Share
 from flsuite.common.messages import ClientContext, ClientUpdate
 from flsuite.common.state import Layer, State, StateLayout, Tree, cast, clone, divided, scaled
-from flsuite.data.spec import Batch, Task
+from flsuite.data.federated import Batch, Task
 from flsuite.metrics.fisher.products import gram_matrices
 
 log = logging.getLogger("flsuite")

@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from flsuite.common.arguments import PositiveFloat, Settings, SmallProbability
 from flsuite.common.state import State, flatten_tree, nested_like
-from flsuite.data.spec import Batch
+from flsuite.data.federated import Batch
 from flsuite.metrics.privacy import RandomDraw, Release, epsilon_of
 
 _LEAST, _MOST = -40, 40  # powers of two that a tensor's norm is searched among

@@ -4,13 +4,14 @@ In error messages, rows are counted from 1 below the header.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, refused_as
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,14 +86,13 @@ def csv_header(file: Path) -> list[str]:
 
     if not file.is_file():
         raise FlsuiteError(f"there is no file {file}")
-    try:
+    with _readable(file):
         # As text, and without default missing values: NA may be the name of a column. The second
         # row shows whether rows are longer than the header.
-        first = pd.read_csv(file, header=None, nrows=2, dtype=str, keep_default_na=False)
-    except pd.errors.EmptyDataError as error:
-        raise FlsuiteError(f"{file} is empty; put the data there or remove it") from error
-    except Exception as error:  # decoding, disks and the parser each have their own exceptions
-        raise _unreadable(file, error) from error
+        try:
+            first = pd.read_csv(file, header=None, nrows=2, dtype=str, keep_default_na=False)
+        except pd.errors.EmptyDataError as error:
+            raise FlsuiteError(f"{file} is empty; put the data there or remove it") from error
 
     names = [str(name).strip() for name in first.iloc[0]]
     if "" in names:  # usually row numbers, which reveal the class of sorted rows
@@ -117,21 +117,19 @@ def csv_frames(file: Path, rows: int | None = None) -> "Iterator[pd.DataFrame]":
 
     csv_header(file)
     total = 0
-    try:
-        # low_memory=True would infer a column's type in pieces, which may disagree.
-        with pd.read_csv(file, iterator=True, chunksize=rows, low_memory=False) as reader:
-            for frame in [reader.read()] if rows is None else reader:
-                total += len(frame)
-                if len(frame):
-                    yield frame
-    except Exception as error:  # as in csv_header
-        raise _unreadable(file, error) from error
+    # low_memory=True would infer a column's type in pieces, which may disagree.
+    options: dict[str, Any] = {"iterator": True, "chunksize": rows, "low_memory": False}
+    with _readable(file), pd.read_csv(file, **options) as reader:
+        for frame in [reader.read()] if rows is None else reader:
+            total += len(frame)
+            if len(frame):
+                yield frame
     if not total:
         raise FlsuiteError(f"{file} has a header but no rows; put the data there or remove it")
 
 
-def _unreadable(file: Path, error: Exception) -> FlsuiteError:
-    return FlsuiteError(f"{file} cannot be read as CSV ({one_line(error)}); fix or remove it")
+def _readable(file: Path) -> AbstractContextManager[None]:
+    return refused_as(f"{file} cannot be read as CSV", "fix or remove it")
 
 
 _LARGEST = float(np.finfo(np.float32).max)

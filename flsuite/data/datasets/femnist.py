@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, refused_as
 from flsuite.common.random import numpy_generator
+from flsuite.data.federated import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 
 _SIDE = 28
 _CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
@@ -51,15 +51,11 @@ def _read_file(file: Path) -> list[_Samples]:
     Raises:
         FlsuiteError: If the file is damaged.
     """
-    try:
+    with refused_as(f"{file} is damaged or not FEMNIST", f"delete it and {_REMEDY}"):
         samples = [_read_arrays(file)] if file.suffix == ".npz" else list(_read_leaf(file))
         if not samples:
             raise ValueError("it has no writers")
-        return samples
-    except Exception as error:  # zipfile, zlib, numpy and json raise many types on a damaged file
-        raise FlsuiteError(
-            f"{file} is damaged or not FEMNIST ({one_line(error)}); delete it and {_REMEDY}"
-        ) from error
+    return samples
 
 
 def _read_arrays(file: Path) -> _Samples:

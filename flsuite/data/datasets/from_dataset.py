@@ -1,35 +1,42 @@
-"""Wraps map-style torch datasets as federated data."""
+"""Wraps map-style torch datasets, and plain Lightning data modules, as federated data."""
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-from flsuite.common.arguments import NonNegativeInt, at_least, check_init
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.arguments import NonNegativeInt, PositiveInt, at_least, check_init
+from flsuite.common.errors import FlsuiteError, require_instance
+from flsuite.common.random import seed_process
 from flsuite.data.digest import described
-from flsuite.data.images import Scaling, Unscaled
+from flsuite.data.federated import DataSpec, DataSplit, PublishedSplits, Task
+from flsuite.data.images import Scaling
 from flsuite.data.map_style import (
     Field,
     StoredSplit,
     fetch,
+    is_pair,
     read_field,
     read_split,
     readable,
     require_map_style,
 )
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.partitions.base import Partition
-from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
 
 log = logging.getLogger("flsuite")
+
+_ATTRIBUTES = ("clients", "partition", "labels", "ids", "bins", "val_fraction")
+_BATCH_HOOKS = ("on_after_batch_transfer", "on_before_batch_transfer", "transfer_batch_to_device")
 
 
 class MapStyleModule(FederatedDataModule):
@@ -79,9 +86,10 @@ class MapStyleModule(FederatedDataModule):
         return described(self)
 
     def _published(
-        self, datasets: dict[str, Any], collate: Callable[[list[Any]], Any] | None
+        self, given: Mapping[str, Any], collate: Callable[[list[Any]], Any] | None
     ) -> PublishedSplits:
-        """Return the splits of these datasets, by the names ``train``, ``test`` and ``val``."""
+        """Return the splits of the datasets ``train`` and ``test``, and of ``val`` if given."""
+        datasets = {name: dataset for name, dataset in given.items() if dataset is not None}
         require_map_style(type(self).__name__, **datasets)
         splits = {
             name: read_split(dataset, collate, self.workers, self.in_memory)
@@ -97,25 +105,21 @@ class MapStyleModule(FederatedDataModule):
         if self.bins is not None and values["train"] is None:
             values = {name: _numbers(split) for name, split in splits.items()}
         classes, names, task = self._classes(splits, values)
-        ids = {name: self._owners(dataset, name) for name, dataset in datasets.items()}
         done = {
-            name: _with(split, classes[name], ids[name], task) for name, split in splits.items()
+            name: _with(split, classes[name], self._owners(datasets[name], name), task)
+            for name, split in splits.items()
         }
 
         with readable():
             (first,) = fetch(datasets["train"], [0])
-        x = first[0] if isinstance(first, (tuple, list)) and len(first) == 2 else None
-        shape = tuple(x.shape) if isinstance(x, (Tensor, np.ndarray)) else ()
-        spec = DataSpec(shape, len(names), task, names)
-        return PublishedSplits(spec, done["train"], done["test"], done.get("val"))
+        shape = getattr(first[0], "shape", ()) if is_pair(first) else ()
+        return PublishedSplits(DataSpec(tuple(shape), len(names), task, names), **done)
 
     def _values(self, dataset: Any, name: str, split: DataSplit) -> np.ndarray | None:
         """Return the label of each sample, or ``None`` if there are none."""
-        if not _covers(self.labels, name):
-            return read_field(dataset, None, "labels")
         if self.labels is None and _holds_classes(split):
             return split.y.numpy()
-        return read_field(dataset, self.labels, "labels")
+        return read_field(dataset, self.labels if _covers(self.labels, name) else None, "labels")
 
     def _owners(self, dataset: Any, split: str) -> Tensor | None:
         """Return the owner of each sample as a number, or ``None`` if there are none."""
@@ -163,7 +167,7 @@ class MapStyleModule(FederatedDataModule):
 
     def _scaling(self, train: DataSplit, spec: DataSpec) -> tuple[Scaling, tuple[int, ...]]:
         # The datasets transform their samples themselves.
-        return Unscaled(), spec.shape
+        return Scaling(is_identity=True), spec.shape
 
 
 class FromDataset(MapStyleModule):
@@ -175,12 +179,8 @@ class FromDataset(MapStyleModule):
         val: Validation samples for all clients. Default: each client holds out some of its samples.
         collate: The function from a list of samples to a batch, for samples of variable length or
             another structure. Default: torch's own.
-        clients: Number of clients that share the training samples.
-        partition: The rule that splits them. Default: :class:`~flsuite.data.partitions.IID`. A
-            partition by class needs ``labels``.
-        batch_size: Samples per batch.
         **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Arguments about
-            files have no effect.
+            files have no effect. A partition by class needs ``labels``.
     """
 
     def __init__(
@@ -189,12 +189,9 @@ class FromDataset(MapStyleModule):
         test: Dataset,
         val: Dataset | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        clients: int = 10,
-        partition: Partition | None = None,
-        batch_size: int = 64,
         **kwargs: Any,
     ) -> None:
-        super().__init__(clients=clients, partition=partition, batch_size=batch_size, **kwargs)
+        super().__init__(**kwargs)
         self.train = train
         self.test = test
         self.val = val
@@ -202,8 +199,109 @@ class FromDataset(MapStyleModule):
 
     def load(self) -> PublishedSplits:
         datasets = {"train": self.train, "test": self.test, "val": self.val}
-        given = {name: dataset for name, dataset in datasets.items() if dataset is not None}
-        return self._published(given, self.collate)
+        return self._published(datasets, self.collate)
+
+
+class FromDataModule(MapStyleModule):
+    """Federated data from the loaders of a plain data module.
+
+    The collate function and the number of workers come from its training loader. Its samplers are
+    not used, because every client shuffles its own samples. Without a ``test_dataloader``, the
+    samples of ``val_dataloader`` are the test data, and clients hold out samples for validation.
+
+    Args:
+        data: The data module.
+        batch_size: Samples per training batch. Default: as in its training loader.
+        **kwargs: Arguments of ``MapStyleModule`` and ``FederatedDataModule``. Arguments about files
+            have no effect. A partition by class needs ``labels``.
+    """
+
+    def __init__(
+        self, data: LightningDataModule, batch_size: PositiveInt | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs if batch_size is None else kwargs | {"batch_size": batch_size})
+        self.data, self._takes_batch_size = data, batch_size is None
+
+    def load(self) -> PublishedSplits:
+        kind = type(self.data).__name__
+        for hook in _BATCH_HOOKS:
+            if is_overridden(hook, self.data, LightningDataModule):
+                raise FlsuiteError(
+                    f"data: {hook} of {kind} is not called by clients; move it into the model"
+                )
+        with isolate_rng():
+            # A data module may split at random, as random_split does.
+            seed_process(self.partition_seed, "data")
+            self.data.prepare_data()
+            self.data.setup("fit")
+            self.data.setup("test")
+            loaders = {name: self._loader(name) for name in ("train", "val", "test")}
+
+        train = loaders["train"]
+        if train is None:
+            raise FlsuiteError(f"data: {kind} has no train_dataloader; add one")
+        if loaders["test"] is None:
+            if loaders["val"] is None:
+                raise FlsuiteError(f"data: {kind} has no test_dataloader; add one")
+            log.warning(
+                "%s has no test_dataloader: the samples of its val_dataloader are the test data; "
+                "a part of each client's training samples is for validation",
+                kind,
+            )
+            loaders["test"], loaders["val"] = loaders["val"], None
+
+        size = train.batch_size or getattr(train.batch_sampler, "batch_size", None)
+        if size and self._takes_batch_size:
+            self.batch_size = size
+        self.workers = self.workers or train.num_workers
+        datasets = {name: one.dataset for name, one in loaders.items() if one is not None}
+        return self._published(datasets, train.collate_fn)
+
+    def _loader(self, split: str) -> DataLoader | None:
+        """Return the loader of a split, or ``None`` where the data module has none."""
+        name = f"{split}_dataloader"
+        if not is_overridden(name, self.data, LightningDataModule):
+            return None
+        try:
+            loader = getattr(self.data, name)()
+        except NotImplementedError as error:
+            place = error.__traceback__ and error.__traceback__.tb_next
+            if place and place.tb_next:  # raised by what the method calls
+                raise
+            return None
+        if isinstance(loader, (list, tuple)) and len(loader) < 2:
+            loader = loader[0] if loader else None
+        if loader is None:
+            return None
+        if not isinstance(loader, DataLoader):
+            raise FlsuiteError(
+                f"data: {name} of {type(self.data).__name__} must return one torch DataLoader of a "
+                f"map-style dataset, got {type(loader).__name__}; join the datasets of sites with "
+                "a ConcatDataset, and give data.ids and data.partition Natural"
+            )
+        return loader
+
+
+def as_federated(datamodule: LightningDataModule) -> FederatedDataModule:
+    """Return the data module itself if it is federated, else a wrapper that splits its samples.
+
+    A plain data module may provide arguments of :class:`~flsuite.data.FromDataModule` as
+    attributes.
+    """
+    if isinstance(datamodule, FederatedDataModule):
+        return datamodule
+    require_instance("fit", LightningDataModule, datamodule=datamodule)
+    given = {name: getattr(datamodule, name) for name in _ATTRIBUTES if hasattr(datamodule, name)}
+    made = FromDataModule(datamodule, **given)
+    if "clients" not in given:
+        log.info(
+            "%s is split over %d clients by %s; for another split give it attributes clients and "
+            "partition, or wrap it in FromDataModule",
+            type(datamodule).__name__,
+            made.clients,
+            type(made.partition).__name__ if made.partition else "IID",
+        )
+    return made
 
 
 def _covers(field: Field | None, split: str) -> bool:
@@ -260,7 +358,7 @@ def _task(classes: dict[str, Tensor | None], splits: dict[str, DataSplit]) -> Ta
         probed = torch.arange(min(16, len(split)))
         with readable():
             batch = next(split.batches([probed]))
-        y = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
+        y = batch[1] if is_pair(batch) else None
         # The dtypes that torch's cross-entropy takes.
         if not isinstance(y, Tensor) or y.dtype not in (torch.int64, torch.uint8) or y.ndim != 1:
             return "other"

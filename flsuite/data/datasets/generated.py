@@ -10,8 +10,8 @@ from torch import Tensor
 from flsuite.common.arguments import NonNegativeFloat, NonNegativeInt, at_least, check_init
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import torch_generator
+from flsuite.data.federated import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 
 _TEST_FRACTION = 0.2
 _SPLIT_SEED = 0

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from flsuite.common.arguments import check_init
-from flsuite.common.errors import FlsuiteError, one_line, require_one_of
+from flsuite.common.errors import FlsuiteError, refused_as, require_one_of
+from flsuite.data.federated import DataSpec, DataSplit, PublishedSplits, Task
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits, Task
 
 _DEFAULT_ROOT = "~/.medmnist"
 _SPLITS = ("train", "val", "test")
@@ -51,39 +51,27 @@ def _download(file: Path, url: str, md5: str) -> None:
     """
     from torchvision.datasets.utils import download_url
 
-    try:
+    what = f"{file.name} is not in {file.parent} and could not be downloaded"
+    with refused_as(what, f"put {url} there by hand"):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=".download-") as folder:
             download_url(url, root=folder, filename=file.name, md5=md5)
             os.replace(Path(folder) / file.name, file)
-    except Exception as error:  # sockets, HTTP, TLS and disks each have their own exceptions
-        raise FlsuiteError(
-            f"{file.name} is not in {file.parent} and could not be downloaded "
-            f"({one_line(error)}); put {url} there by hand"
-        ) from error
 
 
-def _check_md5(file: Path, expected: str) -> None:
-    """Refuse a file that differs from the published one."""
+def _read(file: Path, spec: DataSpec, md5: str | None = None) -> list[DataSplit]:
+    """Return the splits of a file, after checking that it is the published one."""
     from torchvision.datasets.utils import calculate_md5
 
-    try:
-        md5 = calculate_md5(file)
-    except OSError as error:
-        raise FlsuiteError(
-            f"{file} cannot be read ({one_line(error)}); check the file and its permissions"
-        ) from error
-
-    if md5 != expected:
-        raise _damaged(file, f"its MD5 is {md5}, the published one {expected}")
-
-
-def _read(file: Path, spec: DataSpec) -> list[DataSplit]:
-    try:
+    with refused_as(f"{file} cannot be read", "check the file and its permissions"):
+        actual = calculate_md5(file)
+    what = f"{file} is damaged or not the published file"
+    with refused_as(what, "delete it and download it again"):
+        # Nothing else would detect damaged pixels.
+        if md5 is not None and actual != md5:
+            raise ValueError(f"its MD5 is {actual}, the published one {md5}")
         with np.load(file, allow_pickle=False) as arrays:
             return [_split(arrays[f"{s}_images"], arrays[f"{s}_labels"], s, spec) for s in _SPLITS]
-    except Exception as error:  # zipfile, zlib and numpy raise many types on a damaged archive
-        raise _damaged(file, one_line(error)) from error
 
 
 def _split(images: np.ndarray, labels: np.ndarray, split: str, spec: DataSpec) -> DataSplit:
@@ -104,12 +92,6 @@ def _split(images: np.ndarray, labels: np.ndarray, split: str, spec: DataSpec) -
 
     y = labels.astype(np.uint8) if multilabel else labels[:, 0].astype(np.int64)
     return DataSplit(torch.from_numpy(images), torch.from_numpy(y))
-
-
-def _damaged(file: Path, reason: str) -> FlsuiteError:
-    return FlsuiteError(
-        f"{file} is damaged or not the published file ({reason}); delete it and download it again"
-    )
 
 
 class MedMNIST(FederatedDataModule):
@@ -158,9 +140,6 @@ class MedMNIST(FederatedDataModule):
                     f"{file.name} is not in {file.parent}; set data.download or put {url} there"
                 )
             _download(file, url, md5)
-        # Also check an existing file, because nothing else would detect damaged pixels.
-        _check_md5(file, md5)
-
         spec = _spec(info, self.size)
-        train, val, test = _read(file, spec)
+        train, val, test = _read(file, spec, md5)
         return PublishedSplits(spec, train, test, val)

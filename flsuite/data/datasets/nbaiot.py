@@ -16,8 +16,8 @@ from flsuite.common.arguments import Range, at_least, check_init
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import numpy_generator
 from flsuite.data.datasets.csv_files import csv_frames, csv_header, fit_scale, numeric_chunks
+from flsuite.data.federated import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.splits import evenly_held_out
 
 DEVICES = (

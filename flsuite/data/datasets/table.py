@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from flsuite.common.arguments import Range, SmallProbability, check_init
-from flsuite.common.errors import FlsuiteError, likeliest, one_line
+from flsuite.common.errors import FlsuiteError, likeliest, refused_as, require_extra
 from flsuite.common.random import numpy_generator
 from flsuite.data.datasets.csv_files import (
     ScaleName,
@@ -19,8 +19,8 @@ from flsuite.data.datasets.csv_files import (
     missing_values,
     numeric_chunks,
 )
+from flsuite.data.federated import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.splits import evenly_held_out
 
 if TYPE_CHECKING:
@@ -72,17 +72,10 @@ def _read_frame(file: Path) -> "pd.DataFrame":
 def _read_parquet(file: Path) -> "pd.DataFrame":
     import pandas as pd
 
-    try:
+    require_extra(f"reading {file}, unless it is saved as CSV,", ("pyarrow",), "parquet")
+    with refused_as(f"{file} cannot be read as Parquet", "fix or remove it"):
         # Drop the index, where pandas may have stored row names. It is not a column.
         frame = pd.read_parquet(file, engine="pyarrow").reset_index(drop=True)
-    except ImportError as error:
-        raise FlsuiteError(
-            f"reading {file} needs pyarrow: pip install flsuite[parquet], or save it as CSV"
-        ) from error
-    except Exception as error:  # pyarrow and disks each have their own exceptions
-        raise FlsuiteError(
-            f"{file} cannot be read as Parquet ({one_line(error)}); fix or remove it"
-        ) from error
     if frame.empty:
         raise FlsuiteError(f"{file} has no rows; put the data there or remove it")
     return frame.set_axis([str(name) for name in frame.columns], axis=1)

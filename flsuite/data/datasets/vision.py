@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from flsuite.common.arguments import PositiveInt, check_init
-from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, refused_as
 from flsuite.common.files import locked
+from flsuite.data.federated import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.module import FederatedDataModule
-from flsuite.data.spec import DataSpec, DataSplit, PublishedSplits
 
 _Unpacked = tuple[Any, Any, "list[str]"]
 """Images ``(n, height, width, channels)``, labels, class names."""
@@ -32,9 +32,8 @@ _Selections = tuple[dict[str, Any], dict[str, Any]]
 
 EMNISTSplit = Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"]
 
-_SIGNS = 43
+_SIGNS = 43  # classes of GTSRB
 _DOWNLOAD = 6 * 3600.0  # maximum seconds to wait for the download of another process
-"""Classes of GTSRB."""
 
 
 def _download(make: Callable[..., Any], splits: _Selections, what: str) -> None:
@@ -42,14 +41,13 @@ def _download(make: Callable[..., Any], splits: _Selections, what: str) -> None:
 
     ``what`` names the missing file, for the message.
     """
-    try:
+    remedy = (
+        "download it with torchvision where there is a network, and set data.root to its root "
+        "folder"
+    )
+    with refused_as(f"{what} and could not be downloaded", remedy):
         for split in splits:
             make(download=True, **split)
-    except Exception as error:  # sockets, TLS, archives and disks each have their own exceptions
-        raise FlsuiteError(
-            f"{what} and could not be downloaded ({one_line(error)}); download it with torchvision "
-            "where there is a network, and set data.root to its root folder"
-        ) from error
 
 
 def split_of(images: Any, labels: Any, names: list[str]) -> tuple[DataSplit, tuple[str, ...]]:
@@ -141,16 +139,14 @@ class _Torchvision(FederatedDataModule):
                     )
                 _download(make, self.selections, what)
 
-        try:
-            splits = [split_of(*self._unpack(make(**split))) for split in self.selections]
-        except ImportError as error:
-            raise FlsuiteError(f"{name} needs a package that is not installed ({error})") from error
-        except Exception as error:  # a damaged file may raise any type: pickle, zlib, scipy
-            folder = (root / files[0]).parent
-            raise FlsuiteError(
-                f"the files of {name} in {folder} are damaged ({one_line(error)}); "
-                "delete them and download them again"
-            ) from error
+        what = f"the files of {name} in {(root / files[0]).parent} are damaged"
+        with refused_as(what, "delete them and download them again"):
+            try:
+                splits = [split_of(*self._unpack(make(**split))) for split in self.selections]
+            except ImportError as error:
+                raise FlsuiteError(
+                    f"{name} needs a package that is not installed ({error})"
+                ) from error
 
         (train, names), (test, _) = splits
         height, width, channels = train.x.shape[1:]
@@ -356,15 +352,11 @@ def _read(split: Path) -> DataSplit:
     """Return the images of a split, by class and then by file name."""
     from torchvision.datasets import ImageFolder
 
-    try:
+    with refused_as(f"the images in {split} are damaged", f"delete them, {_REMEDY} again"):
         reader = ImageFolder(str(split))
         if tuple(reader.classes) != CLASSES:
             raise ValueError(f"the classes are {', '.join(reader.classes)}")
         arrays, _ = split_of(stacked(image for image, _ in reader), reader.targets, reader.classes)
         if arrays.x.shape[1:3] != (_SIDE, _SIDE):
             raise ValueError(f"the images have {arrays.x.shape[1]} x {arrays.x.shape[2]} pixels")
-        return arrays
-    except Exception as error:  # a damaged image may raise any type
-        raise FlsuiteError(
-            f"the images in {split} are damaged ({one_line(error)}); delete them, {_REMEDY} again"
-        ) from error
+    return arrays

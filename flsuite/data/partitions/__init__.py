@@ -7,8 +7,14 @@ from flsuite.data.partitions.dirichlet import (
     DirichletExtended,
     DirichletProportions,
 )
-from flsuite.data.partitions.owners import Natural, SoleOwner
-from flsuite.data.partitions.shares import IID, Pathological, QuantitySkew, Ranked
+from flsuite.data.partitions.shares import (
+    IID,
+    Natural,
+    Pathological,
+    QuantitySkew,
+    Ranked,
+    SoleOwner,
+)
 
 __all__ = [
     "IID",

@@ -10,7 +10,7 @@ from numpy.random import Generator
 from flsuite.common.arguments import Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.data.arguments import PlainArguments
-from flsuite.data.rows import Rows
+from flsuite.data.federated import Rows
 
 Array = np.ndarray
 
@@ -44,7 +44,8 @@ class Partition(PlainArguments, ABC):
             ids: int64 ``(n,)``, the natural owner of each sample, if the data has owners.
 
         Returns:
-            One ascending int64 index array per client, disjoint, each with at least one sample.
+            One ascending int64 index array or tensor per client, disjoint, each with at least one
+            sample.
 
         Raises:
             FlsuiteError: If the request cannot be met. The message names the parameter to change.
@@ -72,18 +73,18 @@ def checked_rows(partition: Partition, rows: Sequence[Array], samples: int, clie
             if own.ndim != 1 or (len(own) and own.dtype.kind not in "iu"):
                 refuse(f"returned {own.dtype} of shape {own.shape} for client {client}")
     stored = Rows.of(rows)
+    values = stored.values.numpy()
     if len(stored) != clients:
         refuse(f"returned {len(stored)} arrays for {clients} clients")
     if empty := np.flatnonzero(stored.lengths() == 0).tolist():
         refuse(f"left client {empty[0]} without samples")
-    if stored.values.min() < 0 or stored.values.max() >= samples:
-        outside = stored.values.max() if stored.values.max() >= samples else stored.values.min()
-        refuse(f"returned row {outside}, and there are {samples}")
+    if len(outside := values[(values < 0) | (values >= samples)]):
+        refuse(f"returned row {outside.max()}, and there are {samples}")
     owners = stored.client_of(samples)
-    if np.count_nonzero(owners >= 0) < len(stored.values):
+    if np.count_nonzero(owners >= 0) < len(values):
         refuse("returned some rows twice")
-    grows = np.diff(stored.values) > 0
-    grows[stored.offsets[1:-1] - 1] = True  # from one client to the next
+    grows = np.diff(values) > 0
+    grows[stored.offsets[1:-1].numpy() - 1] = True  # from one client to the next
     return stored if grows.all() else Rows.of_clients(owners, clients)
 
 

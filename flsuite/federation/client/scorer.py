@@ -18,10 +18,9 @@ from flsuite.common.messages import OwnScores, Scores, Split
 from flsuite.common.random import seed_process
 from flsuite.common.score_names import score_name
 from flsuite.common.state import State, load_
-from flsuite.data.federated import FederatedData
+from flsuite.data.federated import DataSplit, FederatedData
 from flsuite.data.loader import SplitLoader
 from flsuite.data.map_style import StoredSplit
-from flsuite.data.spec import DataSplit
 from flsuite.federation.client.entries import Resident
 from flsuite.federation.client.trainer import quiet_lightning
 from flsuite.metrics.scores import class_accuracy, scores

@@ -21,9 +21,8 @@ from flsuite.common.messages import (
 )
 from flsuite.common.score_names import HIGHER_IS_BETTER, lower_is_better, score_name
 from flsuite.common.state import State
-from flsuite.data.federated import FederatedData
+from flsuite.data.federated import DataSplit, FederatedData
 from flsuite.data.loader import SplitLoader
-from flsuite.data.spec import DataSplit
 from flsuite.federation.client.scorer import Scorer
 from flsuite.federation.engines.base import Engine
 from flsuite.federation.server.federation import Federation

@@ -17,8 +17,7 @@ from flsuite.common.errors import FederationError
 from flsuite.common.messages import Broadcast, ClientFailure, FitRequest
 from flsuite.common.random import seed_for
 from flsuite.common.state import State, load_
-from flsuite.data.federated import FederatedData
-from flsuite.data.rows import RaggedIndex
+from flsuite.data.federated import FederatedData, Rows
 from flsuite.federation.client.entries import BatchNorm
 from flsuite.federation.client.jobs import JobRunner
 from flsuite.federation.client.lr_decay import LRDecay
@@ -88,7 +87,7 @@ class ServerFit:
 def _of_one(data: FederatedData) -> FederatedData:
     """Return data whose only client has the server's samples."""
     assert data.server is not None
-    rows = RaggedIndex.of([np.arange(len(data.server))])
+    rows = Rows.of([np.arange(len(data.server))])
     return replace(data, train=replace(data.server, rows=rows))
 
 

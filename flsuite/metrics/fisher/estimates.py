@@ -21,7 +21,7 @@ from torch.func import functional_call, vjp, vmap
 
 from flsuite.common.errors import FlsuiteError, one_line, require_one_of
 from flsuite.common.state import State
-from flsuite.data.spec import Task
+from flsuite.data.federated import Task
 from flsuite.models import modes
 from flsuite.models.protocols import LogitModel
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import Layer, State
-from flsuite.data.spec import Task
+from flsuite.data.federated import Task
 from flsuite.metrics.fisher.estimates import Batch, Expectation, Logits, columns, fast_formats
 from flsuite.metrics.fisher.layers import LayerPass, ProductLayers, recorded
 from flsuite.metrics.fisher.products import (

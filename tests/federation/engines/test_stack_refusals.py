@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from flsuite import FlsuiteError
-from flsuite.data.spec import DataSpec
+from flsuite.data.federated import DataSpec
 from flsuite.federation import Auto, InProcess, Processes, Vectorized
 from flsuite.models import Backbone, Classifier
 from tests.aggregators.federations import assert_same_models, table_model

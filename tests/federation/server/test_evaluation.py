@@ -12,7 +12,7 @@ from flsuite.aggregators import FedPer, LocalOnly
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import clone
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, PublishedSplits
-from flsuite.data.rows import RaggedIndex
+from flsuite.data.federated import Rows
 from flsuite.federation.server.evaluation import GLOBAL, Evaluator
 from flsuite.metrics import scores
 from flsuite.models import Classifier
@@ -164,7 +164,7 @@ def test_one_model_is_picked_by_its_accuracy() -> None:
     assert made.monitored(None) == "accuracy"
     assert made.monitored(None, has_own_models=True) == "accuracy_client_mean"
     assert made.data.val is not None
-    made.data.val.rows = RaggedIndex.of([])  # a published split, which belongs to no client
+    made.data.val.rows = Rows.of([])  # a published split, which belongs to no client
     assert made.monitored(None, has_own_models=True) == "accuracy"
     with pytest.raises(FlsuiteError, match="monitor must be one of accuracy"):
         made.monitored("accuracy_client_mean")
