@@ -64,8 +64,10 @@ _MERGED = {
         "wandb_link": "wandb_files",
     },
     "commands.sweeps": {"plan": "tuning", "queue": "outcome"},
+    "data": {"federated": "rows spec"},
     "data.datasets": {
         "csv_files": "column_scale",
+        "from_dataset": "from_data_module",
         "generated": "digits synthetic",
         "table": "table_files",
         "vision": "cinic10",
@@ -73,8 +75,7 @@ _MERGED = {
     "data.partitions": {
         "base": "counts",
         "dirichlet": "dirichlet_balanced dirichlet_extended dirichlet_proportions",
-        "owners": "natural sole_owner",
-        "shares": "iid pathological quantity ranked",
+        "shares": "iid natural owners pathological quantity ranked sole_owner",
     },
     "federation.client": {"devices": "allocator placement precision", "entries": "resident"},
     "federation.engines": {"wire": "worker"},

@@ -84,7 +84,9 @@ def test_the_common_contract(partition: Partition) -> None:
 
         assert len(parts) == clients
         for part in parts:
-            assert part.dtype == np.int64 and len(part) > 0 and (np.diff(part) > 0).all()
+            assert (
+                np.asarray(part).dtype == np.int64 and len(part) > 0 and (np.diff(part) > 0).all()
+            )
         assert len(np.unique(together)) == len(together)
         assert together.min() >= 0 and together.max() < n
         assert (labels == before).all()
