@@ -20,10 +20,9 @@ from flsuite.analysis.partition import (
     partitions_figure,
     task_plan_figure,
 )
-from flsuite.analysis.report import report_markdown, report_table
+from flsuite.analysis.report import report_markdown, report_table, target_figure, target_table
 from flsuite.analysis.results import Results, load
 from flsuite.analysis.runs import read_metrics, read_partition
-from flsuite.analysis.target import target_figure, target_table
 from flsuite.analysis.timeline import read_timeline, timeline_figure
 
 __all__ = [

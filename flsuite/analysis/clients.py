@@ -16,6 +16,7 @@ from flsuite.analysis.panels import (
     legend_right,
     new_figure,
     panel_grid,
+    tidy,
 )
 from flsuite.analysis.results import client_numbers, only, require_results
 from flsuite.analysis.runs import read_partition, read_table
@@ -87,8 +88,7 @@ def gain_figure(
         )
         panel.set(xlim=ends, ylim=ends, xlabel=f"{over}: {split} {metric}", ylabel=method)
         panel.set_aspect("equal")
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
+        tidy(panel)
     if gains["partition"].nunique() > 1:
         legend_right(figure, panels[0])
     return figure
@@ -172,11 +172,8 @@ def contribution_table(values: pd.DataFrame, names: Sequence[str]) -> pd.DataFra
     table = values.groupby("client")[["samples"]].mean()
     for name in names:
         own = values[values["name"] == name].groupby("client")["value"]
-        table[name], table[f"{name}_std"], table[f"{name}_values"] = (
-            own.mean(),
-            own.std(),
-            own.size(),
-        )
+        statistics = own.agg(["mean", "std", "size"])
+        table[[name, f"{name}_std", f"{name}_values"]] = statistics
     return table.reset_index()
 
 
@@ -194,14 +191,12 @@ def rank_correlation(values: pd.DataFrame, names: Sequence[str]) -> pd.Series:
         values: A table as for :func:`contribution_table`.
         names: The two methods.
     """
-
-    def of_a_run(rows: pd.DataFrame) -> float:
-        first, second = (rows[name].rank() for name in names)
-        is_unknown = min(first.nunique(), second.nunique()) < 2 or len(rows) < _FEWEST
-        return float("nan") if is_unknown else float(first.corr(second))
-
-    means = _by_run(values)
-    return pd.Series({run: of_a_run(rows) for run, rows in means.groupby("run")}, dtype=float)
+    first, second = names
+    correlations = {
+        run: rows.corr("spearman", min_periods=_FEWEST).loc[first, second]
+        for run, rows in _by_run(values).groupby("run")
+    }
+    return pd.Series(correlations, dtype=float)
 
 
 def contribution_figure(

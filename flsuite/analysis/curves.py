@@ -17,9 +17,11 @@ from flsuite.analysis.panels import (
     AXES,
     aligned,
     by_experiment,
+    legend_outside,
     legend_right,
     new_figure,
     panel_grid,
+    tidy,
 )
 from flsuite.analysis.results import only, require_results
 from flsuite.analysis.runs import curve, logged_scores, read_metrics, run_scores, score_rows
@@ -96,14 +98,7 @@ def _add_legend(figure: Figure, lines: Mapping[str, Line2D]) -> None:
     columns = max(1, int(14 * figure.get_figwidth()) // (6 + longest))
     height = 0.18 * sum(1 + label.count("\n") for label in lines) / columns
     figure.set_figheight(figure.get_figheight() + height)
-    figure.legend(
-        [*lines.values()],
-        [*lines],
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        fontsize=8,
-    )
+    legend_outside(figure, "lower center", [*lines.values()], [*lines], ncols=columns)
 
 
 Lines = dict[str, pd.DataFrame]
@@ -192,8 +187,7 @@ def label_axes(panel: Axes, metric: str, split: str, x: str) -> None:
     panel.xaxis.set_major_locator(MaxNLocator(integer=AXES[x].is_whole))
     # Ticks that depend on the panel's size would change after the layout, and cut off its label.
     panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    panel.grid(alpha=0.25)
-    panel.spines[["top", "right"]].set_visible(False)
+    tidy(panel)
 
 
 GAMMA = {
@@ -286,9 +280,8 @@ def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
     # Below the panels, where it does not cover lines.
     legends = [zip(*panel.get_legend_handles_labels()[::-1], strict=True) for panel in panels]
     lines = dict(chain.from_iterable(legends))  # one line per label
-    figure.legend(
-        [*lines.values()], [*lines], loc="outside lower center", ncols=3, frameon=False, fontsize=9
-    )
+    handles, labels = [*lines.values()], [*lines]
+    legend_outside(figure, "lower center", handles, labels, fontsize=9, ncols=3)
     return figure
 
 

@@ -9,7 +9,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flsuite.analysis.panels import Color, class_colors, new_figure, panel_grid
+from flsuite.analysis.panels import (
+    Color,
+    class_colors,
+    legend_outside,
+    new_figure,
+    panel_grid,
+    tidy,
+)
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import load_tensors
 
@@ -127,7 +134,7 @@ def _scatter_classes(
     for c, (name, color) in enumerate(zip(class_names, colors, strict=True)):
         x1, x2 = points[y == c].T
         panel.scatter(x1, x2, s=7, color=color, alpha=0.55, linewidths=0, label=name)
-    panel.spines[["top", "right"]].set_visible(False)
+    tidy(panel, grid=None)
 
 
 def _draw_prior(
@@ -147,12 +154,5 @@ def _draw_prior(
 
 
 def _add_class_legend(figure: Figure, panel: Axes, class_names: Sequence[str]) -> None:
-    handles = panel.get_legend_handles_labels()[0]
-    figure.legend(
-        handles,
-        [name[:18] for name in class_names],
-        loc="outside right center",
-        frameon=False,
-        fontsize=7,
-        markerscale=2,
-    )
+    handles, short = panel.get_legend_handles_labels()[0], [name[:18] for name in class_names]
+    legend_outside(figure, "right center", handles, short, fontsize=7, markerscale=2)

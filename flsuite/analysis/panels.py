@@ -1,10 +1,11 @@
 """Figures with several panels, their axes, and common ways to draw in them."""
 
-from collections.abc import Hashable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import pandas as pd
 from matplotlib import colormaps
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
@@ -117,10 +118,38 @@ def by_experiment(results: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def legend_right(figure: Figure, panel: Axes) -> None:
-    """Add the legend of a panel to the right of all panels, where it does not cover anything."""
+    """Add the legend of a panel to the right of all panels, which become no narrower."""
     figure.set_figwidth(figure.get_figwidth() + 2.4)
-    handles, labels = panel.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
+    legend_outside(figure, "right center", *panel.get_legend_handles_labels())
+
+
+def legend_outside(
+    figure: Figure,
+    place: str,
+    handles: Sequence[Artist],
+    labels: Sequence[str] | None = None,
+    fontsize: int = 8,
+    **style: Any,
+) -> None:
+    """Add a legend outside of all panels, where it does not cover anything.
+
+    Args:
+        figure: The figure.
+        place: ``right center`` or ``lower center``.
+        handles: What the legend explains.
+        labels: Texts. Default: the labels of the handles.
+        fontsize: Size of the texts.
+        style: Further arguments of :meth:`matplotlib.figure.Figure.legend`.
+    """
+    style = {"loc": f"outside {place}", "frameon": False, "fontsize": fontsize, **style}
+    figure.legend(handles=handles, labels=labels, **style)
+
+
+def tidy(panel: Axes, grid: Literal["both", "x", "y"] | None = "both") -> None:
+    """Remove the frame at the top and at the right of a panel, and add a pale grid."""
+    if grid is not None:
+        panel.grid(axis=grid, alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 def class_colors(number: int) -> list[Color]:

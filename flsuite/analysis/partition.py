@@ -10,8 +10,10 @@ from flsuite.analysis.panels import (
     by_experiment,
     class_colors,
     draw_matrix,
+    legend_outside,
     new_figure,
     panel_grid,
+    tidy,
 )
 from flsuite.analysis.results import require_results
 from flsuite.analysis.runs import read_partition
@@ -39,7 +41,7 @@ def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
 
     sizes.bar(range(clients), counts.sum(), color="#4c72b0", width=0.7)
     sizes.set_ylabel("samples")
-    sizes.spines[["top", "right"]].set_visible(False)
+    tidy(sizes, grid=None)
 
     stacked = counts.stack()
     y, x = (stacked.index.codes[level] for level in (0, 1))
@@ -96,12 +98,12 @@ def partitions_figure(results: pd.DataFrame, split: str = "train", clients: int 
         # Bars without height would otherwise keep the axis from ending above the others.
         highest = max(highest, float(below.max()))
         panel.set(xlabel="client", ylabel=f"{split} samples", ylim=(0, 1.04 * highest))
-        panel.spines[["top", "right"]].set_visible(False)
+        tidy(panel, grid=None)
 
     handles, labels = panels[0].get_legend_handles_labels()
     if len(labels) <= 20:
         short = [_short(label, 18) for label in labels]
-        figure.legend(handles, short, loc="outside right center", frameon=False, fontsize=7)
+        legend_outside(figure, "right center", handles, short, fontsize=7)
     return figure
 
 

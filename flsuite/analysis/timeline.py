@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from flsuite.analysis.panels import AXES, new_figure
+from flsuite.analysis.panels import AXES, legend_outside, new_figure, tidy
 from flsuite.analysis.runs import read_table, typed
 from flsuite.common.errors import FlsuiteError, require_at_least, require_positive
 
@@ -114,9 +114,7 @@ def timeline_figure(table: pd.DataFrame, clients: int = 40, seconds: float | Non
         _add_color_bar(figure, [above, bars], shades, view.most_stale)
 
     figure.suptitle(view.title, fontsize=10)
-    figure.legend(
-        handles=_legend(view), loc="outside lower center", ncols=5, frameon=False, fontsize=8
-    )
+    legend_outside(figure, "lower center", _legend(view), ncols=5)
     return figure
 
 
@@ -173,8 +171,7 @@ def _draw_staleness(panel: Axes, view: _View) -> None:
     panel.set_ylabel("staleness")
     panel.set_ylim(bottom=0)
     panel.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    panel.grid(axis="y", alpha=0.25)
-    panel.spines[["top", "right"]].set_visible(False)
+    tidy(panel, "y")
     # Above the panel, because there may be points anywhere in it.
     panel.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2, frameon=False, fontsize=8)
 
@@ -207,7 +204,7 @@ def _draw_bars(panel: Axes, view: _View) -> ScalarMappable:
     panel.set_ylim(len(view.clients) - 0.4, -0.6)
     panel.set_xlim(0, view.end * 1.005 or 1.0)  # fits may take no time at all
     panel.set(xlabel="virtual seconds", ylabel="client")
-    panel.spines[["top", "right"]].set_visible(False)
+    tidy(panel, grid=None)
     return shades
 
 

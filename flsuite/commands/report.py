@@ -20,7 +20,7 @@ from flsuite.analysis.comparison import (
 )
 from flsuite.analysis.curves import MOST_SCORES, curves_figure
 from flsuite.analysis.groups import Group, find_runs, group_runs
-from flsuite.analysis.notes import (
+from flsuite.analysis.listing import (
     apart,
     finished,
     measured,
@@ -32,17 +32,20 @@ from flsuite.analysis.notes import (
 from flsuite.analysis.panels import AXES
 from flsuite.analysis.publish.page.page import PageRequest, require_page, write_page
 from flsuite.analysis.report import (
+    amount_cell,
     averaged_text,
     default_metrics,
+    first_to_target,
     report_markdown,
     report_table,
     require_score,
     score_cell,
     score_titles,
+    target_markdown,
+    target_table,
 )
 from flsuite.analysis.results import Results, results_of
-from flsuite.analysis.target import amount_cell, first_to_target, target_markdown, target_table
-from flsuite.analysis.tuning import read_tuning
+from flsuite.analysis.runs import read_tuning
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.report_cross import report_cross
 from flsuite.common.errors import FlsuiteError

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from flsuite.analysis.cross import cross_figure, cross_markdown, cross_matrices, cross_table
 from flsuite.analysis.groups import Group
-from flsuite.analysis.notes import repeated, uneven
+from flsuite.analysis.listing import repeated, uneven
 from flsuite.common.files import csv_of, make_folder, replace_text
 
 

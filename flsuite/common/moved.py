@@ -54,11 +54,15 @@ _MERGED = {
         "clients": "confusion contribution",
         "curves": "run_figure",
         "groups": "labels",
+        "listing": "notes",
         "panels": "axes",
+        "report": "target",
+        "runs": "tuning",
     },
     "analysis.publish.page": {"parts": "headline"},
     "callbacks": {
         "logger_links": "round_numbers",
+        "loggers": "pictures",
         "monitors": "flow_monitor latent_space probe",
         "stopping": "early_stopping stop_at",
         "wandb_link": "wandb_files",
@@ -81,12 +85,13 @@ _MERGED = {
     "federation.engines": {"wire": "worker"},
     "federation.schedules": {"speeds": "availability"},
     "federation.server": {"evaluation": "adaptation"},
+    "flower": {"server": "strategy"},
     "metrics": {"scores": "continual"},
     "metrics.fisher": {"estimates": "columns full measuring per_sample"},
     "models": {"autoencoders": "strides", "flows": "gaussians"},
     "models.backbones": {"resnets": "resnet18 resnet20", "small": "cnn lenet mlp"},
     "runs": {"checkpoint": "kept", "predictions": "partition", "rounds": "rehearsal"},
-    "studies.inversion": {"attack": "figure", "target": "knowledge"},
+    "studies.inversion": {"attack": "figure gan", "target": "knowledge"},
 }
 _GROUND = "arguments errors files lightning_internals messages random score_names state"
 _NOW = {

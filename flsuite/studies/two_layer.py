@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from flsuite.analysis.panels import new_figure, tidy
 from flsuite.common.errors import FlsuiteError, require_at_least, require_positive
 from flsuite.common.files import make_folder
 from flsuite.common.random import numpy_generator
@@ -234,7 +235,7 @@ def synthetic_figure(table: pd.DataFrame) -> Figure:
     """
     rows = summary(table)
     kappas = rows["kappa"].unique()
-    figure = Figure(figsize=(8, 0.6 + 2.6 * len(kappas)), layout="constrained", dpi=150)
+    figure = new_figure(8, 0.6 + 2.6 * len(kappas))
     grid = figure.subplots(len(kappas), 2, squeeze=False, sharex="col", sharey=True)
 
     for panels, kappa in zip(grid, kappas, strict=True):
@@ -257,8 +258,7 @@ def _draw(panel: Axes, rows: pd.DataFrame, varied: str) -> None:
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.set_xticks(rows[varied].unique(), [str(value) for value in rows[varied].unique()])
-    panel.grid(alpha=0.25)
-    panel.spines[["top", "right"]].set_visible(False)
+    tidy(panel)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

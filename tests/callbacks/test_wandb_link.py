@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 from flsuite.analysis.groups import experiment_hash
 from flsuite.callbacks import FederationCallback, RoundLogger, StopAt
-from flsuite.callbacks.pictures import client_rounds, confusion_counts
+from flsuite.callbacks.loggers import client_rounds, confusion_counts
 from flsuite.data.federated import DataSpec, DataSplit
 from flsuite.federation.client.entries import Entries
 from flsuite.models import MLP, Classifier

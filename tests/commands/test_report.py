@@ -20,10 +20,10 @@ from flsuite.analysis import (
     target_table,
 )
 from flsuite.analysis.curves import seed_curves
-from flsuite.analysis.notes import apart, measured
+from flsuite.analysis.listing import apart, measured
+from flsuite.analysis.report import target_markdown
 from flsuite.analysis.results import only, results_of
 from flsuite.analysis.runs import curve
-from flsuite.analysis.target import target_markdown
 from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping, RoundProgress
 from flsuite.commands.main import main
 from flsuite.common.errors import FlsuiteError

@@ -25,8 +25,7 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.federation import Synchronous
 from flsuite.federation.client.lr_decay import ExponentialDecay
 from flsuite.flower.records import to_arrays, to_state
-from flsuite.flower.server import serve
-from flsuite.flower.strategy import FlowerStrategy
+from flsuite.flower.server import FlowerStrategy, serve
 from tests.aggregators.test_baseline_methods import EVERY
 from tests.conftest import classifier, equal_states, mostly_long, state, table, trainer
 from tests.flower.grid import (

@@ -75,7 +75,7 @@ def test_a_federation_finds_what_it_has_not_seen(aggregator: Any, rounds: int) -
 
 
 def test_what_it_cannot_score_is_refused() -> None:
-    with pytest.raises(FlsuiteError, match="densities of an ACVAE"):
+    with pytest.raises(FlsuiteError, match="densities of classes"):
         trainer(rounds=1, callbacks=[Detection()]).fit(classifier(), digits())
     with pytest.raises(FlsuiteError, match=r"set data\.anomalies"):
         trainer(rounds=1, callbacks=[Detection()]).fit(ACVAE(), digits(standardize=False))

@@ -30,7 +30,7 @@ from flsuite.studies.inversion import (
     sent_factors,
     share_recognised,
 )
-from flsuite.studies.inversion.gan import Critic, Generator, gradient_penalty
+from flsuite.studies.inversion.attack import Critic, Generator, gradient_penalty
 from flsuite.studies.inversion.target import batch_factors
 from tests.conftest import trainer
 

@@ -1,12 +1,13 @@
 """Model inversion: reconstruction of a client's images from the server's knowledge."""
 
 from flsuite.studies.inversion.attack import (
+    GAN,
+    GANTraining,
     Inversion,
     Reconstructions,
     reconstruction_figure,
     share_recognised,
 )
-from flsuite.studies.inversion.gan import GAN, GANTraining
 from flsuite.studies.inversion.target import (
     Knowledge,
     Target,

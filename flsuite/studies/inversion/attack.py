@@ -1,7 +1,8 @@
-"""Generative model inversion, and its figure: Zhang et al. 2020.
+"""Generative model inversion, its prior over images, and its figure.
 
-The Secret Revealer: Generative Model-Inversion Attacks Against Deep Neural Networks, CVPR,
-arXiv:1911.07135.
+Zhang et al. 2020, The Secret Revealer: Generative Model-Inversion Attacks Against Deep Neural
+Networks, CVPR, arXiv:1911.07135. The prior is a Wasserstein GAN with a gradient penalty: Gulrajani
+et al. 2017, Improved Training of Wasserstein GANs, arXiv:1704.00028, algorithm 1.
 """
 
 from collections.abc import Mapping
@@ -9,8 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite.common.arguments import (
@@ -20,10 +22,182 @@ from flsuite.common.arguments import (
     Settings,
     SmallProbability,
 )
-from flsuite.common.errors import require_at_least
-from flsuite.common.random import torch_generator
-from flsuite.studies.inversion.gan import GAN
+from flsuite.common.errors import FlsuiteError, require_at_least
+from flsuite.common.random import seed_process, torch_generator
 from flsuite.studies.inversion.target import Target
+
+
+class Generator(nn.Sequential):
+    """A network from latents ``(n, latent)`` to images ``(n, *shape)`` within [0, 1].
+
+    Args:
+        shape: ``(channels, height, width)`` of an image.
+        width: Channels of the last hidden layer. The two before have two and four times as many.
+        latent: Length of a latent vector.
+    """
+
+    def __init__(self, shape: tuple[int, ...], width: int = 32, latent: int = 100) -> None:
+        sizes = _halved(shape)
+        # A transposed convolution takes s to 2 s, or with this padding to 2 s + 1.
+        odd = [(height % 2, length % 2) for height, length in sizes]
+        smallest = (4 * width, *sizes[3])
+        super().__init__(
+            nn.Linear(latent, smallest[0] * smallest[1] * smallest[2]),
+            nn.Unflatten(1, smallest),
+            nn.BatchNorm2d(4 * width),
+            nn.ReLU(),
+            nn.ConvTranspose2d(4 * width, 2 * width, 4, 2, 1, output_padding=odd[2]),
+            nn.BatchNorm2d(2 * width),
+            nn.ReLU(),
+            nn.ConvTranspose2d(2 * width, width, 4, 2, 1, output_padding=odd[1]),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.ConvTranspose2d(width, shape[0], 4, 2, 1, output_padding=odd[0]),
+            nn.Sigmoid(),
+        )
+
+
+class Critic(nn.Sequential):
+    """A network from images ``(n, *shape)`` to scores ``(n,)``, higher for real ones.
+
+    It has no BatchNorm, because the gradient penalty is per image.
+
+    Args:
+        shape: ``(channels, height, width)`` of an image.
+        width: Channels of the first layer. The next layers have two and four times as many.
+    """
+
+    def __init__(self, shape: tuple[int, ...], width: int = 32) -> None:
+        height, length = _halved(shape)[3]
+        super().__init__(
+            nn.Conv2d(shape[0], width, 4, 2, 1),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(width, 2 * width, 4, 2, 1),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(2 * width, 4 * width, 4, 2, 1),
+            nn.LeakyReLU(0.2),
+            nn.Flatten(),
+            nn.Linear(4 * width * height * length, 1),
+            nn.Flatten(0),
+        )
+
+
+class GAN(NamedTuple):
+    """A trained generator and its critic, in evaluation mode and with frozen weights.
+
+    Attributes:
+        generator: Maps latents ``(n, latent)`` to images within [0, 1].
+        critic: Maps images to numbers ``(n,)``, higher for real ones.
+        latent: Length of a latent vector.
+    """
+
+    generator: nn.Module
+    critic: nn.Module
+    latent: int
+
+
+@dataclass(frozen=True)
+class GANTraining(Settings):
+    """The training of the GAN.
+
+    Attributes:
+        epochs: Passes over the images.
+        batch_size: Images per step.
+        width: Channels of the thinnest layers. The published networks have 64.
+        latent: Length of a latent vector.
+        lr: Adam's learning rate.
+        betas: Adam's decay rates.
+        critic_steps: Steps of the critic per step of the generator.
+        penalty: Weight of the gradient penalty.
+    """
+
+    epochs: PositiveInt = 30
+    batch_size: PositiveInt = 64
+    width: PositiveInt = 32
+    latent: PositiveInt = 100
+    lr: PositiveFloat = 2e-4
+    betas: tuple[float, float] = (0.5, 0.999)
+    critic_steps: PositiveInt = 5
+    penalty: NonNegativeFloat = 10.0
+
+    def train(self, images: Tensor, seed: int) -> GAN:
+        """Return a GAN trained on images within [0, 1], ``(n, channels, height, width)``."""
+        _require_images(images)
+        shape = tuple(images.shape[1:])
+        with isolate_rng(), torch.enable_grad():
+            seed_process(seed, "inversion/gan")  # the layers' initial weights
+            generator, critic = Generator(shape, self.width, self.latent), Critic(shape, self.width)
+        for module in (generator, critic):
+            module.to(images.device).to(memory_format=torch.channels_last)
+        of_generator, of_critic = (
+            torch.optim.Adam(module.parameters(), self.lr, self.betas)
+            for module in (generator, critic)
+        )
+
+        steps = 0
+        for epoch in range(self.epochs):
+            draws = torch_generator(seed, "inversion/gan", epoch + 1)
+            for rows in torch.randperm(len(images), generator=draws).split(self.batch_size):
+                real = images[rows]
+                with torch.no_grad():
+                    fake = generator(self._latents(real, draws))
+                of_critic.zero_grad()
+                _critic_loss(critic, real, fake, self.penalty, draws).backward()
+                of_critic.step()
+
+                steps += 1
+                if steps % self.critic_steps == 0:
+                    of_generator.zero_grad()
+                    (-critic(generator(self._latents(real, draws))).mean()).backward()
+                    of_generator.step()
+
+        for module in (generator, critic):
+            module.eval().requires_grad_(False)
+        return GAN(generator, critic, self.latent)
+
+    def _latents(self, real: Tensor, draws: torch.Generator) -> Tensor:
+        return torch.randn(len(real), self.latent, generator=draws).to(real)
+
+
+def _critic_loss(
+    critic: nn.Module, real: Tensor, fake: Tensor, penalty: NonNegativeFloat, draws: torch.Generator
+) -> Tensor:
+    """Return ``mean D(fake) - mean D(real) + penalty mean (|grad D(x)| - 1)^2``.
+
+    Each x is a random interpolation between a real image and a fake one.
+    """
+    share = torch.rand(len(real), 1, 1, 1, generator=draws).to(real)
+    between = share * real + (1 - share) * fake
+    distance = critic(fake).mean() - critic(real).mean()
+    return distance + penalty * gradient_penalty(critic, between)
+
+
+def gradient_penalty(critic: nn.Module, images: Tensor) -> Tensor:
+    """Return the mean over images of ``(|grad D(x)| - 1)^2``, with gradients."""
+    at = images.detach().requires_grad_()
+    # Differentiate the sum, because a critic's value depends only on its own image.
+    (slope,) = torch.autograd.grad(critic(at).sum(), at, create_graph=True)
+    return (slope.flatten(1).norm(dim=1) - 1).square().mean()
+
+
+def _halved(shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return the sides of an image and of its three successive halves, rounded down."""
+    _, height, length = shape
+    return [(height // 2**times, length // 2**times) for times in range(4)]
+
+
+def _require_images(images: Tensor) -> None:
+    """Refuse a batch without images, or with images that cannot be halved three times."""
+    if images.ndim != 4 or not len(images):
+        raise FlsuiteError(
+            "GANTraining needs images (n, channels, height, width) with n above 0, got "
+            f"{tuple(images.shape)}"
+        )
+    if min(images.shape[2:]) < 8:
+        raise FlsuiteError(
+            f"GANTraining halves images three times, but {tuple(images.shape[2:])} is too small: "
+            "set data.resize, such as 28"
+        )
 
 
 def reconstruction_figure(rows: Mapping[str, Tensor], columns: int = 12) -> Figure:

@@ -11,9 +11,9 @@ from flsuite.analysis.comparison import compare
 from flsuite.analysis.curves import gamma_parts, seed_curves
 from flsuite.analysis.panels import AXES
 from flsuite.analysis.partition import class_counts
+from flsuite.analysis.report import target_points
 from flsuite.analysis.results import client_numbers, only
 from flsuite.analysis.runs import read_partition
-from flsuite.analysis.target import target_points
 from flsuite.common.errors import FlsuiteError
 
 # The page stays below 2 MB, including 1.2 MB for the chart library.

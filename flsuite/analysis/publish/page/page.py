@@ -16,9 +16,8 @@ from flsuite.analysis.comparison import compare, comparison_note, default_score
 from flsuite.analysis.groups import Group
 from flsuite.analysis.publish.page.data import gather
 from flsuite.analysis.publish.page.parts import headline
-from flsuite.analysis.report import require_score
+from flsuite.analysis.report import own_targets, require_score
 from flsuite.analysis.results import results_of, short_path
-from flsuite.analysis.target import own_targets
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import parse_yaml, replace_text
 

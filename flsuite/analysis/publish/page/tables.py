@@ -10,8 +10,13 @@ import pandas as pd
 from flsuite.analysis.comparison import PAIR_HEADINGS, pair_cells
 from flsuite.analysis.groups import Group, differing, setting_text
 from flsuite.analysis.panels import AXES
-from flsuite.analysis.report import averaged_scores, group_row, score_cell
-from flsuite.analysis.target import amount_cell, target_table
+from flsuite.analysis.report import (
+    amount_cell,
+    averaged_scores,
+    group_row,
+    score_cell,
+    target_table,
+)
 from flsuite.common.score_names import lower_is_better
 
 
