@@ -50,10 +50,14 @@ def compare(
             f"compare: there is no method {against!r}; there are {', '.join(methods)}"
         )
 
+    pairs = list(itertools.combinations(methods, 2))
+    if against is not None:
+        pairs = [(method, against) for method in methods if method != against]
     rows = []
     for partition, of_partition in scores.groupby("partition", sort=False):
         by_seed = of_partition.pivot_table(index="seed", columns="method", values="value")
-        for method, other in _pairs([m for m in methods if m in by_seed], against):
+        by_seed = by_seed.reindex(columns=methods)
+        for method, other in pairs:
             both = by_seed[[method, other]].dropna()
             if len(both):
                 numbers = paired(both[method].to_numpy(), both[other].to_numpy())
@@ -172,15 +176,20 @@ PAIR_HEADINGS = ("difference of", "seeds", "mean", "95 % interval", "p", "p (Hol
 
 
 def pair_cells(table: pd.DataFrame) -> list[tuple[str, ...]]:
-    """Return the pairs of :func:`compare` as texts, in the order of ``PAIR_HEADINGS``."""
+    """Return the pairs of :func:`compare` as texts, in the order of ``PAIR_HEADINGS``.
+
+    A pair without an interval or a p-value has an empty text there.
+    """
     return [
         (
             f"{row['method']} - {row['other']}",
             f"{row['seeds']}",
             f"{row['difference']:+.4f}",
-            _shown_interval(row["low"], row["high"]),
-            _shown_p(row["p"]),
-            _shown_p(row["p_holm"]),
+            "" if np.isnan(row["low"]) else f"{row['low']:+.4f} to {row['high']:+.4f}",
+            *(
+                "" if np.isnan(p) else "<0.0001" if p < 1e-4 else f"{p:.4f}"
+                for p in (row["p"], row["p_holm"])
+            ),
         )
         for row in table.to_dict("records")
     ]
@@ -198,21 +207,3 @@ def comparison_markdown(table: pd.DataFrame, metric: str, score: Score) -> str:
         title = f"{partition}:\n\n" if table["partition"].nunique() > 1 else ""
         parts.append(title + markdown_table(PAIR_HEADINGS, pair_cells(own)))
     return "\n\n".join(parts)
-
-
-def _shown_interval(low: float, high: float) -> str:
-    """Return an interval as text, empty if there is none."""
-    return "" if np.isnan(low) else f"{low:+.4f} to {high:+.4f}"
-
-
-def _shown_p(p: float) -> str:
-    """Return a p-value as text, empty if there is none."""
-    if np.isnan(p):
-        return ""
-    return "<0.0001" if p < 1e-4 else f"{p:.4f}"
-
-
-def _pairs(methods: list[str], against: str | None) -> list[tuple[str, str]]:
-    if against is None:
-        return list(itertools.combinations(methods, 2))
-    return [(method, against) for method in methods if against in methods and method != against]

@@ -1,6 +1,6 @@
 """Cross tables: scores of runs by two of their settings, such as the aggregator and the attack."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -74,7 +74,11 @@ def cross_matrices(
         score: ``last`` or ``picked``.
     """
     own = table[table["metric"] == metric]
-    index, columns = (_sorted(own[name]) for name in ("row", "column"))
+    # "none" first, and numbers in numeric order
+    index, columns = (
+        sorted(own[name].unique(), key=lambda value: (value != "none", *_rank(value)))
+        for name in ("row", "column")
+    )
     return {
         str(panel): cells.pivot(index="row", columns="column", values=score).reindex(
             index=index, columns=columns
@@ -90,10 +94,8 @@ def cross_markdown(table: pd.DataFrame) -> str:
         if score not in table:
             continue
         own = table[table["metric"] == metric]
-        cells = {
-            tuple(row[name] for name in _PLACE): score_cell(row, score)
-            for row in own.to_dict("records")
-        }
+        texts = [score_cell(row, score) for row in own.to_dict("records")]
+        cells = own.assign(text=texts).set_index(_PLACE)["text"]
         for panel, matrix in cross_matrices(table, metric, score).items():
             rows = [
                 [row, *(cells.get((panel, row, column), "") for column in matrix.columns)]
@@ -144,8 +146,8 @@ def _panels(groups: Sequence[Group], rows: str, columns: str) -> Iterator[tuple[
     """Yield the title and the groups of each panel."""
     keys = [key for key in _varying(groups) if key not in (rows, columns, *_OF_A_FORK)]
     # A run that is not a fork has no such round, and is the baseline of all forks.
-    open_keys = {key for key in keys if _is_related(key, rows) or _is_related(key, columns)}
-    open_keys |= {"fork.round"}
+    open_keys = {key for key in keys for axis in (rows, columns) if _is_related(key, axis)}
+    open_keys.add("fork.round")
     places = [
         tuple(group.settings.get(key, _OPEN if key in open_keys else None) for key in keys)
         for group in groups
@@ -193,11 +195,6 @@ def _name(group: Group, key: str) -> str:
     """Return the value of a setting as the name of a row or column."""
     value = group.settings.get(key)
     return "none" if value is None else shown_value(value)
-
-
-def _sorted(names: Iterable[str]) -> list[str]:
-    """Return the unique names, with ``none`` first and numbers in numeric order."""
-    return sorted(set(names), key=lambda name: (name != "none", *_rank(name)))
 
 
 def _rank(value: Any) -> tuple[int, float, str]:

@@ -24,21 +24,24 @@ class _Class(str):
 
 def flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
     """Yield path and value of each setting, with a class before its parameters."""
-    if isinstance(node, Mapping) and "class_path" in node:
-        yield path, _Class(node["class_path"])
-        arguments = node.get("init_args")
-        for key, value in arguments.items() if isinstance(arguments, Mapping) else ():
-            # A mapping of plain values is one value, because another group may have a word there.
-            yield from flatten(repr(value) if _is_plain(value) else value, f"{path}.{key}")
-    elif isinstance(node, Mapping) and node:
-        for key, value in node.items():
-            yield from flatten(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(node, list) and any(isinstance(item, Mapping) for item in node):
-        # Objects in a list are keyed by class name, so that labels can name them.
-        for name, item in zip(_names(node), node, strict=True):
-            yield from flatten(item, f"{path}.{name}")
-    else:
-        yield path, repr(node) if isinstance(node, (list, Mapping)) else node
+    match node:
+        case {"class_path": name}:
+            yield path, _Class(name)
+            arguments = node.get("init_args")
+            for key, value in arguments.items() if isinstance(arguments, Mapping) else ():
+                # A mapping of plain values is one value: another group may have a word there.
+                yield from flatten(repr(value) if _is_plain(value) else value, f"{path}.{key}")
+        case {} if node:
+            for key, value in node.items():
+                yield from flatten(value, f"{path}.{key}" if path else str(key))
+        case list() if any(isinstance(item, Mapping) for item in node):
+            # Objects in a list are keyed by class name, so that labels can name them.
+            for name, item in zip(_names(node), node, strict=True):
+                yield from flatten(item, f"{path}.{name}")
+        case list() | {}:
+            yield path, repr(node)
+        case _:
+            yield path, node
 
 
 def _is_plain(node: Any) -> bool:
@@ -75,8 +78,7 @@ class Variation:
 
     def __init__(self, all_settings: Sequence[Flat]) -> None:
         # The algorithm first, because it is what most tables compare.
-        self.keys = sorted(_keys(all_settings), key=lambda key: not _is_of(key, "aggregator"))
-        self._owners = {key: _owners(key) for key in self.keys}
+        self.keys = sorted(_keys(all_settings), key=lambda key: key.split(".")[0] != "aggregator")
         self._values: dict[tuple[str, ...], set[str]] = {}
         for own in all_settings:
             for key in self.keys:
@@ -105,7 +107,7 @@ class Variation:
         return " + ".join(names)
 
     def _peers(self, key: str, own: Flat) -> tuple[str, ...]:
-        return (key, *(repr(own.get(owner)) for owner in self._owners[key]))
+        return (key, *(repr(own.get(owner)) for owner in _owners(key)))
 
 
 def label_of(own: Flat, variation: Variation) -> str:
@@ -117,11 +119,6 @@ def method_of(own: Flat, variation: Variation) -> str:
     """Return the aggregator, and other differing settings outside of the data."""
     parts = variation.texts(own, lambda key: key != "aggregator" and not _is_data(key))
     return ", ".join([variation.algorithm(own), *parts])
-
-
-def data_texts(own: Flat, variation: Variation) -> list[str]:
-    """Return the settings of the data in which a group differs from the others, as text."""
-    return variation.texts(own, _is_data)
 
 
 def partition_of(own: Flat, variation: Variation) -> str:
@@ -147,8 +144,8 @@ def setting_text(key: str, value: Any, keys: Iterable[str]) -> str:
     """Return a setting as text, with its whole path if another key has the same name."""
     if isinstance(value, _Class):
         return shown_value(value)
-    last = _last(key)
-    name = last if sum(_last(other) == last for other in keys) == 1 else key
+    is_unique = [_last(other) for other in keys].count(_last(key)) == 1
+    name = _last(key) if is_unique else key
     return f"{name}={shown_value(value)}"
 
 
@@ -171,11 +168,7 @@ def _keys(all_settings: Sequence[Flat]) -> list[str]:
 
 
 def _is_data(key: str) -> bool:
-    return _is_of(key, "data")
-
-
-def _is_of(key: str, owner: str) -> bool:
-    return key == owner or key.startswith(f"{owner}.")
+    return key.split(".")[0] == "data"
 
 
 def _last(path: object) -> str:
@@ -310,7 +303,7 @@ def _take_names_of_sweep(groups: list[Group], variation: Variation) -> None:
     for group, name, cell, pair in zip(groups, names, cells, full, strict=True):
         group.method, group.partition = name if full.count(pair) > 1 else pair
         if cell and len(groups) > 1 and (group.method, group.partition) == (cell[0], name[1]):
-            group.label = ", ".join([cell[0], *data_texts(group.settings, variation)])
+            group.label = ", ".join([cell[0], *variation.texts(group.settings, _is_data)])
 
 
 def _cell_of(group: Group) -> tuple[str, str] | None:
@@ -343,12 +336,13 @@ def _without_open(node: Any) -> Any:
 
     Runs from before a class had such an argument are the same experiment.
     """
-    if isinstance(node, list):
-        return [_without_open(item) for item in node]
-    if not isinstance(node, Mapping):
-        return node
-    return {
-        key: _without_open(value)
-        for key, value in node.items()
-        if value is not None and not (key in _CALLBACKS and not value)
-    }
+    match node:
+        case list():
+            return [_without_open(item) for item in node]
+        case {}:
+            return {
+                key: _without_open(value)
+                for key, value in node.items()
+                if value is not None and not (key in _CALLBACKS and not value)
+            }
+    return node

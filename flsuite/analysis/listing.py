@@ -66,9 +66,9 @@ def _data_name(description: Mapping[str, Any]) -> str:
     For data that wraps another data module, return the name of the inner one.
     """
     arguments = description.get("init_args") or {}
-    inner = arguments.get("data")
-    if isinstance(inner, Mapping) and "class_path" in inner:
-        return _data_name(inner)
+    match arguments:
+        case {"data": {"class_path": _} as inner}:
+            return _data_name(inner)
     return str(arguments.get("name") or description["class_path"].rsplit(".", 1)[-1])
 
 

@@ -1,10 +1,11 @@
 """The base class of callbacks with federation hooks."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import Callback
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import Outcome, Scores
 from flsuite.runs.run import Run
 
@@ -72,3 +73,26 @@ class FederationCallback(Callback):
 
         ``run.status`` tells them apart.
         """
+
+
+def require_model(run: Run, kind: type, needs: str, example: str) -> Any:
+    """Return the model of a run, and refuse a callback if the model lacks what it needs.
+
+    Args:
+        run: The run.
+        kind: The class or protocol that the model must have.
+        needs: What the callback does with it, as the start of the message.
+        example: A class that has it.
+    """
+    model = run.evaluator.model
+    if not isinstance(model, kind):
+        raise FlsuiteError(
+            f"{needs}, and {type(model).__name__} has none; use a model such as {example}, or "
+            "remove the callback"
+        )
+    return model
+
+
+def is_due(run: Run, every: int | None) -> bool:
+    """Return whether a callback acts in the round just done: each such number, and the last one."""
+    return run.finished or bool(every and run.round % every == 0)

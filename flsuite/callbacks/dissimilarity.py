@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.callbacks.base import Affects, FederationCallback, is_due
 from flsuite.common.arguments import PositiveInt, Settings, at_least
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import attached
@@ -69,7 +69,7 @@ class GradientDissimilarity(FederationCallback, Settings):
         head_parameters(model, run.federation.state)  # refused before a round has trained
 
     def on_round_end(self, run: Run, round: int) -> None:
-        if round % self.every and not run.finished:
+        if not is_due(run, self.every):
             return
         started = time.perf_counter()
         measured = self.measure(run, round)

@@ -5,6 +5,7 @@ Deep Learning with Differential Privacy, arXiv:1607.00133.
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -88,7 +89,7 @@ class DPSGD(FederationCallback, Settings):
         self._steps: dict[int, int] = {}  # of each client, over all its rounds
         self._sent: dict[int, int] = {}  # updates of each client
         self._spent: dict[int, float] = {}
-        self._hooks: Any = None
+        self._undo = ExitStack()  # what a fit has changed in the resident model
 
     # One client's fit
 
@@ -112,15 +113,21 @@ class DPSGD(FederationCallback, Settings):
         stream = f"dp_sgd/{loader.repeat}"
         self._generator = torch_generator(loader.seed, stream, loader.round, loader.client)
 
-        # The hooks of Opacus read a layer's output, which must not be overwritten.
-        self._overwriting = [part for part in pl_module.modules() if vars(part).get("inplace")]
-        for part in self._overwriting:
-            part.inplace = False  # type: ignore[assignment]
-        # Opacus reads a convolution's input as if its memory were contiguous. Where it is not, as
-        # with images in color, it returns other gradients of the weights, without an error.
-        convolutions = (part for part in pl_module.modules() if isinstance(part, _ConvNd))
-        self._handles = [part.register_forward_pre_hook(_contiguous) for part in convolutions]
-        self._module, self._hooks = pl_module, _opacus().GradSampleHooks(pl_module)
+        self._add_hooks(pl_module)
+
+    def _add_hooks(self, module: LightningModule) -> None:
+        """Let the resident model keep per-sample gradients, until the end of the fit."""
+        for part in module.modules():
+            # The hooks of Opacus read a layer's output, which must not be overwritten.
+            if vars(part).get("inplace"):
+                self._undo.callback(setattr, part, "inplace", True)
+                part.inplace = False  # type: ignore[assignment]
+            # Opacus reads a convolution's input as if its memory were contiguous. Where it is not,
+            # as with images in color, it returns other gradients of the weights, without an error.
+            if isinstance(part, _ConvNd):
+                self._undo.callback(part.register_forward_pre_hook(_contiguous).remove)
+        self._undo.callback(_remove_left_over, module)
+        self._undo.callback(_opacus().GradSampleHooks(module).cleanup)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -140,7 +147,8 @@ class DPSGD(FederationCallback, Settings):
         for parameter in parameters:
             if parameter.grad_sample is not None:
                 # A bfloat16 norm is off by half a percent, so clipped gradients would be too long.
-                parameter.grad_sample = _wide_enough(parameter.grad_sample)
+                wide = torch.promote_types(parameter.grad_sample.dtype, torch.float32)
+                parameter.grad_sample = parameter.grad_sample.to(wide)
         gradients: list[Tensor] = [p.grad_sample for p in parameters if p.grad_sample is not None]
         norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in gradients]).norm(dim=0)
         factors = (self.max_grad_norm / norms.clamp(min=1e-12)).clamp(max=1.0)
@@ -156,24 +164,10 @@ class DPSGD(FederationCallback, Settings):
             parameter.grad, parameter.grad_sample = total / self._mean_size, None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._detach()
+        self._undo.close()
 
     def on_exception(self, trainer: Trainer, *args: Any) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
-        """Restore the resident model, because the next fit adds its own hooks."""
-        if self._hooks is not None:
-            self._hooks.cleanup()
-            self._hooks = None
-            # After an error, Opacus leaves data that the backward pass would have consumed.
-            for part in self._module.modules():
-                for name in _LEFT_OVER & vars(part).keys():
-                    delattr(part, name)
-            for part in self._overwriting:
-                part.inplace = True  # type: ignore[assignment]
-            for handle in self._handles:
-                handle.remove()
+        self._undo.close()
 
     # The federation
 
@@ -193,8 +187,7 @@ class DPSGD(FederationCallback, Settings):
         layout = run.federation.server.layout
         mean = layout.samples // layout.clients
         require_small_delta("DPSGD", self.delta, mean, "the mean number of a client's samples")
-        _refuse_measured_extras(run.federation)
-        _refuse_seen_batches(run.federation)
+        _refuse_algorithm(run.federation)
         _refuse_unsupported(run.evaluator.model)
         epsilon(RandomDraw(2, 1.0, True), 1.0, 1, self.delta)  # fails now if its package is missing
 
@@ -231,13 +224,15 @@ class DPSGD(FederationCallback, Settings):
         self._spent = dict(state_dict["spent"])
 
 
+def _remove_left_over(module: nn.Module) -> None:
+    """Remove what Opacus leaves after an error: data that the backward pass had not consumed."""
+    for part in module.modules():
+        for name in _LEFT_OVER & vars(part).keys():
+            delattr(part, name)
+
+
 def _contiguous(part: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(value.contiguous() for value in inputs)
-
-
-def _wide_enough(gradients: Tensor) -> Tensor:
-    """Return gradients in float32, unless their dtype is wider."""
-    return gradients.to(torch.promote_types(gradients.dtype, torch.float32))
 
 
 def _opacus() -> Any:
@@ -253,33 +248,22 @@ def _statistics(federation: Federation) -> Mapping[str, Statistic]:
     return federation.aggregator.statistics(federation.server.layout, federation.state)
 
 
-def _refuse_measured_extras(federation: Federation) -> None:
-    """Refuse an algorithm whose clients send measurements of their samples without noise.
+def _refuse_algorithm(federation: Federation) -> None:
+    """Refuse an algorithm that reveals samples of the clients without noise.
+
+    Its clients may send measurements. A user's algorithm may see batches in a fit, except in a term
+    of the features: its changes of gradients or weights come after the noise. flsuite's own
+    algorithms that see batches are refused where they train without noise.
 
     Raises:
-        FlsuiteError: If they do. The message names it.
+        FlsuiteError: If it does. The message names the statistic or the callback.
     """
-    measured = [
-        name
-        for name, statistic in _statistics(federation).items()
-        if not statistic.from_steps and statistic.release is None
-    ]
-    if measured:
+    statistics = _statistics(federation).items()
+    if measured := [n for n, s in statistics if not s.from_steps and s.release is None]:
         raise FlsuiteError(
             f"DPSGD: clients of {federation.aggregator.name} also send {', '.join(measured)} "
             "without noise; choose another trainer.aggregator, or leave out DPSGD"
         )
-
-
-def _refuse_seen_batches(federation: Federation) -> None:
-    """Refuse a user's algorithm that sees batches in a fit, except in a term of the features.
-
-    Its changes of gradients or weights come after the noise. flsuite's own algorithms that see
-    batches are refused where they train without noise.
-
-    Raises:
-        FlsuiteError: If it does. The message names the callback.
-    """
     data, server = federation.data, federation.server
     counts = data.samples(0), data.class_counts(0)
     client = ClientContext(0, 1, *counts, federation.state, {}, {}, layout=server.layout)
@@ -288,13 +272,10 @@ def _refuse_seen_batches(federation: Federation) -> None:
 
 
 def _refuse_seen(callback: Callback) -> None:
-    """Refuse one callback, as :func:`_refuse_seen_batches` does."""
-    parts: list[Callback | Objective] = [callback]
-    if isinstance(callback, StatedCallback):
-        parts.append(callback.objective)
-    for part in parts:
+    """Refuse one callback of a user that sees samples, see :func:`_refuse_algorithm`."""
+    for part in (callback, getattr(callback, "objective", None)):
         is_ours = type(part).__module__.startswith("flsuite.")
-        if not is_ours and (seen := _seen_by(part)) is not None:
+        if part is not None and not is_ours and (seen := _seen_by(part)) is not None:
             raise FlsuiteError(
                 f"DPSGD: {type(part).__name__}.{seen} of the objective or rule sees samples, "
                 "which its change of gradients or weights would reveal without noise; leave the "

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.callbacks.base import Affects, FederationCallback, is_due, require_model
 from flsuite.common.arguments import NonNegativeInt, PositiveInt, Settings, at_least
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientFailure, Outcome
@@ -60,11 +60,12 @@ class FlowMonitor(FederationCallback, Settings):
         self._sums = Sums()
 
     def on_federation_start(self, run: Run) -> None:
-        model = run.evaluator.model
-        if not isinstance(model, FlowModel) or "flow" not in parameter_groups(model):
+        needs = "FlowMonitor scores a flow of features"
+        model = require_model(run, FlowModel, needs, "NFClassifier")
+        if "flow" not in parameter_groups(model):
             raise FlsuiteError(
-                f"FlowMonitor scores a flow of features, and {type(model).__name__} has none; "
-                "use a model such as NFClassifier, or remove the callback"
+                f"{needs}, and {type(model).__name__} has no parameter group flow for it; add it, "
+                "or remove the callback"
             )
 
     def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
@@ -88,8 +89,7 @@ class FlowMonitor(FederationCallback, Settings):
             self._flows[outcome.update.client] = flow
 
     def on_round_end(self, run: Run, round: int) -> None:
-        is_due = round % self.every == 0 or run.finished
-        if is_due and self._flows:  # a Poisson draw may be empty
+        if is_due(run, self.every) and self._flows:  # a Poisson draw may be empty
             for name, value in self._measure(run, round).items():
                 run.log_metric(name, value, split="test")
         self._flows, self._sums = {}, Sums()
@@ -129,8 +129,7 @@ class FlowMonitor(FederationCallback, Settings):
         return run.evaluator.outputs(held_out)["nll"].double()
 
     def _agreement(self, run: Run, round: int, classes: Tensor) -> float:
-        model = run.evaluator.model
-        assert isinstance(model, FlowModel)
+        model: Any = run.evaluator.model  # a FlowModel
         # Rounded up, so that every class has at least one sample.
         per_class = -(-self.samples // len(classes))
         y = classes.repeat_interleave(per_class).to(run.evaluator.device)
@@ -183,12 +182,8 @@ class LatentSpace(FederationCallback, Settings):
     samples: Annotated[int, at_least(2)] = 300
 
     def on_federation_start(self, run: Run) -> None:
-        model = run.evaluator.model
-        if not isinstance(model, PriorModel):
-            raise FlsuiteError(
-                f"LatentSpace draws class priors, and {type(model).__name__} has none "
-                "(latent(x) and priors()); use a model such as ACVAE, or remove the callback"
-            )
+        needs = "LatentSpace draws class priors, latent(x) and priors()"
+        model = require_model(run, PriorModel, needs, "ACVAE")
         if model.priors()[0].shape[1] < 2:
             raise FlsuiteError(
                 "LatentSpace draws two dimensions, and the latent space has one: raise "
@@ -197,11 +192,12 @@ class LatentSpace(FederationCallback, Settings):
 
     def on_round_end(self, run: Run, round: int) -> None:
         run.evaluator.load(run.federation.client_state(None))
-        assert isinstance(run.evaluator.model, PriorModel)
-        means, sigmas = (t.detach().float().cpu() for t in _prior_moments(run.evaluator.model))
+        model: Any = run.evaluator.model  # a PriorModel
+        means, log_variances = (t.detach().float().cpu() for t in model.priors())
+        sigmas = (0.5 * log_variances).exp()
         for name, value in prior_distances(means, sigmas).items():
             run.log_metric(name, value)
-        if self.every and (round % self.every == 0 or run.finished):
+        if self.every and is_due(run, self.every):
             self._draw(run, round, means.numpy(), sigmas.numpy())
 
     def _draw(self, run: Run, round: int, means: np.ndarray, sigmas: np.ndarray) -> None:
@@ -226,12 +222,6 @@ class LatentSpace(FederationCallback, Settings):
             path = run.folder.path / "latent" / f"round-{round:04d}.png"
             path.parent.mkdir(exist_ok=True)
             figure.savefig(path)
-
-
-def _prior_moments(model: PriorModel) -> tuple[Tensor, Tensor]:
-    """Return the means and the standard deviations of the classes, ``(classes, latent)`` each."""
-    means, log_variances = model.priors()
-    return means, (0.5 * log_variances).exp()
 
 
 def prior_distances(means: Tensor, sigmas: Tensor) -> dict[str, float]:
@@ -268,12 +258,8 @@ class ForestProbe(FederationCallback, Settings):
     samples: PositiveInt = 5000
 
     def on_federation_start(self, run: Run) -> None:
-        model = run.evaluator.model
-        if not isinstance(model, LatentModel):
-            raise FlsuiteError(
-                f"ForestProbe probes a latent space, and {type(model).__name__} has none "
-                "(latent(x)); use a model such as ACVAE, or remove the callback"
-            )
+        needs = "ForestProbe probes a latent space, latent(x)"
+        require_model(run, LatentModel, needs, "ACVAE")
         if run.federation.data.at(run.round).train.y.ndim > 1:
             raise FlsuiteError(
                 "ForestProbe needs one class per sample, and this data has several labels; "
@@ -281,8 +267,7 @@ class ForestProbe(FederationCallback, Settings):
             )
 
     def on_round_end(self, run: Run, round: int) -> None:
-        is_due = self.every is not None and round % self.every == 0
-        if not is_due and not run.finished:
+        if not is_due(run, self.every):
             return
         clients = run.federation.present()[: self.clients or None]
         accuracies, f1_scores = zip(*(self._probe(run, client) for client in clients), strict=True)

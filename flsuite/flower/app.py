@@ -80,10 +80,6 @@ def _kept_site(arguments: tuple[str, ...]) -> "Site":
     return Site(*_build((*arguments, *_ON_A_NODE)))
 
 
-def _site(context: Context) -> "Site":
-    return _kept_site(_arguments(context))
-
-
 def _serve(grid: Grid, context: Context) -> None:
     """Run all rounds, on the server."""
     from flsuite.flower.server import serve
@@ -119,6 +115,6 @@ def _answering(
     return answer
 
 
-client_app = make_client_app(_site)
+client_app = make_client_app(lambda context: _kept_site(_arguments(context)))
 server_app = ServerApp()
 server_app.main()(_serve)

@@ -66,12 +66,8 @@ class Nodes:
             if time.monotonic() - last_logged > 10:
                 last_logged = time.monotonic()
                 missing = [str(c) for c in range(self.clients) if c not in connected]
-                log.info(
-                    "waiting for client %s (%d of %d are here)",
-                    ", ".join(missing[:10]),
-                    len(connected),
-                    self.clients,
-                )
+                what = ", ".join(missing[:10]), len(connected), self.clients
+                log.info("waiting for client %s (%d of %d are here)", *what)
             time.sleep(1)
         return connected
 
@@ -93,12 +89,9 @@ class Nodes:
             if node not in online or client is None:
                 continue
             if client in connected:
+                what = connected[client], node, client, node
                 log.warning(
-                    "nodes %d and %d both say that they are client %d; node %d is left out",
-                    connected[client],
-                    node,
-                    client,
-                    node,
+                    "nodes %d and %d both say that they are client %d; node %d is left out", *what
                 )
             connected.setdefault(client, node)
         return connected

@@ -115,20 +115,21 @@ def numbers_in(record: MetricRecord) -> dict[str, float]:
 
 def _encoded(value: Any, tensors: State, where: str) -> Any:
     """Return a tree as JSON can hold it, and move its tensors into ``tensors``."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Tensor):
-        number = str(len(tensors))
-        tensors[number] = value
-        return {"tensor": number}
-    if isinstance(value, list):
-        return [_encoded(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"tuple": _encoded(list(value), tensors, where)}
-    if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
-        # Pairs, because JSON keys are text, but optimizer states have integer keys.
-        pairs = value.items()
-        return {"dict": [[key, _encoded(item, tensors, f"{where}.{key}")] for key, item in pairs]}
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Tensor():
+            number = str(len(tensors))
+            tensors[number] = value
+            return {"tensor": number}
+        case list():
+            return [_encoded(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]
+        case tuple():
+            return {"tuple": _encoded(list(value), tensors, where)}
+        case Mapping() if all(isinstance(key, (str, int)) for key in value):
+            # Pairs, because JSON keys are text, but optimizer states have integer keys.
+            pairs = value.items()
+            return {"dict": [[k, _encoded(item, tensors, f"{where}.{k}")] for k, item in pairs]}
     raise FlsuiteError(
         f"{where} is a {type(value).__name__}: only tensors, numbers, text, lists and dicts can be "
         "kept or sent"
@@ -137,18 +138,18 @@ def _encoded(value: Any, tensors: State, where: str) -> Any:
 
 def _decoded(value: Any, tensors: State) -> Any:
     """Return the tree that :func:`_encoded` encoded."""
-    if isinstance(value, list):
-        return [_decoded(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "tuple":
-        return tuple(_decoded(item, tensors) for item in content)
-    if kind == "dict":
-        return {key: _decoded(item, tensors) for key, item in content}
-    raise ValueError(f"unknown kind of data {kind!r}")
+    match value:
+        case list():
+            return [_decoded(item, tensors) for item in value]
+        case {"tensor": number, **rest} if not rest:
+            return tensors[number]
+        case {"tuple": items, **rest} if not rest:
+            return tuple(_decoded(item, tensors) for item in items)
+        case {"dict": pairs, **rest} if not rest:
+            return {key: _decoded(item, tensors) for key, item in pairs}
+        case dict():
+            raise ValueError(f"unknown kind of data {', '.join(value)!r}")
+    return value
 
 
 def _array(value: Tensor) -> Array:

@@ -246,36 +246,28 @@ def _read_scores(answer: Message | None) -> dict[str, OwnScores]:
 
 def _refuse_unsupported(run: Run) -> None:
     """Refuse settings that a round of Flower cannot carry out."""
-    federation = run.federation
-    if federation.aggregator.pools:
-        raise FlsuiteError(
-            f"{federation.aggregator.name} trains on all clients' data, which no node "
-            "of Flower holds"
-        )
-    declarations = federation.schedule.declarations
-    if declarations.is_asynchronous or declarations.may_lose:
-        raise FlsuiteError(
-            "under Flower rounds are synchronous, and nodes come and go by themselves: set "
-            "trainer.schedule to Synchronous without availability, over_selection and deadline"
-        )
-    if declarations.may_be_empty:
-        raise FlsuiteError(
-            "under Flower a round without a client would end the run; set "
-            "trainer.schedule.sampling to uniform"
-        )
-    if federation.uplink.masks:
-        raise FlsuiteError(
-            "secure aggregation exchanges keys and shares before and after training, but a "
-            "round of Flower has one message to a node and one answer; leave out "
-            "trainer.secure_sum, or run it with flsuite fit"
-        )
-    if run.reuse is not None:
-        raise FlsuiteError(
-            "under Flower the clients' models are on their nodes; leave out keep_updates and "
-            "from_updates"
-        )
-    if run.options.adapt_epochs or federation.data.unseen:
-        raise FlsuiteError(
-            "under Flower clients do not adapt after the last round, and all of them take "
-            "part; leave out trainer.adapt_epochs and data.unseen_clients"
-        )
+    federation, declarations = run.federation, run.federation.schedule.declarations
+    name = federation.aggregator.name
+    faults = {
+        f"{name} trains on all clients' data, which no node of Flower holds": (
+            federation.aggregator.pools
+        ),
+        "under Flower rounds are synchronous, and nodes come and go by themselves: set "
+        "trainer.schedule to Synchronous without availability, over_selection and deadline": (
+            declarations.is_asynchronous or declarations.may_lose
+        ),
+        "under Flower a round without a client would end the run; set trainer.schedule.sampling to "
+        "uniform": declarations.may_be_empty,
+        "secure aggregation exchanges keys and shares before and after training, but a round of "
+        "Flower has one message to a node and one answer; leave out trainer.secure_sum, or run it "
+        "with flsuite fit": federation.uplink.masks,
+        "under Flower the clients' models are on their nodes; leave out keep_updates and "
+        "from_updates": run.reuse,
+        "under Flower clients do not adapt after the last round, and all of them take part; leave "
+        "out trainer.adapt_epochs and data.unseen_clients": (
+            run.options.adapt_epochs or federation.data.unseen
+        ),
+    }
+    for fault, is_so in faults.items():
+        if is_so:
+            raise FlsuiteError(fault)

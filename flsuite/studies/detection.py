@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.callbacks.base import Affects, FederationCallback, require_model
 from flsuite.common.arguments import NonNegativeInt, Settings, check_init
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import seed_for
@@ -125,13 +125,9 @@ class Detection(FederationCallback, Settings):
     affects: ClassVar[Affects] = "nothing"
 
     def on_federation_start(self, run: Run) -> None:
-        data, model = run.federation.data.at(run.round), run.evaluator.model
-        if not isinstance(model, ACVAE):
-            raise FlsuiteError(
-                f"Detection scores by the densities of an ACVAE, and {type(model).__name__} has "
-                "none; leave the callback out"
-            )
-        if not _unknown(data).any():
+        needs = "Detection scores by the densities of classes"
+        require_model(run, ACVAE, needs, "ACVAE")
+        if not _unknown(run.federation.data.at(run.round)).any():
             raise FlsuiteError(
                 "Detection needs test samples of classes that no client trains on; set "
                 "data.anomalies"
@@ -180,8 +176,7 @@ def _known(data: FederatedData) -> Tensor:
 
 
 def _of_client(run: Run, data: FederatedData, client: int) -> dict[str, float]:
-    model = run.evaluator.model
-    assert isinstance(model, ACVAE)
+    model: Any = run.evaluator.model  # an ACVAE
     run.evaluator.load(run.federation.client_state(client))
     known = _known(data)
     test = _energies(model, data, data.test, torch.arange(len(data.test)), known)

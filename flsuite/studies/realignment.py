@@ -8,13 +8,12 @@ callback in a config or on the command line:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.callbacks.base import Affects, FederationCallback, require_model
 from flsuite.common.arguments import NonNegativeInt, Settings
-from flsuite.common.errors import FlsuiteError
 from flsuite.data.loader import TrainLoader
 from flsuite.metrics.scores import scores
 from flsuite.models.fusedspacefed import FusedSpaceFed, reconstruction_error
@@ -38,11 +37,8 @@ class Realignment(FederationCallback, Settings):
     epochs: Sequence[NonNegativeInt] = (1, 3)
 
     def on_federation_start(self, run: Run) -> None:
-        if not isinstance(model := run.evaluator.model, FusedSpaceFed):
-            raise FlsuiteError(
-                f"Realignment re-aligns FusedSpaceFed's encoders, and {type(model).__name__} has "
-                "none; leave the callback out"
-            )
+        needs = "Realignment re-aligns the encoders of fused models"
+        require_model(run, FusedSpaceFed, needs, "FusedSpaceFed")
 
     def on_round_end(self, run: Run, round: int) -> None:
         if not run.finished:
@@ -55,16 +51,15 @@ class Realignment(FederationCallback, Settings):
 
 def _accuracy_after(run: Run, client: int, epochs: int) -> float:
     """Return the accuracy of a client's model on the test split after a warm-up."""
-    model, data = run.evaluator.model, run.federation.data.at(run.round)
-    assert isinstance(model, FusedSpaceFed)
+    data = run.federation.data.at(run.round)
     run.evaluator.load(run.federation.client_state(client))
     loader = TrainLoader(data, client, run.options.seed, run.round + 1)
-    _warm_up(model, loader, epochs)
+    _warm_up(run.evaluator.model, loader, epochs)
     outputs = run.evaluator.outputs(data.test)
     return scores(outputs, data.test.y, data.spec, auroc=False)["accuracy"]
 
 
-def _warm_up(model: FusedSpaceFed, loader: TrainLoader, epochs: int) -> None:
+def _warm_up(model: Any, loader: TrainLoader, epochs: int) -> None:
     own = list(model.encoder.parameters())
     optimizer = torch.optim.SGD(
         own, lr=model.autoencoder_lr, momentum=model.momentum, weight_decay=model.weight_decay

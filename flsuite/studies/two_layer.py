@@ -181,13 +181,9 @@ def synthetic_table(
     Raises:
         FlsuiteError: If an argument is out of range.
     """
-    require_at_least("synthetic_table", 1, seeds=len(seeds))
-    for width in widths:
-        require_at_least("synthetic_table", 1, widths=width)
-    for count in steps:
-        require_at_least("synthetic_table", 0, steps=count)
-    for kappa in kappas:
-        require_positive("synthetic_table", kappas=kappa)
+    require_at_least("synthetic_table", 1, seeds=len(seeds), widths=min(widths, default=None))
+    require_at_least("synthetic_table", 0, steps=min(steps, default=None))
+    require_positive("synthetic_table", kappas=min(kappas, default=None))
 
     rows: list[tuple[float, str, int, int, int, str, float]] = []
     for kappa in kappas:

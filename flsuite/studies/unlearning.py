@@ -20,7 +20,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,14 +68,11 @@ class Study(NamedTuple):
 def _quiet() -> Iterator[None]:
     """Hide the messages of the runs, of which there are dozens."""
     loggers = [logging.getLogger(name) for name in ("flsuite", "lightning.fabric.utilities.seed")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
+    with ExitStack() as restored:
+        for logger in loggers:
+            restored.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
         yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 @_quiet()
@@ -205,10 +202,8 @@ def added(state: State, changes: Iterator[State]) -> State:
 
 def distance(first: State, second: State) -> float:
     """Return the Euclidean distance of two states."""
-    squares = (
-        float((first[name].double() - second[name].double()).square().sum()) for name in first
-    )
-    return float(sum(squares)) ** 0.5
+    parts = [(first[name].double() - second[name].double()).norm() for name in first]
+    return float(torch.stack(parts).norm())
 
 
 def measured(run: Run, state: State, client: int) -> dict[str, float]:
@@ -235,13 +230,16 @@ def membership(members: Tensor, classes: Tensor, others: Tensor, other_classes: 
         others: Losses of samples that nobody has trained on.
         other_classes: Their classes.
     """
-    below = ties = pairs = 0.0
+    from scipy.stats import mannwhitneyu
+
+    below, pairs = 0.0, 0
     for label in classes.unique():
         one, other = members[classes == label], others[other_classes == label]
-        below += float((one[:, None] < other).sum()) / max(len(other), 1)
-        ties += float((one[:, None] == other).sum()) / max(len(other), 1)
-        pairs += len(one) if len(other) else 0
-    return (below + ties / 2) / pairs
+        if len(other):
+            # The pairs in which the other loss is the larger one, and half of the ties.
+            below += float(mannwhitneyu(other, one, method="asymptotic").statistic) / len(other)
+            pairs += len(one)
+    return below / pairs
 
 
 def _unlearning_figure(table: pd.DataFrame) -> Figure:

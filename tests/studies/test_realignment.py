@@ -59,5 +59,5 @@ def test_a_warm_up_lowers_the_reconstruction_error(plain: FederatedTrainer) -> N
 
 
 def test_another_model_is_refused() -> None:
-    with pytest.raises(FlsuiteError, match="has none; leave the callback out"):
+    with pytest.raises(FlsuiteError, match="has none; use a model such as FusedSpaceFed"):
         trainer(rounds=1, callbacks=[Realignment()]).fit(classifier(), Digits(clients=2))

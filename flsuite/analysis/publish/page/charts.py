@@ -37,20 +37,11 @@ _Draw = Callable[[PageData, pd.DataFrame], alt.Chart | alt.LayerChart]
 
 def charts(data: PageData) -> dict[str, dict[str, Any]]:
     """Return the specification of each chart for which there is data."""
-    drawings: dict[str, tuple[_Draw, pd.DataFrame]] = {
-        "curves": (_curves, data.curves),
-        "targets": (_targets, data.targets),
-        "differences": (_differences, data.pairs.dropna(subset=["low", "high"])),
-        "map": (_client_map, data.client_rounds),
-        "spread": (_client_spread, data.clients),
-        "gains": (_gains, data.gains),
-        "mix": (_class_mix, data.mix),
-        "gamma": (_gamma, data.gamma),
-    }
     partition = alt.param(name="partition", value=data.partitions[0])
     specs = {}
     with alt.data_transformers.enable("default", max_rows=None):
-        for name, (draw, frame) in drawings.items():
+        for name, draw in _CHARTS.items():
+            frame = data.tables.get(name, pd.DataFrame())
             if len(frame):
                 chart = draw(data, frame).add_params(partition).properties(width="container")
                 spec = with_titles(chart.to_dict())
@@ -62,27 +53,17 @@ def charts(data: PageData) -> dict[str, dict[str, Any]]:
 
 def _curves(data: PageData, frame: pd.DataFrame) -> alt.LayerChart:
     """Draw mean and range over seeds, with menus for the metric and the axis."""
-    names = unique(frame["metric"])
-    labels = [name.replace("_", " ") for name in names]
-    return _lines(data, frame, "Score", names, labels, is_log=False)
+    return _lines(data, frame, "Score", is_log=False)
 
 
 def _gamma(data: PageData, frame: pd.DataFrame) -> alt.LayerChart:
     """Draw gamma and its parts, as far as they were logged."""
+    return _lines(data, frame, "Number", is_log=bool((frame["low"] > 0).all()))
+
+
+def _lines(data: PageData, frame: pd.DataFrame, title: str, is_log: bool) -> alt.LayerChart:
     names = unique(frame["metric"])
-    labels = [GAMMA[name] for name in names]
-    is_log = bool((frame["low"] > 0).all())
-    return _lines(data, frame, "Number", names, labels, is_log)
-
-
-def _lines(
-    data: PageData,
-    frame: pd.DataFrame,
-    title: str,
-    names: Sequence[str],
-    labels: Sequence[str],
-    is_log: bool,
-) -> alt.LayerChart:
+    labels = [GAMMA.get(name, name.replace("_", " ")) for name in names]
     menu = menu_of("metric", title, names, labels)
     axes = unique(frame["axis"])
     axis = _axis_menu(data, "over", axes)
@@ -266,3 +247,15 @@ def _class_mix(data: PageData, frame: pd.DataFrame) -> alt.Chart:
         tooltip=["client:O", "class:N", "samples:Q"],
     )
     return encoded.properties(height=260)
+
+
+_CHARTS: dict[str, _Draw] = {
+    "curves": _curves,
+    "targets": _targets,
+    "differences": _differences,
+    "map": _client_map,
+    "spread": _client_spread,
+    "gains": _gains,
+    "mix": _class_mix,
+    "gamma": _gamma,
+}

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 
 from flsuite.analysis.clients import client_gains, final_scores
-from flsuite.analysis.comparison import compare
 from flsuite.analysis.curves import gamma_parts, seed_curves
 from flsuite.analysis.panels import AXES
 from flsuite.analysis.partition import class_counts
@@ -26,37 +25,32 @@ _MOST_CLIENTS = 60
 
 @dataclass
 class PageData:
-    """The tables behind the charts. An empty table has no chart.
+    """The tables behind the charts.
 
     Attributes:
         methods: All methods, in the order of their colors.
         partitions: All partitions.
         score: The title of the score in all charts except the curves.
         axis: The default axis.
-        curves: ``method, partition, metric, axis, x, mean, low, high``.
-        gamma: The same for gamma and its parts.
-        targets: ``method, partition, seed, axis, x``: where a run reaches its partition's target,
-            empty if it does not.
-        pairs: The table from :func:`~flsuite.analysis.compare`.
-        client_rounds: ``method, partition, client, round, value`` of one run each.
-        clients: ``method, partition, seed, client, value``: the last score, for as many seeds as
-            fit.
-        gains: The table from :func:`~flsuite.analysis.client_gains`.
-        mix: ``partition, client, class, index, samples``.
+        tables: A table per chart. An empty or missing one has no chart.
+
+            - ``curves``: ``method, partition, metric, axis, x, mean, low, high``;
+            - ``gamma``: the same for gamma and its parts;
+            - ``targets``: ``method, partition, seed, axis, x``: where a run reaches its partition's
+              target, empty if it does not;
+            - ``differences``: pairs of :func:`~flsuite.analysis.compare` with an interval;
+            - ``map``: ``method, partition, client, round, value`` of one run each;
+            - ``spread``: ``method, partition, seed, client, value``: the last score, for as many
+              seeds as fit;
+            - ``gains``: the table from :func:`~flsuite.analysis.client_gains`;
+            - ``mix``: ``partition, client, class, index, samples``.
     """
 
     methods: list[str]
     partitions: list[str]
     score: str
     axis: str
-    curves: pd.DataFrame
-    gamma: pd.DataFrame
-    targets: pd.DataFrame
-    pairs: pd.DataFrame
-    client_rounds: pd.DataFrame
-    clients: pd.DataFrame
-    gains: pd.DataFrame
-    mix: pd.DataFrame
+    tables: dict[str, pd.DataFrame]
 
 
 def gather(
@@ -65,7 +59,7 @@ def gather(
     split: str,
     axis: str,
     targets: Mapping[str, float],
-    against: str | None,
+    pairs: pd.DataFrame,
 ) -> PageData:
     """Return the tables of the page.
 
@@ -75,30 +69,27 @@ def gather(
         split: The data of the curves and of the target.
         axis: The default axis.
         targets: The score to reach, by partition.
-        against: Compare with this method only.
+        pairs: The table from :func:`~flsuite.analysis.compare`.
     """
     metric = metrics[0]
-    no_rows = pd.DataFrame()
-    has_clients = _has_client_scores(results, metric)
-    return PageData(
-        methods=[str(name) for name in results["method"].unique()],
-        partitions=[str(name) for name in results["partition"].unique()],
-        score=f"test {metric.replace('_', ' ')}",
-        axis=axis,
-        curves=_curves(results, {f"{split} {name}": (name, split) for name in metrics}),
-        gamma=_curves(results, {name: (name, "train") for name in gamma_parts(results)}),
-        targets=_targets(results, targets, metric, split) if targets else no_rows,
-        pairs=compare(results, metric, against=against),
-        client_rounds=_client_rounds(results, metric) if has_clients else no_rows,
-        clients=_of_first_seeds(final_scores(results, metric)) if has_clients else no_rows,
-        gains=_gains(results, metric) if has_clients else no_rows,
-        mix=_mix(results),
-    )
-
-
-def _has_client_scores(results: pd.DataFrame, metric: str) -> bool:
+    tables = {
+        "curves": _curves(results, {f"{split} {name}": (name, split) for name in metrics}),
+        "gamma": _curves(results, {name: (name, "train") for name in gamma_parts(results)}),
+        "differences": pairs.dropna(subset=["low", "high"]),
+        "mix": _mix(results),
+    }
+    if targets:
+        tables["targets"] = _targets(results, targets, metric, split)
     is_score = (results["split"] == "test") & (results["metric"] == metric)
-    return bool((results.loc[is_score, "scope"] != "global").any())
+    if (results.loc[is_score, "scope"] != "global").any():
+        tables |= {
+            "map": _client_rounds(results, metric),
+            "spread": _of_first_seeds(final_scores(results, metric)),
+            "gains": _gains(results, metric),
+        }
+    methods, partitions = (results[name].unique() for name in ("method", "partition"))
+    score = f"test {metric.replace('_', ' ')}"
+    return PageData([*map(str, methods)], [*map(str, partitions)], score, axis, tables)
 
 
 def _curves(results: pd.DataFrame, shown: dict[str, tuple[str, str]]) -> pd.DataFrame:

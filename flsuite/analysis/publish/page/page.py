@@ -27,26 +27,12 @@ _MOST_CONFIGS = 40
 _LONGEST_CONFIG = 12_000  # characters
 
 
-@dataclass(frozen=True)
-class _Reproduction:
-    """How to run an experiment again.
+def _reproduction(group: Group, with_config: bool) -> dict[str, Any]:
+    """Return how to run an experiment again.
 
-    Attributes:
-        method: The method.
-        partition: The partition.
-        command: Lines of bash. Empty for a run that was started from Python.
-        config: The config, or the settings of a run that was started from Python.
-        folders: The run folders.
+    ``command`` is lines of bash, empty for a run that was started from Python. ``config`` is the
+    config, or the settings of a run that was started from Python.
     """
-
-    method: str
-    partition: str
-    command: str
-    config: str
-    folders: tuple[str, ...]
-
-
-def _reproduction(group: Group, with_config: bool) -> _Reproduction:
     first, *_ = group.runs
     folders = tuple(short_path(folder) for folder in group.runs)
     config, command = _read(first / "config.yaml"), ""
@@ -54,9 +40,13 @@ def _reproduction(group: Group, with_config: bool) -> _Reproduction:
         command = _command(group, short_path(first / "config.yaml"))
     else:
         config = _read(first / "settings.yaml")
-    if len(config) > _LONGEST_CONFIG or not with_config:
-        config = ""
-    return _Reproduction(group.method, group.partition, command, config, folders)
+    return {
+        "method": group.method,
+        "partition": group.partition,
+        "command": command,
+        "config": config if with_config and len(config) <= _LONGEST_CONFIG else "",
+        "folders": folders,
+    }
 
 
 def _command(group: Group, config: str) -> str:
@@ -158,7 +148,8 @@ def _content(
     for name in request.metrics:
         require_score(groups, name, split)
     shown = _curves_of(results, request.metrics, split)
-    data = gather(results, shown, split, request.x, targets, request.against)
+    pairs = compare(results, metric, against=request.against)
+    data = gather(results, shown, split, request.x, targets, pairs)
     return {
         "title": Path(os.path.commonpath([run for g in groups for run in g.runs])).name,
         "facts": tables.facts(results),
@@ -169,8 +160,8 @@ def _content(
         "split": split,
         "target": request.target,
         "targets": tables.targets(results, targets, metric, split) if targets else None,
-        "pairs": tables.pairs(data.pairs) if len(data.pairs) else None,
-        "comparison_note": comparison_note(data.pairs, metric, score),
+        "pairs": tables.pairs(pairs) if len(pairs) else None,
+        "comparison_note": comparison_note(pairs, metric, score),
         "settings": tables.settings(groups),
         "tuning": tables.tuning(tuning) if tuning is not None else None,
         "reproductions": [_reproduction(g, n < _MOST_CONFIGS) for n, g in enumerate(groups)],

@@ -38,12 +38,13 @@ _COMPUTED = "expression: "
 
 def with_titles(node: Any) -> Any:
     """Return a specification with its computed titles as expressions."""
-    if isinstance(node, list):
-        return [with_titles(item) for item in node]
-    if isinstance(node, str) and node.startswith(_COMPUTED):
-        return {"expr": node.removeprefix(_COMPUTED)}
-    if isinstance(node, dict):
-        return {key: with_titles(value) for key, value in node.items()}
+    match node:
+        case list():
+            return [with_titles(item) for item in node]
+        case dict():
+            return {key: with_titles(value) for key, value in node.items()}
+        case str() if node.startswith(_COMPUTED):
+            return {"expr": node.removeprefix(_COMPUTED)}
     return node
 
 
