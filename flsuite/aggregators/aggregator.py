@@ -35,7 +35,7 @@ from flsuite.aggregators.rules.base import LinearRule, Reduction, Rule
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.aggregators.server_optimizers import require_step, stepped
 from flsuite.aggregators.transforms.base import Transform
-from flsuite.common.arguments import MISSING, check_init, given_arguments, stored_argument
+from flsuite.common.arguments import arguments, check_init
 from flsuite.common.errors import FederationError, FlsuiteError, require_instance
 from flsuite.common.messages import ClientContext, ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree, cast, divided, scaled
@@ -109,12 +109,12 @@ class Aggregator:
         value is in an attribute with a leading underscore.
         """
         cls: Any = type(self)
-        values = {name: stored_argument(self, name) for name in _settable(cls)}
-        known = {name: value for name, value in values.items() if value is not MISSING}
-        if len(known) < len(values):
+        settable, values = _settable(cls), arguments(self)
+        known = {name: values[name] for name in settable if name in values}
+        if len(known) < len(settable):
             known |= {"rule": self.rule, "objective": self.objective}
-        extended = {name: vars(self).get(f"_{name}", value) for name, value in known.items()}
-        return extended | {k: v for k, v in given_arguments(self).items() if k in known}
+        of_base = known.keys() & _settable(Aggregator)
+        return known | {name: vars(self).get(f"_{name}", known[name]) for name in of_base}
 
     def with_parts(self, given: Named, **parts: Any) -> "Aggregator":
         """Return a copy with some parts replaced, by name.

@@ -119,26 +119,10 @@ def require_known(owner: type, names: Iterable[str], base: type) -> None:
             raise FlsuiteError(f"{owner.__name__}: there is no argument {name!r}{hint}")
 
 
-MISSING = object()
 _GIVEN = "_given_arguments"
+_MISSING = object()
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _FOLLOWS = ("flsuite.", "lightning.")  # their classes store what they are given
-
-
-def stored_argument(obj: Any, name: str) -> Any:
-    """Return the value that an object stores for an argument of its ``__init__``, or ``MISSING``.
-
-    It is kept by :func:`create`, in an attribute of this name or with a leading underscore, or in
-    Lightning's hyperparameters.
-    """
-    if name in (given := given_arguments(obj)):
-        return given[name]
-    for attribute in (name, f"_{name}"):
-        value = getattr(obj, attribute, MISSING)
-        is_own_method = inspect.ismethod(value) and value.__self__ is obj
-        if name != "self" and value is not MISSING and not is_own_method:
-            return value
-    # Lightning's save_hyperparameters() stores them here.
-    return (getattr(obj, "__dict__", {}).get("_hparams") or {}).get(name, MISSING)
 
 
 def create(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -158,19 +142,54 @@ def create(cls: type, *args: Any, **kwargs: Any) -> Any:
     return obj
 
 
-def given_arguments(obj: Any) -> dict[str, Any]:
-    """Return what :func:`create` has kept of an object's arguments."""
-    return getattr(obj, "__dict__", {}).get(_GIVEN, {})
+def arguments(obj: Any, inherited: bool = False) -> dict[str, Any]:
+    """Return the arguments of an object's ``__init__``, as far as the object has their values.
+
+    A value is kept by :func:`create`, in an attribute of the argument's name or with a leading
+    underscore, or in Lightning's hyperparameters.
+
+    Args:
+        obj: The object.
+        inherited: Include the arguments of all base classes. Default: of those that are reached
+            through ``**kwargs``.
+    """
+    given = getattr(obj, "__dict__", {}).get(_GIVEN, {})
+    names: dict[str, None] = {}
+    for cls in type(obj).__mro__:
+        parameters = _parameters(cls)
+        names |= {p.name: None for p in parameters if p.kind in _NAMED}
+        is_open = inherited or any(p.kind is p.VAR_KEYWORD for p in parameters)
+        if "__init__" in vars(cls) and not is_open:
+            break
+
+    values = {name: given[name] if name in given else _stored(obj, name) for name in names}
+    # Other given names are those that ``**kwargs`` took.
+    return {name: v for name, v in (values | given).items() if v is not _MISSING}
+
+
+def _stored(obj: Any, name: str) -> Any:
+    for attribute in (name, f"_{name}"):
+        value = getattr(obj, attribute, _MISSING)
+        is_own_method = inspect.ismethod(value) and value.__self__ is obj
+        if value is not _MISSING and not is_own_method:
+            return value
+    # Lightning's save_hyperparameters() stores them here.
+    return (getattr(obj, "__dict__", {}).get("_hparams") or {}).get(name, _MISSING)
+
+
+def _owner(cls: type, name: str) -> type:
+    """Return the class whose ``__init__`` has an argument of this name, or the class itself."""
+    mro = getattr(cls, "__mro__", ())
+    return next((c for c in mro if name in {p.name for p in _parameters(c)}), cls)
 
 
 @cache
-def _owner(cls: type, name: str) -> type:
-    """Return the class whose ``__init__`` has an argument of this name, or the class itself."""
-    for owner in getattr(cls, "__mro__", ()):
-        with contextlib.suppress(TypeError, ValueError):  # none, or one without a signature
-            if name in inspect.signature(vars(owner).get("__init__")).parameters:
-                return owner
-    return cls
+def _parameters(cls: type) -> tuple[inspect.Parameter, ...]:
+    """Return the parameters of a class's own ``__init__``, without ``self``, if it has one."""
+    try:
+        return tuple(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]
+    except (KeyError, TypeError, ValueError):  # a class written in C may have no signature
+        return ()
 
 
 def _without_aliases(value: Any) -> Any:

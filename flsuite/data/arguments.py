@@ -1,8 +1,4 @@
-"""The constructor arguments of an object, as plain values that can be compared over time.
-
-This relies on one convention: an object stores each parameter of its ``__init__`` under the same
-name.
-"""
+"""Arguments as plain values, and whether they have changed since another moment."""
 
 import functools
 import hashlib
@@ -14,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+from flsuite.common.arguments import arguments
 
 
 class PlainArguments:
@@ -37,24 +33,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-def arguments(obj: Any) -> dict[str, Any]:
-    """Return the current values of the ``__init__`` parameters, including base classes."""
-    # A dict instead of a set, to preserve the order of the signatures.
-    names = {name: None for cls in type(obj).__mro__ for name in _parameters(cls)}
-    return {name: getattr(obj, name) for name in names if hasattr(obj, name)}
-
-
-def _parameters(cls: type) -> list[str]:
-    """Return the names of the parameters of a class's own ``__init__``."""
-    if "__init__" not in vars(cls):
-        return []
-    try:
-        parameters = inspect.signature(vars(cls)["__init__"]).parameters.values()
-    except (TypeError, ValueError):  # a class written in C may have no signature
-        return []
-    return [parameter.name for parameter in parameters if parameter.kind in _NAMED]
-
-
 def snapshot(value: Any) -> Any:
     """Return data that equals a later snapshot if and only if the value is unchanged.
 
@@ -73,7 +51,7 @@ def snapshot(value: Any) -> Any:
     if isinstance(value, functools.partial):
         return snapshot((value.func, value.args, value.keywords))
     # Functions have no stored arguments, unlike a partial object, above.
-    values = {} if inspect.isroutine(value) else arguments(value)
+    values = {} if inspect.isroutine(value) else arguments(value, inherited=True)
     return (type(value), snapshot(values)) if values else _Identity(value)
 
 

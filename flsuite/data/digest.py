@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from flsuite.common.arguments import arguments
 from flsuite.common.state import raw_bytes
-from flsuite.data.arguments import arguments
 from flsuite.data.federated import FederatedData
 from flsuite.data.map_style import StoredSplit, readable
 from flsuite.data.module import FederatedDataModule
@@ -25,7 +25,7 @@ def described(module: FederatedDataModule) -> dict[str, Any]:
 
     A resume must detect changed samples, and nothing else shows them.
     """
-    values = {name: _described(value) for name, value in arguments(module).items()}
+    values = {name: _described(value) for name, value in arguments(module, inherited=True).items()}
     return values | {"content": _content(module.federated)}
 
 
@@ -43,7 +43,7 @@ def _described(value: Any) -> Any:
         return value
 
     # Arguments of datasets may be whole arrays, which the digest represents.
-    given = {**arguments(value), **vars(value).get("_hparams", {})}
+    given = arguments(value, inherited=True)
     plain = {name: item for name, item in given.items() if isinstance(item, _PLAIN)}
     kind = type(value)
     return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": plain}

@@ -9,11 +9,18 @@ from typing import Annotated, Any
 
 from lightning.pytorch import LightningDataModule
 
-from flsuite.common.arguments import BelowOne, NonNegativeInt, PositiveInt, Range, check_init
+from flsuite.common.arguments import (
+    BelowOne,
+    NonNegativeInt,
+    PositiveInt,
+    Range,
+    arguments,
+    check_init,
+)
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import POOLED
 from flsuite.common.random import numpy_generator
-from flsuite.data.arguments import PlainArguments, arguments, snapshot
+from flsuite.data.arguments import PlainArguments, snapshot
 from flsuite.data.federated import DataSpec, DataSplit, FederatedData, PublishedSplits, Rows
 from flsuite.data.images import Augment, Scaling, fit_scaling, resize_images
 from flsuite.data.loader import TrainLoader
@@ -192,8 +199,8 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
 
     def _settings(self) -> dict[str, Any]:
         """Return a snapshot of everything that the result of :meth:`setup` depends on."""
-        settings = {name: snapshot(value) for name, value in arguments(self).items()}
-        return {**settings, "partition_seed": self.partition_seed}
+        values = arguments(self, inherited=True) | {"partition_seed": self.partition_seed}
+        return {name: snapshot(value) for name, value in values.items()}
 
     def _make(self) -> FederatedData:
         """Read the published splits and split them over clients."""

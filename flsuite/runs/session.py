@@ -10,6 +10,7 @@ from typing import Any
 import lightning
 from lightning.pytorch import LightningModule
 
+from flsuite.common.arguments import arguments
 from flsuite.common.errors import FederationError, FlsuiteError, one_line
 from flsuite.common.files import replace_tensors
 from flsuite.common.state import plain
@@ -20,7 +21,7 @@ from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.record import first_round, read_settings
 from flsuite.runs.run import Run
-from flsuite.runs.settings import describe, described_engine, init_args
+from flsuite.runs.settings import describe, described_engine
 from flsuite.runs.summary import print_summary
 
 log = logging.getLogger("flsuite")
@@ -290,7 +291,7 @@ def export_model(model: LightningModule, path: Path) -> None:
     # The source of a lambda describes a run, but cannot be instantiated.
     settings = {
         name: value
-        for name, value in init_args(model).items()
+        for name, value in describe(arguments(model)).items()
         if not (isinstance(value, str) and ("lambda" in value or "\n" in value))
     }
 
@@ -302,7 +303,7 @@ def export_model(model: LightningModule, path: Path) -> None:
         "hyper_parameters": {
             "_class_path": f"{type(model).__module__}.{type(model).__qualname__}",
             "_instantiator": "lightning.pytorch.cli.instantiate_module",
-            **describe(settings),
+            **settings,
         },
     }
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
-from flsuite.common.arguments import MISSING, given_arguments, stored_argument
+from flsuite.common.arguments import arguments
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.moved import room_of
 from flsuite.common.state import raw_bytes
@@ -99,65 +99,20 @@ def class_name(cls: type) -> str:
     return f"{room_of(cls.__module__) if ours else cls.__module__}.{cls.__qualname__}"
 
 
-def init_args(obj: Any) -> dict[str, Any]:
-    """Return the described arguments that an object was created with.
-
-    If ``__init__`` takes ``**kwargs``, the parameters of the base class are included.
-    """
-    arguments: dict[str, Any] = {}
-    for cls in type(obj).__mro__:
-        if "__init__" not in vars(cls):
-            continue
-        parameters = inspect.signature(vars(cls)["__init__"]).parameters.values()
-        for parameter in parameters:
-            is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            value = stored_argument(obj, parameter.name) if is_named else MISSING
-            if value is not MISSING:
-                arguments.setdefault(parameter.name, describe(value))
-        if not any(p.kind == p.VAR_KEYWORD for p in parameters):
-            break
-    for name, value in given_arguments(obj).items():  # taken by **kwargs
-        arguments.setdefault(name, describe(value))
-    return arguments
-
-
 def describe(obj: Any) -> Any:
     """Return the object as plain data, such as ``{class_path, init_args}``."""
-    if isinstance(obj, np.generic):
-        return obj.item()
-    if isinstance(obj, enum.Enum):
-        return describe(obj.value)
-    if isinstance(obj, _SCALARS):
-        return obj
-    if isinstance(obj, (Path, torch.dtype, torch.device)):
-        return str(obj)
-    if isinstance(obj, torch.nn.Parameter):  # nn.Linear's bias, drawn from the seed
-        return f"Parameter{tuple(obj.shape)}"
-    if isinstance(obj, (np.ndarray, torch.Tensor)):
-        return obj.tolist()
-    if isinstance(obj, Mapping):
-        return {str(key): describe(value) for key, value in obj.items()}
-    if isinstance(obj, (list, tuple)):
-        return [describe(value) for value in obj]
-    # Sorted, because the order of a set may differ between runs.
-    if isinstance(obj, (set, frozenset)):
-        return sorted((describe(value) for value in obj), key=repr)
-    if isinstance(obj, functools.partial):
-        return _describe_partial(obj)
-    if isinstance(obj, type):
-        return f"{obj.__module__}.{obj.__qualname__}"
+    for kinds, as_plain in _PLAIN:
+        if isinstance(obj, kinds):
+            return as_plain(obj)
     if inspect.isroutine(obj):
         return _describe_function(obj)
-    if described := getattr(type(obj), "described", None):
-        return {"class_path": class_name(type(obj)), "init_args": describe(described(obj))}
-    arguments = init_args(obj)
+    own = getattr(type(obj), "described", arguments)
+    described = describe(own(obj))
     # The content of a file that an object has read determines the result. Its folder does not.
-    if (content := getattr(obj, "content_digest", None)) is not None:
-        arguments["path"] = f"{Path(obj.path).name}, content {content}"
     for name, content in getattr(obj, "content_digests", {}).items():
         file = Path(getattr(obj, name)).name
-        arguments[name] = f"{file}{_UNREAD}" if content is None else f"{file}, content {content}"
-    return {"class_path": class_name(type(obj)), "init_args": arguments}
+        described[name] = f"{file}{_UNREAD}" if content is None else f"{file}, content {content}"
+    return {"class_path": class_name(type(obj)), "init_args": described}
 
 
 def with_contents(ours: Any, theirs: Any) -> Any:
@@ -244,6 +199,23 @@ def _describe_partial(obj: functools.partial[Any]) -> dict[str, Any]:
     target = next((argument for argument in obj.args if isinstance(argument, type)), obj.func)
     arguments = _describe_chosen(obj.keywords, target)
     return {"class_path": f"{target.__module__}.{target.__qualname__}", "init_args": arguments}
+
+
+# The first that fits counts.
+_PLAIN: list[tuple[Any, Callable[[Any], Any]]] = [
+    (np.generic, lambda obj: obj.item()),
+    (enum.Enum, lambda obj: describe(obj.value)),
+    (_SCALARS, lambda obj: obj),
+    ((Path, torch.dtype, torch.device), str),
+    (torch.nn.Parameter, lambda obj: f"Parameter{tuple(obj.shape)}"),  # drawn from the seed
+    ((np.ndarray, torch.Tensor), lambda obj: obj.tolist()),
+    (Mapping, lambda obj: {str(key): describe(value) for key, value in obj.items()}),
+    ((list, tuple), lambda obj: [describe(value) for value in obj]),
+    # Sorted, because the order of a set may differ between runs.
+    ((set, frozenset), lambda obj: sorted(map(describe, obj), key=repr)),
+    (functools.partial, _describe_partial),
+    (type, lambda obj: f"{obj.__module__}.{obj.__qualname__}"),
+]
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from flsuite.common.arguments import arguments
 from flsuite.common.errors import FlsuiteError
 from flsuite.data import (
     CINIC10,
@@ -26,7 +27,7 @@ from flsuite.data import (
     Table,
     TaskSequence,
 )
-from flsuite.data.arguments import arguments, plain, snapshot
+from flsuite.data.arguments import plain, snapshot
 
 table, series = partial(Table, "t.csv", "kind"), partial(TaskSequence, Digits(), tasks=3)
 
@@ -151,7 +152,7 @@ def test_objects_are_compared_by_type_and_arguments() -> None:
 
 
 def test_arguments_include_those_of_base_classes() -> None:
-    names = set(arguments(Synthetic()))
+    names = set(arguments(Synthetic(), inherited=True))
     assert {"features", "data_seed", "clients", "partition", "seed"} <= names
 
     class Fixed(FederatedDataModule):
@@ -162,7 +163,7 @@ def test_arguments_include_those_of_base_classes() -> None:
 
         load = Synthetic.load
 
-    assert arguments(Fixed())["clients"] == 3
+    assert arguments(Fixed(), inherited=True)["clients"] == 3
 
 
 def test_a_spec_of_numpy_numbers_and_names_is_plain_data() -> None:

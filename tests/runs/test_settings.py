@@ -25,9 +25,9 @@ from flsuite.aggregators import (
     Proximal,
 )
 from flsuite.callbacks import GradientDissimilarity
-from flsuite.common.arguments import MISSING, create, stored_argument
+from flsuite.common.arguments import arguments, create
 from flsuite.common.errors import FlsuiteError
-from flsuite.models import Backbone, Classifier
+from flsuite.models import MLP, Backbone, Classifier
 from flsuite.runs.settings import describe
 from tests.conftest import classifier, digits, trainer
 
@@ -71,8 +71,7 @@ def test_what_a_config_creates_is_described_by_all_arguments_and_no_property_is_
             raise AssertionError("some loggers make a new version when it is read")
 
     made = create(Versioned, version=3, rate=0.4)
-    assert stored_argument(made, "rate") == 0.4
-    assert stored_argument(Versioned(rate=0.4), "rate") is MISSING
+    assert arguments(made) == {"version": 3, "rate": 0.4}
     assert vars(made)["factor"] == 0.2
 
 
@@ -107,6 +106,14 @@ def test_an_attribute_of_an_arguments_name_may_hold_another_thing(a: Any, b: Any
     one, other = (describe(create(Layers, **copy.deepcopy(given)))["init_args"] for given in (a, b))
     (name,) = a
     assert one != other and (one[name], other[name]) == (a[name], b[name])
+
+
+def test_arguments_that_a_class_sets_for_its_base_are_not_its_own() -> None:
+    class Small(Classifier):
+        def __init__(self) -> None:
+            super().__init__(MLP())
+
+    assert describe(Small())["init_args"] == {}
 
 
 class Wrapped(FedAvg):

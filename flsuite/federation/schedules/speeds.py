@@ -190,7 +190,7 @@ class OnOff(Availability, Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._rows = read_trace(self.path, ("client", "start", "end"))
-        self.content_digest = trace_digest(self._rows)
+        self.content_digests = {"path": trace_digest(self._rows)}
 
         last_end = float(self._rows["end"].max())
         if self.period is not None and self.period < last_end:

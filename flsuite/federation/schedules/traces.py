@@ -38,7 +38,7 @@ class Trace(Speeds):
     def __init__(self, path: str | Path) -> None:
         self.path = path
         rows = read_trace(path, ("client", "seconds"), ("client", "start", "end"))
-        self.content_digest = trace_digest(rows)
+        self.content_digests = {"path": trace_digest(rows)}
         self._owners = rows["client"]
         self._is_timed = "start" in rows
 

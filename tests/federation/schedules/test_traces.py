@@ -102,7 +102,7 @@ def test_a_trace_is_described_by_its_content(trace: Path) -> None:
     description = describe(speeds)
     assert description == {
         "class_path": "flsuite.federation.Trace",
-        "init_args": {"path": f"trace.csv, content {speeds.content_digest}"},
+        "init_args": {"path": f"trace.csv, content {speeds.content_digests['path']}"},
     }
     moved = trace.parent / "elsewhere"
     moved.mkdir()
