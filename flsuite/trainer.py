@@ -20,9 +20,9 @@ from flsuite.aggregators.transforms.base import Transform
 from flsuite.callbacks.defaults import moved_into, with_defaults
 from flsuite.common.arguments import check_init, require_known
 from flsuite.common.errors import require_at_least
+from flsuite.federation.client.callbacks import LRDecay
 from flsuite.federation.client.devices import on_one_gpu, require_one_device, resolve_precision
 from flsuite.federation.client.entries import BatchNorm
-from flsuite.federation.client.lr_decay import LRDecay
 from flsuite.federation.client.setup import client_arguments
 from flsuite.federation.client.trainer import quiet_lightning
 from flsuite.federation.engines.base import EngineChoice, InProcess

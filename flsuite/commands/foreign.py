@@ -26,7 +26,7 @@ _PLACES = (
     *("flsuite.FederatedTrainer", "flsuite.trainer", "flsuite.commands.replay.StopAfter"),
     *("flsuite.aggregators", "flsuite.callbacks", "flsuite.data", "flsuite.metrics"),
     *("flsuite.models", "flsuite.runs.fork", "flsuite.studies", "flsuite.federation.schedules"),
-    *("flsuite.federation.client.lr_decay", "flsuite.federation.engines.auto"),
+    *("flsuite.federation.client.callbacks", "flsuite.federation.engines.auto"),
     *("flsuite.federation.engines.base", "flsuite.federation.engines.processes"),
     "flsuite.federation.engines.vectorized",
     *("torch.nn", "torch.optim", "torch.utils.data"),

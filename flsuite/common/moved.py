@@ -81,7 +81,12 @@ _MERGED = {
         "dirichlet": "dirichlet_balanced dirichlet_extended dirichlet_proportions",
         "shares": "iid natural owners pathological quantity ranked sole_owner",
     },
-    "federation.client": {"devices": "allocator placement precision", "entries": "resident"},
+    "federation.client": {
+        "callbacks": "lr_decay",
+        "devices": "allocator placement precision",
+        "entries": "resident",
+        "setup": "fits",
+    },
     "federation.engines": {"wire": "worker"},
     "federation.schedules": {"speeds": "availability"},
     "federation.server": {"evaluation": "adaptation"},

@@ -5,7 +5,12 @@ from typing import TYPE_CHECKING
 from flsuite.common.exports import on_first_use
 
 if TYPE_CHECKING:
-    from flsuite.federation.client.lr_decay import CosineDecay, ExponentialDecay, LRDecay, StepDecay
+    from flsuite.federation.client.callbacks import (
+        CosineDecay,
+        ExponentialDecay,
+        LRDecay,
+        StepDecay,
+    )
     from flsuite.federation.engines.auto import Auto
     from flsuite.federation.engines.base import Engine, InProcess
     from flsuite.federation.engines.processes import Processes
@@ -20,7 +25,6 @@ if TYPE_CHECKING:
         Measured,
         Schedule,
         Speeds,
-        Work,
     )
     from flsuite.federation.schedules.faults import Faults
     from flsuite.federation.schedules.selection import Oort, PowerOfChoice, Selection
@@ -64,7 +68,6 @@ __all__ = [
     "Synchronous",
     "Trace",
     "Vectorized",
-    "Work",
 ]
 
 __getattr__, __dir__ = on_first_use(__name__)

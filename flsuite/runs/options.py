@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flsuite.common.arguments import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from flsuite.federation.client.callbacks import LRDecay
 from flsuite.federation.client.entries import BatchNorm
-from flsuite.federation.client.lr_decay import LRDecay
 from flsuite.federation.schedules.base import Clock
 
 

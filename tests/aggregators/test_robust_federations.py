@@ -15,7 +15,7 @@ from flsuite.common.errors import FederationError
 from flsuite.common.state import clone
 from flsuite.data import FederatedDataModule
 from flsuite.federation import Schedule, Stragglers, Synchronous
-from flsuite.federation.client.lr_decay import ExponentialDecay
+from flsuite.federation.client.callbacks import ExponentialDecay
 from flsuite.models import FusedSpaceFed
 from tests.aggregators.federations import (
     Quadratic,

@@ -24,7 +24,7 @@ from flsuite.aggregators import (
 from flsuite.callbacks import FederationCallback
 from flsuite.data import Augment, FederatedDataModule, Partition, Skew
 from flsuite.federation import Availability, Schedule, Selection, Speeds
-from flsuite.federation.client.lr_decay import LRDecay
+from flsuite.federation.client.callbacks import LRDecay
 from flsuite.federation.engines.base import EngineChoice
 from flsuite.models import Backbone, ClientModel
 from tests.composition.table import pairs_table, summary_table

@@ -23,7 +23,7 @@ from flsuite.aggregators import (
 from flsuite.callbacks import FederationCallback
 from flsuite.common.errors import FlsuiteError
 from flsuite.federation import Synchronous
-from flsuite.federation.client.lr_decay import ExponentialDecay
+from flsuite.federation.client.callbacks import ExponentialDecay
 from flsuite.flower.records import to_arrays, to_state
 from flsuite.flower.server import FlowerStrategy, serve
 from tests.aggregators.test_baseline_methods import EVERY

@@ -202,7 +202,7 @@ def _places() -> list[tuple[str, type]]:
         "trainer.schedule.init_args.availability": ("flsuite.federation", "Availability"),
         "trainer.compression": ("flsuite.aggregators", "Transform"),
         "trainer.secure_sum": ("flsuite.aggregators", "SecureAggregation"),
-        "trainer.lr_decay": ("flsuite.federation.client.lr_decay", "LRDecay"),
+        "trainer.lr_decay": ("flsuite.federation.client.callbacks", "LRDecay"),
         "trainer.callbacks": ("flsuite.callbacks", "FederationCallback"),
         "data.init_args.partition": ("flsuite.data", "Partition"),
         "data.init_args.augment": ("flsuite.data.images", "Augment"),

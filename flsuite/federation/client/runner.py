@@ -44,15 +44,9 @@ from flsuite.federation.client.callbacks import (
 from flsuite.federation.client.devices import on_one_gpu
 from flsuite.federation.client.entries import Resident, entries_of
 from flsuite.federation.client.faults import carry_out
-from flsuite.federation.client.fits import (
-    Starts,
-    callbacks_of_algorithm,
-    context_of,
-    loader_of,
-)
 from flsuite.federation.client.loop import NeedsLightningLoopError, supports_local_loop
 from flsuite.federation.client.scorer import Scorer
-from flsuite.federation.client.setup import WorkerSetup
+from flsuite.federation.client.setup import Starts, WorkerSetup
 from flsuite.federation.client.stack import Stack
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models import declarations
@@ -158,7 +152,7 @@ class ClientRunner:
         started = time.perf_counter()
         setup, broadcast = self.setup, request.broadcast
         view = setup.data.at(broadcast.round)
-        client, trained = context_of(setup, request), request.trained
+        client, trained = setup.view_of(request), request.trained
         if trained is not None and not trained.measures:
             return self._result(request, client, started - trained.seconds, trained, trained.state)
 
@@ -174,7 +168,7 @@ class ClientRunner:
         callbacks = self._callbacks(request, client, keeper, loss, skips)
         trainer, data = self._rewound_trainer(callbacks, request.adapts)
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
-        loader = loader_of(data.at(broadcast.round), setup.seed, request)
+        loader = setup.loader_of(data.at(broadcast.round), request)
         if trained is None:
             trainer.fit(self.model, loader)
             self._resident.check()
@@ -211,7 +205,7 @@ class ClientRunner:
             *([RoundLearningRate(setup.lr_decay.factor(client.round))] if setup.lr_decay else []),
             *copy.deepcopy(request.broadcast.callbacks),
             *([keeper] if setup.keep_optimizers and not request.adapts else []),
-            *([] if request.adapts else callbacks_of_algorithm(setup, client)),
+            *([] if request.adapts else setup.callbacks_of(client)),
             loss,
             *([skips] if scaler_of(self._started_trainer()) is not None else []),
         ]

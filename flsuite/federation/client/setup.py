@@ -1,20 +1,23 @@
-"""The setup that a worker receives once, and checks of the Trainer arguments."""
+"""The setup that a worker receives once, with what every fit takes from it."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 
 from flsuite.aggregators.attacks.base import Attack
 from flsuite.aggregators.uplink import Uplink
 from flsuite.common.errors import FlsuiteError, require_at_least, require_positive
-from flsuite.common.state import State
+from flsuite.common.messages import Broadcast, ClientContext, FitRequest
+from flsuite.common.state import State, moved
 from flsuite.data.federated import FederatedData
-from flsuite.data.loader import batch_bounds
-from flsuite.federation.client.entries import BatchNorm
-from flsuite.federation.client.lr_decay import LRDecay
+from flsuite.data.loader import TrainLoader, batch_bounds
+from flsuite.federation.client.callbacks import LRDecay
+from flsuite.federation.client.entries import BatchNorm, Entries
 
 _ALL_SAMPLES = (
     "has no effect, because scores use all samples; remove it, and for fewer samples set "
@@ -92,6 +95,70 @@ class WorkerSetup:
     sums_parts: bool = False
     attack: Attack | None = None
     stack: int = 1
+
+    def view_of(self, request: FitRequest) -> ClientContext:
+        """Return a client's view of the round, as it is when its training begins or has ended.
+
+        Every call returns another view, because the end of a fit adds to it and may be repeated.
+        """
+        if request.trained and (client := request.trained.client):
+            own: Any = {k: dict(getattr(client, k)) for k in ("memory", "extras", "metrics")}
+            return replace(client, **own)
+        broadcast = request.broadcast
+        data = self.data.at(broadcast.round)
+        return ClientContext(
+            id=request.client,
+            round=broadcast.round,
+            samples=data.samples(request.client),
+            class_counts=data.class_counts(request.client),
+            global_state=broadcast.state,
+            received=broadcast.extras.get("objective", {}),
+            memory=copy.deepcopy(request.memory.get("objective", {})),
+            layout=self.uplink.layout,
+        )
+
+    def callbacks_of(self, client: ClientContext) -> list[Callback]:
+        """Return what the attack and the algorithm do in a client's fit."""
+        attacks = self.attack.callbacks(client) if self.attack else []
+        return [*attacks, *self.uplink.aggregator.callbacks(client)]
+
+    def loader_of(self, data: FederatedData, request: FitRequest) -> TrainLoader:
+        """Return the batches of a client's fit, from a view of the data in its round."""
+        round = request.broadcast.round
+        return TrainLoader(data, request.client, self.seed, round, request.batches, request.repeat)
+
+
+class Starts:
+    """The entries that fits start from.
+
+    Those that are the same for all clients of a round are moved to the device once per round.
+
+    Args:
+        setup: The setup of the worker.
+        entries: The ownership of the model's entries.
+    """
+
+    def __init__(self, setup: WorkerSetup, entries: Entries) -> None:
+        self._setup, self._entries = setup, entries
+        self._shared: tuple[Broadcast, torch.device, State] | None = None
+
+    def of(self, request: FitRequest, device: torch.device) -> State:
+        """Return the entries that a client's fit starts from, the shared ones on a device.
+
+        A client without private entries starts from the initial ones.
+        """
+        shared = self._of_round(request.broadcast, device)
+        private = request.memory.get("model", {})
+        # Last, the initial ones again, because the shared state includes these buffers.
+        reset = {name: self._setup.initial[name] for name in self._entries.reset}
+        return {**shared, **private, **reset}
+
+    def _of_round(self, broadcast: Broadcast, device: torch.device) -> State:
+        kept = self._shared
+        if kept is None or kept[0] is not broadcast or kept[1] != device:
+            whole = moved({**self._setup.initial, **broadcast.state}, device)
+            kept = self._shared = broadcast, device, whole
+        return kept[2]
 
 
 def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:

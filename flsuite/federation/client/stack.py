@@ -23,8 +23,7 @@ from flsuite.common.state import State
 from flsuite.data.federated import FederatedData
 from flsuite.federation.client.callbacks import KeepOptimizers
 from flsuite.federation.client.devices import keep_freed_memory
-from flsuite.federation.client.fits import Starts, loader_of
-from flsuite.federation.client.setup import WorkerSetup
+from flsuite.federation.client.setup import Starts, WorkerSetup
 from flsuite.federation.client.stack_batches import StackBatches
 from flsuite.federation.client.stack_member import Member, TrainerOfOne, callbacks_of, stacked
 from flsuite.federation.client.stack_samples import is_mean_over_samples, refuse_mixed_samples
@@ -121,7 +120,7 @@ class Stack:
         round, decay = request.broadcast.round, self.setup.lr_decay
         view, steps = data.at(round), None
         if phases(callbacks):  # epochs that train other parameters begin together
-            steps = len(loader_of(view, self.setup.seed, request))
+            steps = len(self.setup.loader_of(view, request))
         return (
             *map(type, callbacks),  # MOON's do less in their first fit
             # The step of an optimizer that goes on may depend on how many it has taken.
@@ -202,7 +201,7 @@ class Stack:
         tensors: Mapping[str, Tensor],
     ) -> Member:
         setup, request, client = self.setup, one.request, one.client
-        loader = loader_of(view, setup.seed, request)
+        loader = setup.loader_of(view, request)
         callbacks: list[Callback] = copy.deepcopy(list(request.broadcast.callbacks))
         if setup.keep_optimizers and not request.adapts:
             callbacks.append(KeepOptimizers(request.memory.get("optimizers")))

@@ -15,7 +15,6 @@ from flsuite.aggregators.objectives.second_steps import SecondCallback
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.common.messages import Broadcast, ClientContext, FitRequest
-from flsuite.federation.client.fits import callbacks_of_algorithm, context_of
 from flsuite.federation.client.loop import (
     hooks_of,
     hooks_of_callback,
@@ -98,8 +97,8 @@ def candidate(setup: WorkerSetup, request: FitRequest) -> Candidate | None:
     """
     if request.trained is not None:
         return None
-    client = context_of(setup, request)
-    own = [] if request.adapts else callbacks_of_algorithm(setup, client)
+    client = setup.view_of(request)
+    own = [] if request.adapts else setup.callbacks_of(client)
     steps = [callback for callback in own if not isinstance(callback, AfterFit)]
     # A second model would train without their noise, and a frozen layer would get noise.
     differs = phases(steps) or any(isinstance(one, SecondCallback) for one in steps)

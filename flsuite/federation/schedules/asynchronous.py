@@ -13,12 +13,12 @@ from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.common.messages import ClientResult, Outcome
 from flsuite.federation.engines.base import Engine
 from flsuite.federation.schedules.base import (
+    Amounts,
     Availability,
     Clock,
     Declarations,
     Fit,
     MakeRequests,
-    MakeWork,
     Measured,
     Schedule,
     Speeds,
@@ -77,7 +77,7 @@ class Asynchronous(Schedule, Settings):
         self,
         sizes: Sequence[int],
         seed: int,
-        work: MakeWork | None = None,
+        work: Amounts | None = None,
         absent: Collection[int] = (),
     ) -> None:
         self._absent = absent

@@ -48,6 +48,9 @@ class Fit:
             ``late`` (the round ended without it) or ``absent`` (the client is not part of the run;
             its place stays empty for as long as the fit would have taken).
         fault: The fault to inject. Default: none.
+        samples: Training samples that the client processes, over all local epochs.
+        bytes_down: Bytes that the client receives.
+        bytes_up: Bytes that the client sends.
     """
 
     number: int
@@ -58,6 +61,9 @@ class Fit:
     ended: float | None = None
     outcome: Literal["arrived", "dropped", "late", "absent"] = "arrived"
     fault: Fault | None = None
+    samples: int = 0
+    bytes_down: int = 0
+    bytes_up: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,32 +127,11 @@ class Declarations:
         return withheld
 
 
-@dataclass(frozen=True)
-class Work:
-    """The work of one fit.
-
-    Attributes:
-        client: The client's number.
-        number: Number of the fit in the run, from 0.
-        started: Virtual seconds at its start.
-        samples: Training samples that the client processes, over all local epochs.
-        bytes_down: Bytes that the client receives.
-        bytes_up: Bytes that the client sends.
-    """
-
-    client: int
-    number: int
-    started: float
-    samples: int
-    bytes_down: int
-    bytes_up: int
-
-
 class Speeds(ABC):
     """Determines how long a fit takes on the virtual clock.
 
-    The duration is a function of the run's seed and of the work, never of the machine or of the
-    order of calls.
+    The duration is a function of the run's seed and of the fit: its number, client, start, samples
+    and bytes. It never depends on the machine or on the order of calls.
     """
 
     def configure(self, clients: int, seed: int) -> None:
@@ -154,7 +139,7 @@ class Speeds(ABC):
         return
 
     @abstractmethod
-    def seconds(self, work: Work) -> float | None:
+    def seconds(self, fit: Fit) -> float | None:
         """Return the virtual seconds of a fit, or ``None`` if they must be measured."""
 
 
@@ -164,7 +149,7 @@ class Measured(Speeds):
     Durations differ from run to run, and so does every result that depends on them.
     """
 
-    def seconds(self, work: Work) -> float | None:
+    def seconds(self, fit: Fit) -> float | None:
         return None
 
 
@@ -214,8 +199,8 @@ class Always(Availability):
 MakeRequests = Callable[[Sequence[Fit]], list[FitRequest]]
 """Turns fits into requests, see :meth:`flsuite.runs.run.Run.requests`."""
 
-MakeWork = Callable[[int, int, float], Work]
-"""Returns the work of a fit, given the client, the number of the fit and its start."""
+Amounts = Callable[[int], tuple[int, int, int]]
+"""Returns the samples, bytes down and bytes up of a client's next fit."""
 
 
 class Schedule(ABC):
@@ -238,7 +223,7 @@ class Schedule(ABC):
         self,
         sizes: Sequence[int],
         seed: int,
-        work: MakeWork | None = None,
+        work: Amounts | None = None,
         absent: Collection[int] = (),
     ) -> None:
         """Prepare for a run. Called once before the first round.
@@ -246,7 +231,8 @@ class Schedule(ABC):
         Args:
             sizes: Training samples of each client.
             seed: The run's seed.
-            work: Returns the work of a fit. Default: one pass over the samples, and no bytes.
+            work: Returns the samples and bytes of a fit. Default: one pass over the samples, and no
+                bytes.
             absent: Clients that are drawn like all others but never train, so that all others train
                 when and as they would with them.
 

@@ -19,11 +19,11 @@ from flsuite.common.messages import (
 from flsuite.common.random import numpy_generator
 from flsuite.federation.engines.base import Engine
 from flsuite.federation.schedules.base import (
+    Amounts,
     Clock,
     Declarations,
     Fit,
     MakeRequests,
-    MakeWork,
     Schedule,
 )
 
@@ -82,7 +82,7 @@ class Faults(Schedule, Settings):
         self,
         sizes: Sequence[int],
         seed: int,
-        work: MakeWork | None = None,
+        work: Amounts | None = None,
         absent: Collection[int] = (),
     ) -> None:
         self.schedule.configure(sizes, seed, work, absent)

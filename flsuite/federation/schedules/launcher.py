@@ -12,12 +12,11 @@ from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.common.random import numpy_generator
 from flsuite.federation.schedules.base import (
     Always,
+    Amounts,
     Availability,
     Clock,
     Fit,
-    MakeWork,
     Speeds,
-    Work,
 )
 
 
@@ -42,14 +41,14 @@ class Launcher:
         availability: Availability | None,
         sizes: Sequence[int],
         seed: int,
-        work: MakeWork | None,
+        work: Amounts | None,
     ) -> None:
         self.speeds = speeds
         self.availability = availability or Always()
         self.fits = 0
         self._clients = len(sizes)
         self._seed = seed
-        self._work = work or (lambda client, n, t: Work(client, n, t, sizes[client], 0, 0))
+        self._work = work or (lambda client: (sizes[client], 0, 0))
         self._version, self._starts = -1, Counter[int]()
         self.speeds.configure(self._clients, seed)
         self.availability.configure(self._clients, seed)
@@ -100,10 +99,11 @@ class Launcher:
         if clock.round != self._version:
             self._version, self._starts = clock.round, Counter()
         fit = Fit(self.fits, client, clock.round, self._starts[client], clock.seconds)
+        fit.samples, fit.bytes_down, fit.bytes_up = self._work(client)
         self.fits += 1
         self._starts[client] += 1
 
-        seconds = self.speeds.seconds(self._work(client, fit.number, fit.started))
+        seconds = self.speeds.seconds(fit)
         if seconds is not None and not 0 <= seconds < math.inf:
             raise FlsuiteError(
                 f"{type(self.speeds).__name__}: a fit of client {client} takes {seconds} virtual "

@@ -18,7 +18,7 @@ from flsuite.common.arguments import (
 )
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import numpy_generator
-from flsuite.federation.schedules.base import Availability, Speeds, Work
+from flsuite.federation.schedules.base import Availability, Fit, Speeds
 from flsuite.federation.schedules.traces import (
     check_clients,
     client_bounds,
@@ -67,14 +67,14 @@ class Stragglers(Speeds, Settings):
         self._low[slow_clients], self._high[slow_clients] = self.slow
         self._fixed = rng.uniform(self._low, self._high)
 
-    def seconds(self, work: Work) -> float:
-        rng = numpy_generator(self._seed, "speeds/fit", work.number, work.client)
+    def seconds(self, fit: Fit) -> float:
+        rng = numpy_generator(self._seed, "speeds/fit", fit.number, fit.client)
         # Drawn first, so a fit has the same jitter with and without per_fit.
         jitter = rng.uniform(0, self.jitter)
 
-        base = self._fixed[work.client]
+        base = self._fixed[fit.client]
         if self.per_fit:
-            base = rng.uniform(self._low[work.client], self._high[work.client])
+            base = rng.uniform(self._low[fit.client], self._high[fit.client])
         return float(base + jitter)
 
 
@@ -98,10 +98,10 @@ class LogNormal(Speeds, Settings):
         self._seed = seed
         self._z = numpy_generator(seed, "speeds").standard_normal(clients)
 
-    def seconds(self, work: Work) -> float:
-        z = self._z[work.client]
+    def seconds(self, fit: Fit) -> float:
+        z = self._z[fit.client]
         if self.per_fit:
-            rng = numpy_generator(self._seed, "speeds/fit", work.number, work.client)
+            rng = numpy_generator(self._seed, "speeds/fit", fit.number, fit.client)
             z = rng.standard_normal()
         return float(self.median * np.exp(self.sigma * z))
 
@@ -134,11 +134,11 @@ class PerSample(Speeds, Settings):
         z = numpy_generator(seed, "speeds").standard_normal(clients)
         self._factors = np.exp(self.spread * z)
 
-    def seconds(self, work: Work) -> float:
-        computing = work.samples * self.seconds_per_sample
-        receiving = work.bytes_down * self.seconds_per_byte_down
-        sending = work.bytes_up * self.seconds_per_byte_up
-        return float(self._factors[work.client] * (computing + receiving + sending))
+    def seconds(self, fit: Fit) -> float:
+        computing = fit.samples * self.seconds_per_sample
+        receiving = fit.bytes_down * self.seconds_per_byte_down
+        sending = fit.bytes_up * self.seconds_per_byte_up
+        return float(self._factors[fit.client] * (computing + receiving + sending))
 
 
 _TICK = 1e-9  # seconds, the clock's resolution; the last tick of an interval counts as passed

@@ -13,12 +13,12 @@ from flsuite.common.messages import ClientResult, ClientUpdate, Outcome
 from flsuite.common.random import numpy_generator
 from flsuite.federation.engines.base import Engine
 from flsuite.federation.schedules.base import (
+    Amounts,
     Availability,
     Clock,
     Declarations,
     Fit,
     MakeRequests,
-    MakeWork,
     Measured,
     Schedule,
     Speeds,
@@ -88,7 +88,7 @@ class Synchronous(Schedule, Settings):
         self,
         sizes: Sequence[int],
         seed: int,
-        work: MakeWork | None = None,
+        work: Amounts | None = None,
         absent: Collection[int] = (),
     ) -> None:
         clients = len(sizes)

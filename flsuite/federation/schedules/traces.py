@@ -10,7 +10,7 @@ import numpy as np
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import numpy_generator
 from flsuite.data.datasets.csv_files import csv_frames
-from flsuite.federation.schedules.base import Speeds, Work
+from flsuite.federation.schedules.base import Fit, Speeds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,15 +64,15 @@ class Trace(Speeds):
         self._order = np.lexsort((self._starts, self._owners))
         self._bounds = client_bounds(self._owners[self._order], clients)
 
-    def seconds(self, work: Work) -> float:
-        first, last = self._bounds[work.client : work.client + 2]
+    def seconds(self, fit: Fit) -> float:
+        first, last = self._bounds[fit.client : fit.client + 2]
         rows = self._order[first:last]
         if self._is_timed:
-            following = np.searchsorted(self._starts[rows], work.started % self._length)
+            following = np.searchsorted(self._starts[rows], fit.started % self._length)
             # After the client's last start, the trace repeats from its first one.
             row = rows[following % len(rows)]
         else:
-            row = numpy_generator(self._seed, "speeds/fit", work.number, work.client).choice(rows)
+            row = numpy_generator(self._seed, "speeds/fit", fit.number, fit.client).choice(rows)
         return float(self._durations[row])
 
 

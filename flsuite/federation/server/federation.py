@@ -28,7 +28,7 @@ from flsuite.common.state import State, StateLayout, clone, load_, mismatch, nby
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import batch_bounds
 from flsuite.federation.client.entries import Entries, layout_of
-from flsuite.federation.schedules.base import Clock, Fit, Schedule, Work
+from flsuite.federation.schedules.base import Clock, Fit, Schedule
 from flsuite.federation.server.arrivals import Arrivals, RoundLog
 from flsuite.federation.server.devices import Devices
 from flsuite.federation.server.stores import ClientStore, CopyCallbacks, VersionStore
@@ -279,10 +279,10 @@ class Federation:
             self.schedule.load_state_dict(content["schedule"])
         self.clients.restore(content["clients"])
 
-    def _work(self, client: int, number: int, started: float) -> Work:
-        """Return the work of a fit that starts from the current version."""
+    def _work(self, client: int) -> tuple[int, int, int]:
+        """Return the samples, bytes down and bytes up of a fit from the current version."""
         samples = self._fit_samples(self.data.at(self.clock.round + 1).samples(client))
-        return Work(client, number, started, samples, *self._traffic)
+        return samples, *self._traffic
 
     def _base(self, broadcast: Broadcast) -> State:
         """Return the state from which a client's change is measured."""

@@ -18,9 +18,9 @@ from flsuite.common.messages import Broadcast, ClientFailure, FitRequest
 from flsuite.common.random import seed_for
 from flsuite.common.state import State, load_
 from flsuite.data.federated import FederatedData, Rows
+from flsuite.federation.client.callbacks import LRDecay
 from flsuite.federation.client.entries import BatchNorm
 from flsuite.federation.client.jobs import JobRunner
-from flsuite.federation.client.lr_decay import LRDecay
 from flsuite.federation.client.setup import WorkerSetup
 from flsuite.federation.server.evaluation import Evaluator
 from flsuite.federation.server.federation import Federation

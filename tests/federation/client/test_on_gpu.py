@@ -21,8 +21,8 @@ from flsuite.aggregators.rules.pfnm import expanded_module
 from flsuite.common.messages import Broadcast, ClientUpdate, FitRequest
 from flsuite.common.state import Sums, Tree, moved
 from flsuite.federation import Engine, InProcess, Processes, Vectorized
-from flsuite.federation.client.fits import Starts
 from flsuite.federation.client.jobs import JobRunner
+from flsuite.federation.client.setup import Starts
 from flsuite.models import ACVAE, MLP, Classifier
 from flsuite.runs.preparation import worker_setup
 from tests.conftest import classifier, digits, equal_states, trainer

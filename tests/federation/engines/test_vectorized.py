@@ -50,7 +50,7 @@ from flsuite.federation import (
     Synchronous,
     Vectorized,
 )
-from flsuite.federation.client.lr_decay import CosineDecay
+from flsuite.federation.client.callbacks import CosineDecay
 from flsuite.federation.client.stack import Stack
 from flsuite.federation.client.stack_steps import StackSteps
 from flsuite.models import ACVAE, MLP, Backbone, Classifier

@@ -12,7 +12,7 @@ from flsuite.common.messages import (
     FitRequest,
     Outcome,
 )
-from flsuite.federation import Clock, Engine, Fit, Schedule, Speeds, Work
+from flsuite.federation import Clock, Engine, Fit, Schedule, Speeds
 from flsuite.federation.client.setup import WorkerSetup
 
 
@@ -22,8 +22,8 @@ class PerClient(Speeds):
     def __init__(self, *seconds: float) -> None:
         self.per_client = seconds
 
-    def seconds(self, work: Work) -> float:
-        return self.per_client[work.client]
+    def seconds(self, fit: Fit) -> float:
+        return self.per_client[fit.client]
 
 
 class Succeeded(Engine):

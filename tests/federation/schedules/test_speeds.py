@@ -7,7 +7,7 @@ import pytest
 
 from flsuite import FlsuiteError
 from flsuite.commands.parsing import OneLineParser, plain_errors
-from flsuite.federation import LogNormal, Measured, PerSample, Speeds, Stragglers, Work
+from flsuite.federation import Fit, LogNormal, Measured, PerSample, Speeds, Stragglers
 from flsuite.runs.settings import describe
 
 DRAWN: list[Speeds] = [
@@ -19,9 +19,9 @@ DRAWN: list[Speeds] = [
 ]
 
 
-def work(client: int, number: int = 0, **kwargs: Any) -> Work:
+def work(client: int, number: int = 0, **kwargs: Any) -> Fit:
     amounts = {"started": 0.0, "samples": 100, "bytes_down": 1000, "bytes_up": 500, **kwargs}
-    return Work(client, number, **amounts)
+    return Fit(number, client, version=0, repeat=0, **amounts)
 
 
 def seconds(speeds: Speeds, clients: int, seed: int = 0, number: int = 0) -> np.ndarray:
@@ -45,17 +45,16 @@ def parsed(text: str) -> Speeds:
 def test_seconds_are_a_function_of_the_seed_and_the_work(speeds: Speeds) -> None:
     fits = [work(client, number) for client in range(5) for number in range(20)]
     speeds.configure(5, seed=7)
-    expected = {fit: speeds.seconds(fit) for fit in fits}
+    expected = [speeds.seconds(fit) for fit in fits]
     np.random.rand(3)
-    assert {fit: speeds.seconds(fit) for fit in reversed(fits)} == expected
-    assert {type(value) for value in expected.values()} == {float}
-    assert [speeds.seconds(fits[3]) for _ in range(3)] == [expected[fits[3]]] * 3
+    assert [speeds.seconds(fit) for fit in reversed(fits)] == expected[::-1]
+    assert {type(value) for value in expected} == {float}
+    assert [speeds.seconds(fits[3]) for _ in range(3)] == [expected[3]] * 3
 
     speeds.configure(5, seed=8)
-    other = {fit: speeds.seconds(fit) for fit in fits}
-    assert not {*other.values()} & {*expected.values()}
+    assert not {speeds.seconds(fit) for fit in fits} & {*expected}
     speeds.configure(5, seed=7)
-    assert {fit: speeds.seconds(fit) for fit in fits} == expected
+    assert [speeds.seconds(fit) for fit in fits] == expected
 
 
 def test_measured_knows_no_seconds() -> None:

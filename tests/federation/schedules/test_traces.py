@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flsuite import FlsuiteError
-from flsuite.federation import Trace, Work
+from flsuite.federation import Fit, Trace
 from flsuite.runs.settings import describe
 
 FITS = "client,seconds\n1,5\n0,1.5\n1,7\n"
@@ -26,7 +26,7 @@ def configured(file: Path, content: str, clients: int = 2, seed: int = 0) -> Tra
 
 
 def seconds(speeds: Trace, client: int, number: int = 0, started: float = 0.0) -> float | None:
-    return speeds.seconds(Work(client, number, started, samples=1, bytes_down=1, bytes_up=1))
+    return speeds.seconds(Fit(number, client, 0, 0, started, samples=1, bytes_down=1, bytes_up=1))
 
 
 # client, seconds

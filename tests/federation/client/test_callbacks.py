@@ -11,7 +11,7 @@ from flsuite.aggregators import SCAFFOLD
 from flsuite.common.errors import FlsuiteError
 from flsuite.data import IID
 from flsuite.federation import Processes
-from flsuite.federation.client.lr_decay import CosineDecay, ExponentialDecay, LRDecay, StepDecay
+from flsuite.federation.client.callbacks import CosineDecay, ExponentialDecay, LRDecay, StepDecay
 from flsuite.models import MLP, Classifier, FusedSpaceFed
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import classifier, digits, equal_states, trainer
