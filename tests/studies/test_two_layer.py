@@ -64,7 +64,7 @@ def descend(models: Sequence[Tensor], jacobians: Sequence[Tensor], steps: int) -
     """Return the minimum by lemma 1: gradient descent from the mean, with the matrix S."""
     mean, fisher, target = moments(models, jacobians)
     block = Dense(mean, target, fisher)
-    path = gradient_descent(block.product, block.residual, block.largest())
+    path = gradient_descent(block)
     return mean + next(islice(path, steps - 1, None))
 
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from flsuite.aggregators.exchange.pairwise_client import Message, PairwiseClient, size_of
-from flsuite.aggregators.exchange.pairwise_server import PairwiseServer
+from flsuite.aggregators.exchange.pairwise_client import PairwiseClient
+from flsuite.aggregators.exchange.pairwise_server import Message, PairwiseServer, size_of
 from flsuite.aggregators.exchange.secure import Parties, PartyCost, SecureAggregation, SumReport
 from flsuite.aggregators.exchange.sharing import KEY_BYTES, SEAL_BYTES, SHARE_BYTES, decode_sum
 from flsuite.common.arguments import Range, Settings, at_least

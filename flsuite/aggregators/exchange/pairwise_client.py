@@ -1,22 +1,26 @@
-"""One client's side of secure aggregation by pairwise masks, and its messages to the server.
-
-The messages are plain data. Nothing else is exchanged between the two sides.
-"""
+"""One client's side of secure aggregation by pairwise masks."""
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
 
 import numpy as np
 
+from flsuite.aggregators.exchange.pairwise_server import (
+    MaskedVector,
+    Maxima,
+    PublicKeys,
+    RevealedShares,
+    SealedShares,
+)
 from flsuite.aggregators.exchange.sharing import (
     KEY_BYTES,
     SHARE_BYTES,
     add_keystream,
+    add_pair_mask,
     agree,
     encode_values,
     new_private_key,
+    point_of,
     public_key,
     seal,
     split_secret,
@@ -24,96 +28,6 @@ from flsuite.aggregators.exchange.sharing import (
 )
 from flsuite.common.errors import FederationError
 from flsuite.common.state import State, mismatch_of_keys, non_finite
-
-
-@dataclass(frozen=True)
-class PublicKeys:
-    """The public keys of a client in a round.
-
-    Attributes:
-        client: The client's number.
-        sealing: The public key for sealing shares.
-        masking: The public key for pairwise masks.
-    """
-
-    client: int
-    sealing: bytes
-    masking: bytes
-
-
-@dataclass(frozen=True)
-class SealedShares:
-    """A client's shares for the other clients. Each client can open only its own share.
-
-    Attributes:
-        client: The client whose secrets were shared.
-        sealed: The sealed shares, by recipient.
-    """
-
-    client: int
-    sealed: Mapping[int, bytes]
-
-
-@dataclass(frozen=True)
-class Maxima:
-    """The largest absolute value of each entry of a client's contribution, in the clear.
-
-    Attributes:
-        client: The client's number.
-        values: The values, in the order of the template.
-    """
-
-    client: int
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class MaskedVector:
-    """A client's contribution as integers, under its masks.
-
-    Attributes:
-        client: The client's number.
-        vector: One uint32 per number, in the order of the template.
-    """
-
-    client: int
-    vector: np.ndarray
-
-
-@dataclass(frozen=True)
-class RevealedShares:
-    """The shares that a client reveals to the server, one per client of the cohort.
-
-    Attributes:
-        client: The client that held them.
-        seeds: Shares of the own-mask seeds of the clients that came back.
-        keys: Shares of the private masking keys of the other clients.
-    """
-
-    client: int
-    seeds: Mapping[int, bytes]
-    keys: Mapping[int, bytes]
-
-
-Message = PublicKeys | SealedShares | Maxima | MaskedVector | RevealedShares
-
-
-def size_of(message: Any) -> int:
-    """Return the bytes of a message, or of nested dicts and tuples of them.
-
-    A number counts as eight bytes.
-    """
-    if isinstance(message, bytes):
-        return len(message)
-    if isinstance(message, np.ndarray):
-        return message.nbytes
-    if is_dataclass(message):
-        return sum(size_of(getattr(message, f.name)) for f in fields(message))
-    if isinstance(message, Mapping):
-        return sum(size_of(key) + size_of(value) for key, value in message.items())
-    if isinstance(message, (list, tuple)):
-        return sum(map(size_of, message))
-    return 8
 
 
 class PairwiseClient:
@@ -238,9 +152,8 @@ class PairwiseClient:
         vector = np.concatenate(encoded)
         add_keystream(vector, self._seed, sign=1)
         for other in self._inbox:
-            purpose = mask_purpose(self.client, other)
-            key = agree(self._masking_key, self._public[other].masking, purpose)
-            add_keystream(vector, key, mask_sign(self.client, other))
+            public = self._public[other].masking
+            add_pair_mask(vector, self._masking_key, public, self.client, other)
         self._contribution = None
         return MaskedVector(self.client, vector)
 
@@ -290,18 +203,3 @@ class PairwiseClient:
 
     def _refusal(self, why: str) -> FederationError:
         return FederationError(f"secure aggregation: client {self.client} refuses to go on: {why}")
-
-
-def mask_sign(client: int, other: int) -> int:
-    """Return the sign of a pair's mask: the client with the smaller number adds it."""
-    return 1 if client < other else -1
-
-
-def mask_purpose(client: int, other: int) -> str:
-    """Return the purpose of a pair's masking key, the same for both."""
-    return f"mask of {min(client, other)} and {max(client, other)}"
-
-
-def point_of(client: int) -> int:
-    """Return the point of a client's shares. The secret is at 0."""
-    return client + 1

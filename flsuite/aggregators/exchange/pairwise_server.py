@@ -1,32 +1,146 @@
-"""The server's side of secure aggregation by pairwise masks."""
+"""The server's side of secure aggregation by pairwise masks, and the clients' messages to it.
+
+The messages are plain data. Nothing else is exchanged between the two sides. A message says whether
+the server may accept it now, and what is expected otherwise.
+"""
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any
 
 import numpy as np
 
-from flsuite.aggregators.exchange.pairwise_client import (
-    MaskedVector,
-    Maxima,
-    Message,
-    PublicKeys,
-    RevealedShares,
-    SealedShares,
-    mask_purpose,
-    mask_sign,
-    point_of,
-)
 from flsuite.aggregators.exchange.sharing import (
     KEY_BYTES,
     SEAL_BYTES,
     SHARE_BYTES,
     add_keystream,
-    agree,
+    add_pair_mask,
     combine,
+    point_of,
     public_key,
     weights_at_zero,
 )
 from flsuite.common.errors import FederationError, one_line
+
+
+@dataclass(frozen=True)
+class Message(ABC):
+    """A message of a client to the server.
+
+    Attributes:
+        client: The client's number.
+    """
+
+    client: int
+
+    @abstractmethod
+    def expected(self, server: "PairwiseServer") -> tuple[dict[int, Any], bool, str]:
+        """Return where its like are kept, whether it is good now, and what is expected now."""
+
+
+@dataclass(frozen=True)
+class PublicKeys(Message):
+    """The public keys of a client in a round.
+
+    Attributes:
+        sealing: The public key for sealing shares.
+        masking: The public key for pairwise masks.
+    """
+
+    sealing: bytes
+    masking: bytes
+
+    def expected(self, server: "PairwiseServer") -> tuple[dict[int, Any], bool, str]:
+        is_good = _have(KEY_BYTES, (self.sealing, self.masking)) and not server.sealed
+        return server.public, is_good, f"two keys of {KEY_BYTES} bytes"
+
+
+@dataclass(frozen=True)
+class SealedShares(Message):
+    """A client's shares for the other clients. Each client can open only its own share.
+
+    Attributes:
+        sealed: The sealed shares, by recipient.
+    """
+
+    sealed: Mapping[int, bytes]
+
+    def expected(self, server: "PairwiseServer") -> tuple[dict[int, Any], bool, str]:
+        is_good = self.sealed.keys() == server.public.keys() - {self.client}
+        is_good &= _have(2 * SHARE_BYTES + SEAL_BYTES, self.sealed.values())
+        is_good &= self.client in server.public and not server.survivors
+        return server.sealed, is_good, "one sealed share per other client"
+
+
+@dataclass(frozen=True)
+class Maxima(Message):
+    """The largest absolute value of each entry of a client's contribution, in the clear.
+
+    Attributes:
+        values: The values, in the order of the template.
+    """
+
+    values: tuple[float, ...]
+
+    def expected(self, server: "PairwiseServer") -> tuple[dict[int, Any], bool, str]:
+        is_good = len(self.values) == len(server.sizes)
+        is_good &= all(0 <= value < math.inf for value in self.values)
+        return server.maxima, is_good, "one finite number per entry"
+
+
+@dataclass(frozen=True)
+class MaskedVector(Message):
+    """A client's contribution as integers, under its masks.
+
+    Attributes:
+        vector: One uint32 per number, in the order of the template.
+    """
+
+    vector: np.ndarray
+
+    def expected(self, server: "PairwiseServer") -> tuple[dict[int, Any], bool, str]:
+        size = sum(server.sizes)
+        is_good = self.vector.dtype == np.uint32 and self.vector.shape == (size,)
+        is_good &= not server.revealed
+        return server.survivors, is_good, f"{size} numbers of type uint32"
+
+
+@dataclass(frozen=True)
+class RevealedShares(Message):
+    """The shares that a client reveals to the server, one per client of the cohort.
+
+    Attributes:
+        seeds: Shares of the own-mask seeds of the clients that came back.
+        keys: Shares of the private masking keys of the other clients.
+    """
+
+    seeds: Mapping[int, bytes]
+    keys: Mapping[int, bytes]
+
+    def expected(self, server: "PairwiseServer") -> tuple[dict[int, Any], bool, str]:
+        is_good = (
+            self.seeds.keys() == server.survivors.keys() and self.keys.keys() == server.dropped
+        )
+        is_good &= _have(SHARE_BYTES, [*self.seeds.values(), *self.keys.values()])
+        is_good &= self.client in server.survivors
+        return server.revealed, is_good, "one share per client that took part"
+
+
+def size_of(message: Any) -> int:
+    """Return the bytes of a message, or of nested dicts and tuples of them.
+
+    A number counts as eight bytes.
+    """
+    if is_dataclass(message):
+        return size_of(tuple(vars(message).values()))
+    if isinstance(message, Mapping):
+        return size_of(tuple(message.items()))
+    if isinstance(message, (list, tuple)):
+        return sum(map(size_of, message))
+    return len(message) if isinstance(message, bytes) else getattr(message, "nbytes", 8)
 
 
 class PairwiseServer:
@@ -42,7 +156,10 @@ class PairwiseServer:
 
     Attributes:
         public: The public keys of the clients.
+        sealed: Their sealed shares.
+        maxima: Their largest values.
         survivors: The clients whose masked vectors are in the sum.
+        revealed: The shares that clients have revealed.
     """
 
     def __init__(self, clients: Sequence[int], threshold: int, sizes: Sequence[int]) -> None:
@@ -50,11 +167,16 @@ class PairwiseServer:
         self.threshold = threshold
         self.sizes = tuple(sizes)
         self.public: dict[int, PublicKeys] = {}
-        self.survivors: set[int] = set()
-        self._sealed: dict[int, Mapping[int, bytes]] = {}
-        self._maxima: dict[int, tuple[float, ...]] = {}
+        self.sealed: dict[int, SealedShares] = {}
+        self.maxima: dict[int, Maxima] = {}
+        self.survivors: dict[int, None] = {}
+        self.revealed: dict[int, RevealedShares] = {}
         self._total = np.zeros(sum(sizes), np.uint32)
-        self._revealed: dict[int, RevealedShares] = {}
+
+    @property
+    def dropped(self) -> set[int]:
+        """Return the clients that have shared their secrets, but sent no vector."""
+        return self.sealed.keys() - self.survivors.keys()
 
     def receive(self, message: Message) -> None:
         """Receive a client's message.
@@ -62,36 +184,35 @@ class PairwiseServer:
         Raises:
             ValueError: If the client may not send this message now.
         """
-        if type(message.client) is not int or message.client not in self.clients:
-            raise ValueError(f"client {message.client} is not in the cohort")
+        kind, client = type(message), message.client
+        if type(client) is not int or client not in self.clients:
+            raise ValueError(f"client {client} is not in the cohort")
         try:
-            fault = self._fault(message)
+            like, is_good, expected = message.expected(self)
+            fault = None if is_good else f"{expected} are expected now"
         except (AttributeError, TypeError, RuntimeError) as error:
-            fault = f"a part of it is of another type ({one_line(error, 200)})"
+            like, fault = {}, f"a part of it is of another type ({one_line(error, 200)})"
+        if kind not in (PublicKeys, SealedShares) and client not in self.sealed:
+            fault = "it has not shared its keys"
+        elif client in like:
+            fault = "it has already sent one"
         if fault is not None:
-            kind = type(message).__name__
-            raise ValueError(f"{kind} of client {message.client} is refused: {fault}")
+            raise ValueError(f"{kind.__name__} of client {client} is refused: {fault}")
 
-        if isinstance(message, PublicKeys):
-            self.public[message.client] = message
-        elif isinstance(message, SealedShares):
-            self._sealed[message.client] = message.sealed
-        elif isinstance(message, Maxima):
-            self._maxima[message.client] = message.values
-        elif isinstance(message, MaskedVector):
+        like[client] = message
+        if isinstance(message, MaskedVector):
             # Keep only the sum, which stays masked until enough shares are revealed.
             self._total += message.vector
-            self.survivors.add(message.client)
-        else:
-            self._revealed[message.client] = message
+            like[client] = None
 
     def inbox(self, client: int) -> dict[int, bytes]:
         """Return the sealed shares for a client, by sender."""
-        return {sender: s[client] for sender, s in self._sealed.items() if sender != client}
+        return {sender: s.sealed[client] for sender, s in self.sealed.items() if sender != client}
 
     def ranges(self) -> tuple[float, ...]:
         """Return the public range of each entry: the largest of the maxima."""
-        return tuple(map(max, zip(*self._maxima.values(), strict=True)))
+        values = (message.values for message in self.maxima.values())
+        return tuple(map(max, zip(*values, strict=True)))
 
     def total(self) -> np.ndarray:
         """Return the sum of the survivors' integers, with all masks removed.
@@ -100,17 +221,17 @@ class PairwiseServer:
             FederationError: If too few clients came back, or revealed their shares.
         """
         self.require_enough(len(self.survivors), "came back")
-        self.require_enough(len(self._revealed), "revealed their shares")
+        self.require_enough(len(self.revealed), "revealed their shares")
         # All secrets are shared at the same points, so the weights are computed once.
-        repliers = sorted(self._revealed)[: self.threshold]
+        repliers = sorted(self.revealed)[: self.threshold]
         weights = weights_at_zero([point_of(client) for client in repliers])
 
         total = self._total.copy()
         for client in sorted(self.survivors):
-            shares = {point_of(c): self._revealed[c].seeds[client] for c in repliers}
+            shares = {point_of(c): self.revealed[c].seeds[client] for c in repliers}
             add_keystream(total, _secret(client, shares, weights), sign=-1)
-        for dropped in sorted(self._sealed.keys() - self.survivors):
-            shares = {point_of(c): self._revealed[c].keys[dropped] for c in repliers}
+        for dropped in sorted(self.dropped):
+            shares = {point_of(c): self.revealed[c].keys[dropped] for c in repliers}
             self._remove_pairs(total, dropped, _secret(dropped, shares, weights))
         return total
 
@@ -132,37 +253,7 @@ class PairwiseServer:
         if public_key(private) != self.public[dropped].masking:
             raise _wrong_shares(dropped)
         for client in sorted(self.survivors):
-            key = agree(private, self.public[client].masking, mask_purpose(client, dropped))
-            add_keystream(total, key, -mask_sign(client, dropped))
-
-    def _fault(self, message: Message) -> str | None:
-        """Return why a message cannot be accepted, or ``None``."""
-        client = message.client
-        if isinstance(message, PublicKeys):
-            is_good = _have(KEY_BYTES, (message.sealing, message.masking)) and not self._sealed
-            return _first(client, self.public, is_good, f"two keys of {KEY_BYTES} bytes")
-        if isinstance(message, SealedShares):
-            others = self.public.keys() - {client}
-            is_good = message.sealed.keys() == others
-            is_good &= _have(2 * SHARE_BYTES + SEAL_BYTES, message.sealed.values())
-            is_good &= client in self.public and not self.survivors
-            return _first(client, self._sealed, is_good, "one sealed share per other client")
-        if client not in self._sealed:
-            return "it has not shared its keys"
-
-        if isinstance(message, Maxima):
-            is_good = len(message.values) == len(self.sizes)
-            is_good &= all(0 <= value < math.inf for value in message.values)
-            return _first(client, self._maxima, is_good, "one finite number per entry")
-        if isinstance(message, MaskedVector):
-            vector, shape = message.vector, self._total.shape
-            is_good = vector.dtype == np.uint32 and vector.shape == shape and not self._revealed
-            return _first(client, self.survivors, is_good, f"{shape[0]} numbers of type uint32")
-        dropped = self._sealed.keys() - self.survivors
-        is_good = message.seeds.keys() == self.survivors and message.keys.keys() == dropped
-        shares = [*message.seeds.values(), *message.keys.values()]
-        is_good &= _have(SHARE_BYTES, shares) and client in self.survivors
-        return _first(client, self._revealed, is_good, "one share per client that took part")
+            add_pair_mask(total, private, self.public[client].masking, client, dropped, sign=-1)
 
 
 def _secret(owner: int, shares: Mapping[int, bytes], weights: Mapping[int, int]) -> bytes:
@@ -174,13 +265,6 @@ def _secret(owner: int, shares: Mapping[int, bytes], weights: Mapping[int, int])
 
 def _wrong_shares(owner: int) -> FederationError:
     return FederationError(f"secure aggregation: the shares of client {owner} are wrong")
-
-
-def _first(client: int, known: Container[int], is_good: bool, expected: str) -> str | None:
-    """Return the fault of a message that is wrong, or a repetition."""
-    if client in known:
-        return "it has already sent one"
-    return None if is_good else f"{expected} are expected now"
 
 
 def _have(size: int, values: Iterable[bytes]) -> bool:

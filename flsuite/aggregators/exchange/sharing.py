@@ -75,6 +75,24 @@ def add_keystream(vector: np.ndarray, key: bytes, sign: int) -> None:
         operation(part, mask, out=part)
 
 
+def add_pair_mask(
+    vector: np.ndarray, private: bytes, public: bytes, client: int, other: int, sign: int = 1
+) -> None:
+    """Add the mask that a client shares with another one, or remove it with a sign of -1.
+
+    Args:
+        vector: The uint32 vector, changed in place.
+        private: The private masking key of one of the two.
+        public: The public masking key of the other.
+        client: Number of the client whose vector is masked.
+        other: Number of the other client. The one with the smaller number adds the mask of a pair,
+            and the other one subtracts it.
+        sign: 1 or -1.
+    """
+    key = agree(private, public, f"mask of {min(client, other)} and {max(client, other)}")
+    add_keystream(vector, key, sign if client < other else -sign)
+
+
 def seal(key: bytes, content: bytes) -> bytes:
     """Return an encrypted and authenticated message. A key seals one message only."""
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -108,6 +126,11 @@ PRIME = 2**256 + 297
 
 SECRET_BYTES = 32
 SHARE_BYTES = 33  # the prime has 257 bits
+
+
+def point_of(client: int) -> int:
+    """Return the point of a client's shares. The secret is at 0."""
+    return client + 1
 
 
 def split_secret(secret: bytes, threshold: int, points: Iterable[int]) -> dict[int, bytes]:

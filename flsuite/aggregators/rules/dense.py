@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -23,8 +23,8 @@ from flsuite.common.arguments import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Range,
     Settings,
+    at_least,
 )
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientUpdate
@@ -75,14 +75,14 @@ class ImageGenerator(nn.Module):
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
         """Draw new weights with standard deviation .02, and set the biases to 0."""
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Conv2d, nn.BatchNorm2d, UpConv)):
-                # Around 1 for BatchNorm, because its weights are factors.
-                mean = 1.0 if isinstance(module, nn.BatchNorm2d) else 0.0
-                drawn = torch.empty(module.weight.shape)
-                module.weight.copy_(drawn.normal_(mean, 0.02, generator=generator))
-                if module.bias is not None:
-                    module.bias.zero_()
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+                continue
+            # Around 1 for BatchNorm, because its weights are factors.
+            mean = 1.0 if parameter.ndim == 1 else 0.0
+            drawn = torch.empty(parameter.shape).normal_(mean, 0.02, generator=generator)
+            parameter.copy_(drawn)
 
 
 class UpConv(nn.Module):
@@ -91,8 +91,6 @@ class UpConv(nn.Module):
     Both are one transposed convolution with a 4x4 kernel, which costs 16 instead of 36 products per
     input pixel and pair of channels.
     """
-
-    bias = None
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -127,13 +125,13 @@ def batch_norm_distances(module: nn.Module) -> Iterator[list[Tensor]]:
     """
     distances: list[Tensor] = []
 
-    def measure(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        assert isinstance(norm, _BatchNorm)
+    def measure(norm: Any, inputs: tuple[Tensor, ...]) -> None:
         distances.append(statistics_distance(norm, inputs[0]))
 
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     with ExitStack() as hooks:
-        for norm in module.modules():
-            if isinstance(norm, _BatchNorm) and norm.running_mean is not None:
+        for norm in norms:
+            if norm.running_mean is not None:
                 hooks.enter_context(norm.register_forward_pre_hook(measure))
         yield distances
 
@@ -185,10 +183,10 @@ def _divergence(teacher: Tensor, student: Tensor) -> Tensor:
 log = logging.getLogger("flsuite")
 
 # BatchNorm cannot train on one image.
-_BatchSize = Annotated[int, Range("at least 2", lambda x: x >= 2)]
+_BatchSize = Annotated[int, at_least(2)]
 # Below this width, the number of channels stays at its minimum.
 _LEAST = 1 / min(CHANNELS)
-_Width = Annotated[float, Range(f"at least {_LEAST}", lambda x: _LEAST <= x < torch.inf)]
+_Width = Annotated[float, at_least(_LEAST)]
 
 
 @dataclass(frozen=True)
@@ -268,10 +266,8 @@ class DENSE(CohortRule, Settings):
         tools = server.tools
         assert tools.module is not None  # prepare has refused
         student = tools.module(mean)
-        teacher = Ensemble(
-            [tools.module(update.state) for update in updates],
-            [float(update.samples) for update in updates],
-        )
+        members = [tools.module(update.state) for update in updates]
+        teacher = Ensemble(members, [float(update.samples) for update in updates])
         if tools.score_module is not None:
             server.metrics["ensemble_accuracy"] = tools.score_module(teacher)
 
@@ -288,9 +284,9 @@ class DENSE(CohortRule, Settings):
 
             # Keep a later epoch if it is better, or if nothing scores it.
             state = clone({name: student.state_dict()[name] for name in mean})
-            accuracy = None if tools.score is None else tools.score(state)
-            if accuracy is None or accuracy > best:
-                new, best = state, -1.0 if accuracy is None else accuracy
+            accuracy = epoch if tools.score is None else tools.score(state)
+            if accuracy > best:
+                new, best = state, accuracy
                 server.metrics["kept_epoch"] = float(epoch)
         return new
 
@@ -328,10 +324,8 @@ class DENSE(CohortRule, Settings):
                 loss = terms["ce"] + self.bn_weight * terms["bn"] + self.adv_weight * terms["adv"]
                 if loss.item() < lowest or not len(kept):
                     kept, lowest = drawn.detach(), loss.item()
-                    server.metrics["generator_loss"] = lowest
-                    server.metrics.update(
-                        {f"generator_{k}": term.item() for k, term in terms.items()}
-                    )
+                    logged = {"loss": loss, **terms}
+                    server.metrics.update((f"generator_{k}", v.item()) for k, v in logged.items())
 
                 optimizer.zero_grad()
                 loss.backward(inputs=learned)  # no gradients of the student's weights

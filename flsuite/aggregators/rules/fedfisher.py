@@ -25,7 +25,6 @@ from flsuite.aggregators.rules.solvers import (
     SolverName,
     best_iterate,
     default_steps,
-    iterates,
     solvers,
 )
 from flsuite.common.arguments import PositiveInt, Settings
@@ -149,33 +148,27 @@ class FedFisher(LinearRule, Settings):
                 values = [block.mean + d for block, d in zip(blocks, corrections, strict=True)]
                 return means["model"] | form.entries(values, server.state)
 
-            chosen = self._minimise(server, blocks, model)
+            chosen = self._minimised(server, blocks, model)
             server.metrics.update(_report(blocks, chosen))
         return model(chosen.corrections)
 
-    def _minimise(
+    def _minimised(
         self, server: Server, blocks: Sequence[Block], model: Callable[[Corrections], State]
     ) -> Iterate:
         """Return the solver's best model by score, or its last model."""
         score = server.tools.score if self.select else None
-        steps = default_steps(self.solver, score is not None) if self.steps is None else self.steps
-        ways = solvers(self.solver, score is not None)
-        paths = {way: iterates(blocks, way, steps, self.epsilon_inside) for way in ways}
-
+        steps = self.steps or default_steps(self.solver, score is not None)
         if score is None:
             if self.select:
+                ways = solvers(self.solver, scored=False)
                 why = server.tools.missing.get("score", "nothing scores models here")
                 log.info("FedFisher takes the last model of %s: %s", ways[0], why)
-            return best_iterate(blocks, paths[ways[0]], ways[0], None)
+            return best_iterate(blocks, self.solver, steps, inside=self.epsilon_inside)
 
         def scored(corrections: Corrections) -> float:
             return score(cast(model(corrections), server.state))
 
-        best = [best_iterate(blocks, paths[way], way, scored) for way in ways]
-        # max returns the first on a tie.
-        chosen = max(range(len(best)), key=lambda way: best[way].score or 0.0)
-        server.metrics["selected_solver"] = float(chosen)
-        return best[chosen]
+        return best_iterate(blocks, self.solver, steps, scored, self.epsilon_inside)
 
     # Before the first round
 
@@ -197,7 +190,7 @@ def _report(blocks: Sequence[Block], chosen: Iterate) -> dict[str, float]:
 
     metrics = {"selected_step": float(chosen.step)}
     if chosen.score is not None:
-        metrics["selected_score"] = chosen.score
+        metrics |= {"selected_solver": float(chosen.way), "selected_score": chosen.score}
     metrics["residual"] = math.sqrt(after / before) if before else 0.0
     metrics["fisher_zero"] = unknown / max(1, sum(b.mean.numel() for b in blocks))
     return metrics

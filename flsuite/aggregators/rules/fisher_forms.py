@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from flsuite.aggregators.part import Server
-from flsuite.aggregators.rules.solvers import Block, Dense, Diagonal, Factors, Kronecker
+from flsuite.aggregators.rules.solvers import Block, Dense, Diagonal, Kronecker
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import Layer, State, StateLayout, Tree, clone
@@ -197,7 +197,7 @@ class _KFACForm(FisherForm):
         blocks: list[Block] = []
         for layer in self.layout.layers:
             pairs = [(u.samples / samples, u.extras["fisher"][layer.name]) for u in updates]
-            factors = [Factors(share, pair["a"], pair["g"]) for share, pair in pairs]
+            factors = [(share, pair["a"], pair["g"]) for share, pair in pairs]
             wbar = matrix(means["model"], layer)
             blocks.append(Kronecker(wbar, means["product"][layer.name], factors))
         return blocks

@@ -5,9 +5,9 @@ The gradient of ``Q(w) = 1/2 sum_i p_i (w - w_i)^T F_i (w - w_i)`` is ``S w - b`
 diagonal Fisher, a layer of a K-FAC Fisher, or all parameters of a full Fisher. Blocks do not keep
 client models.
 
-The iterations compute the correction ``d`` of a point, with ``S d = r`` and d = 0 at the start. S
-is available only as a product with vectors, and ``r`` is the negative gradient at the point. From
-0, gradient descent and conjugate gradients reach the shortest solution. Each yields the correction
+The iterations compute the correction ``d`` of the mean, with ``S d = r`` and d = 0 at the start. S
+is available only as a product with vectors, and ``r`` is the negative gradient at the mean. From 0,
+gradient descent and conjugate gradients reach the shortest solution. Each yields the correction
 after each step, and ends when no step can improve it. The yielded tensor changes with the next
 step.
 """
@@ -15,7 +15,7 @@ step.
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,97 +25,9 @@ from flsuite.common.random import torch_generator
 
 __path__: list[str] = []  # a package in 0.2, whose modules may still be imported by their names
 
-Product = Callable[[Tensor], Tensor]
-"""Maps ``x`` to ``S x``, in the shape of ``x``."""
-
 _EIGENVALUE_STEPS = 100
 # Descent is stable up to a step of 2 / lambda_max, so a thousandth is accurate enough.
 _EIGENVALUE_TOLERANCE = 1e-3
-
-
-def gradient_descent(product: Product, r: Tensor, largest: float) -> Iterator[Tensor]:
-    """Run gradient descent with the step ``1 / lambda_max``: lemma 1 of FedFisher.
-
-    Args:
-        product: The product with S.
-        r: The negative gradient at the start.
-        largest: lambda_max, the largest eigenvalue of S.
-    """
-    d = torch.zeros_like(r)
-    while largest > 0:
-        d += (r - product(d)) / largest
-        yield d
-
-
-def conjugate_gradients(product: Product, r: Tensor, noise: float) -> Iterator[Tensor]:
-    """Minimize over the span of ``r, S r, S^2 r, ...``: Hestenes and Stiefel 1952.
-
-    It has the same limit as gradient descent, and reaches it in fewer steps.
-
-    Args:
-        product: The product with S.
-        r: The negative gradient at the start.
-        noise: The norm of the rounding errors of r. The iteration stops below it.
-    """
-    d, residual, direction = torch.zeros_like(r), r.clone(), r.clone()
-    square = float(residual.square().sum())
-
-    while square > noise**2:
-        image = product(direction)
-        curvature = float((direction * image).sum())
-        # Zero in the null space of S. Rounding can make it negative.
-        if curvature <= 0:
-            return
-
-        rate = square / curvature
-        d.add_(direction, alpha=rate)
-        residual.sub_(image, alpha=rate)
-        before, square = square, float(residual.square().sum())
-        direction.mul_(square / before).add_(residual)
-        yield d
-
-
-def adam(product: Product, r: Tensor, inside: bool) -> Iterator[Tensor]:
-    """Run the Adam of FedFisher's tables: ``m = .9 m + g``, ``v = .99 v + g^2``.
-
-    The step is ``.01 m / (sqrt(v) + .01)``. The sums are not averages: this is Adam with the rate
-    .01, the betas .9 and .99 and the epsilon .001, without bias correction.
-
-    Args:
-        product: The product with S.
-        r: The negative gradient at the start.
-        inside: Whether the step is ``.01 m / sqrt(v + .01)`` instead.
-    """
-    d, m, v = torch.zeros_like(r), torch.zeros_like(r), torch.zeros_like(r)
-    while True:
-        gradient = product(d) - r
-        m.mul_(0.9).add_(gradient)
-        v.mul_(0.99).addcmul_(gradient, gradient)
-        d.addcdiv_(m, (v + 0.01).sqrt() if inside else v.sqrt() + 0.01, value=-0.01)
-        yield d
-
-
-def largest_eigenvalue(product: Product, like: Tensor) -> float:
-    """Return the largest eigenvalue of S by power iteration.
-
-    Args:
-        product: The product with S.
-        like: A tensor with the shape and dtype that S applies to.
-    """
-    # A fixed vector, because the result must not depend on earlier draws.
-    x = torch.randn(like.shape, generator=torch_generator(0, "power iteration"), dtype=like.dtype)
-    x /= x.norm()
-    estimate = 0.0
-
-    for _ in range(_EIGENVALUE_STEPS):
-        image = product(x)
-        before, estimate = estimate, float(image.norm())
-        if estimate == 0 or abs(estimate - before) <= _EIGENVALUE_TOLERANCE * estimate:
-            break
-        x = image / estimate
-    return estimate
-
-
 # Relative rounding error of a residual ``b - S wbar`` of float64 sums.
 _ROUNDING = 1e-13
 # Layers with more entries are multiplied in float32.
@@ -149,15 +61,23 @@ class Block(ABC):
 
     @abstractmethod
     def limit(self, steps: int) -> Tensor:
-        """Return the correction of the mean to the closest minimum.
-
-        Args:
-            steps: The maximum number of iterations, if any are needed.
-        """
+        """Return the correction of the mean to the closest minimum, in so many steps at most."""
 
     def largest(self) -> float:
-        """Return the largest eigenvalue of S."""
-        return largest_eigenvalue(self.product, self.mean)
+        """Return the largest eigenvalue of S, by power iteration."""
+        # A fixed vector, because the result must not depend on earlier draws.
+        start = torch_generator(0, "power iteration")
+        x = torch.randn(self.mean.shape, generator=start, dtype=self.mean.dtype)
+        x /= x.norm()
+        estimate = 0.0
+
+        for _ in range(_EIGENVALUE_STEPS):
+            image = self.product(x)
+            before, estimate = estimate, float(image.norm())
+            if estimate == 0 or abs(estimate - before) <= _EIGENVALUE_TOLERANCE * estimate:
+                break
+            x = image / estimate
+        return estimate
 
 
 class Diagonal(Block):
@@ -189,18 +109,10 @@ class Diagonal(Block):
         return float(self.fisher.max())
 
 
-class Factors(NamedTuple):
-    """The K-FAC Fisher of a layer on one client, ``F vec(W) = G W A``.
-
-    Attributes:
-        share: ``p_i``, the client's fraction of the samples.
-        a: The second moments of the layer's inputs, ``(in, in)``.
-        g: The second moments of the gradients at its outputs, ``(out, out)``.
-    """
-
-    share: float
-    a: Tensor
-    g: Tensor
+Factors = tuple[float, Tensor, Tensor]
+"""The K-FAC Fisher of a layer on one client, ``F vec(W) = G W A``: the client's fraction ``p_i`` of
+the samples, the second moments A of the layer's inputs, ``(in, in)``, and G of the gradients at its
+outputs, ``(out, out)``."""
 
 
 class Kronecker(Block):
@@ -221,7 +133,7 @@ class Kronecker(Block):
         # After the residual, which is computed in float64.
         if mean.numel() > _FLOAT64_ENTRIES:
             self._dtype = torch.float32
-        self.factors = [Factors(f.share, f.a.to(self._dtype), f.g.to(self._dtype)) for f in factors]
+        self.factors = [(p, a.to(self._dtype), g.to(self._dtype)) for p, a, g in factors]
 
     def product(self, x: Tensor) -> Tensor:
         total = torch.zeros_like(x, dtype=self._dtype)
@@ -238,7 +150,7 @@ class Kronecker(Block):
         return total
 
     def limit(self, steps: int) -> Tensor:
-        iterates = conjugate_gradients(self.product, self.residual, self.noise)
+        iterates = conjugate_gradients(self)
         last = deque(islice(iterates, steps), maxlen=1)
         return last[0] if last else torch.zeros_like(self.mean)
 
@@ -271,6 +183,58 @@ class Dense(Block):
         return torch.linalg.pinv(self.fisher, rtol=noise, hermitian=True) @ self.residual
 
 
+def gradient_descent(block: Block) -> Iterator[Tensor]:
+    """Run gradient descent with the step ``1 / lambda_max``: lemma 1 of FedFisher."""
+    d, largest = torch.zeros_like(block.residual), block.largest()
+    while largest > 0:
+        d += (block.residual - block.product(d)) / largest
+        yield d
+
+
+def conjugate_gradients(block: Block) -> Iterator[Tensor]:
+    """Minimize over the span of ``r, S r, S^2 r, ...``: Hestenes and Stiefel 1952.
+
+    It has the same limit as gradient descent, and reaches it in fewer steps. It stops below the
+    rounding errors of r.
+    """
+    r = block.residual
+    d, residual, direction = torch.zeros_like(r), r.clone(), r.clone()
+    square = float(residual.square().sum())
+
+    while square > block.noise**2:
+        image = block.product(direction)
+        curvature = float((direction * image).sum())
+        # Zero in the null space of S. Rounding can make it negative.
+        if curvature <= 0:
+            return
+
+        rate = square / curvature
+        d.add_(direction, alpha=rate)
+        residual.sub_(image, alpha=rate)
+        before, square = square, float(residual.square().sum())
+        direction.mul_(square / before).add_(residual)
+        yield d
+
+
+def adam(block: Block, inside: bool) -> Iterator[Tensor]:
+    """Run the Adam of FedFisher's tables: ``m = .9 m + g``, ``v = .99 v + g^2``.
+
+    The step is ``.01 m / (sqrt(v) + .01)``. The sums are not averages: this is Adam with the rate
+    .01, the betas .9 and .99 and the epsilon .001, without bias correction.
+
+    Args:
+        block: The block.
+        inside: Whether the step is ``.01 m / sqrt(v + .01)`` instead.
+    """
+    d, m, v = (torch.zeros_like(block.residual) for _ in range(3))
+    while True:
+        gradient = block.product(d) - block.residual
+        m.mul_(0.9).add_(gradient)
+        v.mul_(0.99).addcmul_(gradient, gradient)
+        d.addcdiv_(m, (v + 0.01).sqrt() if inside else v.sqrt() + 0.01, value=-0.01)
+        yield d
+
+
 SolverName = Literal["cg+gd", "cg", "gd", "adam", "exact"]
 
 Corrections = Sequence[Tensor]
@@ -286,32 +250,24 @@ class Iterate(NamedTuple):
         step: Its number, 0 at the mean.
         corrections: The corrections added to each block's mean.
         score: Its score, or ``None`` if not scored.
+        way: The place of its solver among :func:`solvers`.
     """
 
     step: int
     corrections: Corrections
-    score: float | None
+    score: float | None = None
+    way: int = 0
 
 
 def default_steps(solver: SolverName, scored: bool) -> int:
-    """Return the number of steps of a solver.
-
-    Args:
-        solver: Its name.
-        scored: Whether the best iterate is kept instead of the last. The limit overfits.
-    """
+    """Return the number of steps of a solver. Without a score, it is low: the limit overfits."""
     if not scored and solver in ("cg+gd", "cg"):
         return 50
     return {"cg+gd": 100, "cg": 200}.get(solver, 2000)
 
 
 def solvers(name: SolverName, scored: bool) -> tuple[SolverName, ...]:
-    """Return the solvers to run, one after another.
-
-    Args:
-        name: The solver, or both as ``cg+gd``.
-        scored: Whether the best model is kept. Without a score, only the first solver runs.
-    """
+    """Return the solvers to run, one after another. Without a score, only the first one runs."""
     if name != "cg+gd":
         return (name,)
     return ("cg", "gd") if scored else ("cg",)
@@ -326,7 +282,7 @@ def is_scored(solver: SolverName, step: int) -> bool:
 def iterates(
     blocks: Sequence[Block], solver: SolverName, steps: int, inside: bool = False
 ) -> Iterator[Corrections]:
-    """Yield the corrections of all blocks after each step, while any of them changes.
+    """Yield the corrections of all blocks at first and after each step, while any of them changes.
 
     The tensors change with the next step.
 
@@ -334,10 +290,21 @@ def iterates(
         blocks: The blocks, which are solved in parallel.
         solver: Its name. ``exact`` has a single step, to the limit.
         steps: The maximum number of steps.
-        inside: See :func:`~flsuite.aggregators.rules.solvers.adam`.
+        inside: See :func:`adam`.
     """
-    paths = [_path(block, solver, steps, inside) for block in blocks]
+
+    def path(block: Block) -> Iterator[Tensor]:
+        if solver == "cg":
+            return conjugate_gradients(block)
+        if solver == "gd":
+            return gradient_descent(block)
+        if solver == "adam":
+            return adam(block, inside)
+        return iter([block.limit(steps)])
+
+    paths = [path(block) for block in blocks]
     current = [torch.zeros_like(block.mean) for block in blocks]
+    yield current
     for _ in range(steps):
         following = [next(path, None) for path in paths]
         if all(correction is None for correction in following):
@@ -349,47 +316,37 @@ def iterates(
 
 def best_iterate(
     blocks: Sequence[Block],
-    path: Iterator[Corrections],
     solver: SolverName,
-    score: Callable[[Corrections], float] | None,
+    steps: int,
+    score: Callable[[Corrections], float] | None = None,
+    inside: bool = False,
 ) -> Iterate:
     """Return the iterate with the highest score, the first on a tie.
 
-    Without ``score``, it is the last one.
+    Without ``score``, it is the last one of the first solver.
 
     Args:
         blocks: The blocks.
-        path: The corrections after each step.
-        solver: The name of the solver, which decides which iterates are scored.
+        solver: The solver, or both as ``cg+gd``. It decides which iterates are scored.
+        steps: The maximum number of steps.
         score: Returns the score of the model with these corrections.
+        inside: See :func:`adam`.
     """
-    start: Corrections = [torch.zeros_like(block.mean) for block in blocks]
     best: Iterate | None = None
-    for step, corrections in enumerate(chain([start], path)):
-        if score is not None and is_scored(solver, step):
-            best = _better(best, step, corrections, score)
+    for way, name in enumerate(solvers(solver, score is not None)):
+        for step, corrections in enumerate(iterates(blocks, name, steps, inside)):
+            if score is not None and is_scored(name, step):
+                best = _better(best, Iterate(step, corrections, score(corrections), way))
+        if score is None:
+            return Iterate(step, corrections)
+        if not is_scored(name, step):
+            best = _better(best, Iterate(step, corrections, score(corrections), way))
+    assert best is not None  # each solver has scored its last step
+    return best
 
-    if score is None:
-        return Iterate(step, corrections, None)
-    return best if best and is_scored(solver, step) else _better(best, step, corrections, score)
 
-
-def _better(
-    best: Iterate | None, step: int, corrections: Corrections, score: Callable[[Corrections], float]
-) -> Iterate:
-    value = score(corrections)
-    if best is not None and best.score is not None and value <= best.score:
+def _better(best: Iterate | None, other: Iterate) -> Iterate:
+    if best is not None and (other.score or 0.0) <= (best.score or 0.0):
         return best
     # Clone, because the solver modifies these tensors.
-    return Iterate(step, [correction.clone() for correction in corrections], value)
-
-
-def _path(block: Block, solver: SolverName, steps: int, inside: bool) -> Iterator[Tensor]:
-    """Return the corrections of one block after each step."""
-    if solver == "cg":
-        return conjugate_gradients(block.product, block.residual, block.noise)
-    if solver == "gd":
-        return gradient_descent(block.product, block.residual, block.largest())
-    if solver == "adam":
-        return adam(block.product, block.residual, inside)
-    return iter([block.limit(steps)])
+    return other._replace(corrections=[correction.clone() for correction in other.corrections])

@@ -13,24 +13,22 @@ from torch import Tensor
 
 from flsuite.aggregators import PairwiseMasks, SumReport
 from flsuite.aggregators.exchange.pairwise import PairwiseParties
-from flsuite.aggregators.exchange.pairwise_client import (
+from flsuite.aggregators.exchange.pairwise_client import PairwiseClient
+from flsuite.aggregators.exchange.pairwise_server import (
     MaskedVector,
     Maxima,
-    PairwiseClient,
+    PairwiseServer,
     PublicKeys,
     RevealedShares,
     SealedShares,
-    mask_purpose,
-    mask_sign,
-    point_of,
 )
-from flsuite.aggregators.exchange.pairwise_server import PairwiseServer
 from flsuite.aggregators.exchange.sharing import (
     add_keystream,
-    agree,
+    add_pair_mask,
     combine,
     decode_sum,
     encode_values,
+    point_of,
     step,
     weights_at_zero,
 )
@@ -421,8 +419,7 @@ def test_what_is_revealed_leaves_every_single_vector_masked(received: list[Any])
 
     def remove_pair(vector: np.ndarray, client: int, dropped: int) -> None:
         public = server.public[client].masking
-        key = agree(secret(dropped, "keys"), public, mask_purpose(client, dropped))
-        add_keystream(vector, key, -mask_sign(client, dropped))
+        add_pair_mask(vector, secret(dropped, "keys"), public, client, dropped, sign=-1)
 
     for client, vector in vectors(received).items():
         add_keystream(vector, secret(client, "seeds"), sign=-1)
@@ -436,8 +433,8 @@ def test_what_is_revealed_leaves_every_single_vector_masked(received: list[Any])
     limits = tuple(1e6 for _ in ranges)
     vector = device.masked(limits).vector
     for other in set(CLIENTS) - {late}:
-        key = agree(secret(late, "keys"), server.public[other].masking, mask_purpose(late, other))
-        add_keystream(vector, key, -mask_sign(late, other))
+        public = server.public[other].masking
+        add_pair_mask(vector, secret(late, "keys"), public, late, other, sign=-1)
     assert np.mean(vector == codes(late, limits)) < 0.05
     # Its own mask is all that hides it.
     add_keystream(vector, device._seed, sign=-1)
