@@ -90,7 +90,7 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
             outcome.update.staleness = clock.round - (outcome.update.round - 1)
             federation.log.updates.append(outcome.update)
             clock.client_updates += 1
-            schedule.accepted(number)
+            schedule.accepted(outcome.update)
         clock.round += 1
         yield from timeline_rows(federation)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from flsuite.common.arguments import PositiveFloat, PositiveInt, Settings
 from flsuite.common.errors import FederationError, FlsuiteError
-from flsuite.common.messages import ClientResult, Outcome
+from flsuite.common.messages import ClientResult, ClientUpdate, Outcome
 from flsuite.federation.engines.base import Engine
 from flsuite.federation.schedules.base import (
     Amounts,
@@ -157,7 +157,7 @@ class Asynchronous(Schedule, Settings):
         with suppress(FederationError):  # raised again when it happens
             for fit in twin._arriving(engine, replace(clock), lambda fits: None):
                 numbers.add(fit.number)
-                twin.accepted(fit.number)
+                twin._buffer.add(fit.number)
         return numbers
 
     def _arriving(
@@ -198,8 +198,8 @@ class Asynchronous(Schedule, Settings):
             if len(self._buffer) < self.buffer_size and clock.seconds < closes:
                 submit(self.start(clock))
 
-    def accepted(self, number: int) -> None:
-        self._buffer.add(number)
+    def accepted(self, update: ClientUpdate) -> None:
+        self._buffer.add(update.number)
 
     def metrics(self) -> dict[str, float]:
         dropped = sum(fit.outcome == "dropped" for fit in self._ended)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from flsuite.aggregators.part import Capability
-from flsuite.common.messages import Fault, FitRequest, Outcome
+from flsuite.common.messages import ClientUpdate, Fault, FitRequest, Outcome
 from flsuite.federation.engines.base import Engine
 from flsuite.metrics.privacy import RandomDraw
 
@@ -271,8 +271,8 @@ class Schedule(ABC):
             requests: Returns the requests of clients that start in between.
         """
 
-    def accepted(self, number: int) -> None:
-        """Register the update of a fit as valid. Called before the next outcome is requested."""
+    def accepted(self, update: ClientUpdate) -> None:
+        """Register an update as valid. Called before the next outcome is requested."""
         return
 
     def metrics(self) -> dict[str, float]:

@@ -117,8 +117,8 @@ class Faults(Schedule, Settings):
         for outcome in self.schedule.arrivals(engine, clock, with_faults):
             yield from self._delivered(outcome)
 
-    def accepted(self, number: int) -> None:
-        self.schedule.accepted(number)
+    def accepted(self, update: ClientUpdate) -> None:
+        self.schedule.accepted(update)
 
     def metrics(self) -> dict[str, float]:
         return self.schedule.metrics()

@@ -29,9 +29,11 @@ class Selection(ABC):
     Attributes:
         last: By client, what its last valid update showed: its mean training loss, its samples, its
             round, and the virtual seconds of its fit (0 if they were measured).
-        silent: Clients whose last fit failed, and the version that it started from. The schedule
-            adds those that it starts, and removes those that are late.
+        silent: Clients whose last fit failed, and the version that it started from.
+        reads_updates: Whether the cohort depends on what clients have sent.
     """
+
+    reads_updates = True
 
     def configure(self, sizes: Sequence[int], cohort: int) -> None:
         """Prepare for a run.
@@ -58,6 +60,14 @@ class Selection(ABC):
             attempt: Number of earlier draws from this version.
         """
 
+    def started(self, clients: Sequence[int], version: int) -> None:
+        """Register the fits of a cohort, which are silent until their updates arrive."""
+        self.silent |= dict.fromkeys(clients, version)
+
+    def left_out(self, client: int) -> None:
+        """Register a client that was late, and so has not failed."""
+        self.silent.pop(client, None)
+
     def arrived(self, update: ClientUpdate, seconds: float) -> None:
         """Register a valid update, and the virtual seconds of its fit."""
         loss = float(update.metrics.get("loss", math.nan))
@@ -75,6 +85,37 @@ class Selection(ABC):
         """Restore what :meth:`state_dict` returned."""
         self.last = {client: tuple(seen) for client, seen in state["last"].items()}
         self.silent = dict(state["silent"])
+
+
+class Draw(Selection):
+    """Draws the cohort at random, whatever clients have sent.
+
+    Args:
+        weights: Unnormalized probabilities of all clients. Default: equal.
+    """
+
+    reads_updates = False
+
+    def __init__(self, weights: np.ndarray | None = None) -> None:
+        self._weights = weights
+
+    def choose(self, number: int, clock: Clock, launcher: Launcher, attempt: int) -> list[int]:
+        return launcher.draw(number, clock, attempt, weights=self._weights)
+
+    def started(self, clients: Sequence[int], version: int) -> None:
+        return
+
+    def left_out(self, client: int) -> None:
+        return
+
+    def arrived(self, update: ClientUpdate, seconds: float) -> None:
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
 
 
 def _rounded_up(number: float) -> int:

@@ -24,7 +24,7 @@ from flsuite.federation.schedules.base import (
     Speeds,
 )
 from flsuite.federation.schedules.launcher import Launcher
-from flsuite.federation.schedules.selection import Selection, ShareOrNumber
+from flsuite.federation.schedules.selection import Draw, Selection, ShareOrNumber
 from flsuite.metrics.privacy import RandomDraw
 
 _MOST_EMPTY_COHORTS = 1000  # in a row, before giving up
@@ -126,11 +126,11 @@ class Synchronous(Schedule, Settings):
             client_sampling=draw,
         )
 
-        self._weights = np.asarray(sizes, dtype=np.float64) if self.sampling == "size" else None
         speeds = self.speeds or Measured()
-        self._arrived: dict[int, ClientUpdate] = {}
-        if isinstance(self.sampling, Selection):
-            self.sampling.configure(sizes, started)
+        weights = np.asarray(sizes, dtype=np.float64) if self.sampling == "size" else None
+        chosen = self.sampling
+        self._selection = chosen if isinstance(chosen, Selection) else Draw(weights)
+        self._selection.configure(sizes, started)
         self._launcher = Launcher(speeds, self.availability, sizes, seed, work)
         self._cohort: list[Fit] = []
         self._was_absent = False  # the whole cohort
@@ -156,7 +156,8 @@ class Synchronous(Schedule, Settings):
             self._round, self._ended, self._lost = clock.round, [], 0
         declarations = self.declarations
         number = self._draw_size(clock) if declarations.may_be_empty else declarations.cohort
-        clients = self._choose(number, clock)
+        clients = self._selection.choose(number, clock, self._launcher, self._lost)
+        self._selection.started(clients, clock.round)
         launched = [self._launcher.launch(client, clock) for client in clients]
         self._cohort = [fit for fit in launched if fit.client not in self._absent]
         self._was_absent = bool(launched) and not self._cohort
@@ -187,18 +188,16 @@ class Synchronous(Schedule, Settings):
                 measured = max(measured, outcome.update.seconds)
                 if number in fits and fits[number].ended is None:  # its duration was unknown
                     fits[number].ended = fits[number].started + outcome.update.seconds
-                if isinstance(self.sampling, Selection):
-                    self._arrived[number] = outcome.update
             yield outcome
         self._end_round(clock, measured)
 
-    def accepted(self, number: int) -> None:
-        if not isinstance(self.sampling, Selection) or number not in self._arrived:
+    def accepted(self, update: ClientUpdate) -> None:
+        if not self._selection.reads_updates:
             return
-        (fit,) = (fit for fit in self._cohort if fit.number == number)
+        (fit,) = (fit for fit in self._cohort if fit.number == update.number)
         # Measured times differ from run to run, and must not choose clients.
         seconds = _end(fit) - fit.started if self.declarations.is_virtual else 0.0
-        self.sampling.arrived(self._arrived.pop(number), seconds)
+        self._selection.arrived(update, seconds)
 
     def metrics(self) -> dict[str, float]:
         if not self.declarations.may_lose:
@@ -207,22 +206,13 @@ class Synchronous(Schedule, Settings):
         return {name: float(outcomes.count(name)) for name in ("dropped", "late")}
 
     def state_dict(self) -> dict[str, Any]:
-        chosen = self.sampling
-        own = {"selection": chosen.state_dict()} if isinstance(chosen, Selection) else {}
-        return {**self._launcher.state_dict(), **own}
+        chosen = self._selection.state_dict()
+        return {**self._launcher.state_dict(), **({"selection": chosen} if chosen else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._launcher.load_state_dict(state)
-        if isinstance(self.sampling, Selection):
-            self.sampling.load_state_dict(state["selection"])
+        self._selection.load_state_dict(state.get("selection", {}))
         self._cohort, self._ends, self._ended, self._round = [], None, [], -1
-
-    def _choose(self, number: int, clock: Clock) -> list[int]:
-        if isinstance(self.sampling, Selection):
-            chosen = self.sampling.choose(number, clock, self._launcher, self._lost)
-            self.sampling.silent |= dict.fromkeys(chosen, clock.round)
-            return chosen
-        return self._launcher.draw(number, clock, self._lost, weights=self._weights)
 
     def _draw_size(self, clock: Clock) -> int:
         """Draw the size of a Poisson cohort.
@@ -264,10 +254,9 @@ class Synchronous(Schedule, Settings):
             # Fits that have not ended by now are ignored.
             if fit.outcome == "late" or fit.ended > clock.seconds:
                 fit.ended, fit.outcome = clock.seconds, "late"
-                if isinstance(self.sampling, Selection):  # it has not failed
-                    self.sampling.silent.pop(fit.client, None)
+                self._selection.left_out(fit.client)
         self._ended += sorted(self._cohort, key=lambda fit: (_end(fit), fit.client))
-        self._cohort, self._arrived = [], {}
+        self._cohort = []
 
     def _end_lost_cohort(self, clock: Clock) -> None:
         """End a cohort without updates, or wait until a client is available."""

@@ -176,7 +176,7 @@ class Arrivals:
             # 0 in a synchronous round, because its updates arrive before it ends.
             update.staleness = record.round - start.broadcast.round
             update.number, update.part = start.number, start.part
-            self.schedule.accepted(update.number)
+            self.schedule.accepted(update)
             record.updates.append(update.without_tensors())
         return start, outcome
 

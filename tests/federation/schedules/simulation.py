@@ -94,7 +94,7 @@ class Simulation:
                     self.arrivals.append(arrival)
                     clients.append(client)
                     self.clock.client_updates += 1
-                    self.schedule.accepted(outcome.update.number)
+                    self.schedule.accepted(outcome.update)
             self.clock.round += 1
             self.rounds.append(clients)
             self.times.append(self.clock.seconds)
