@@ -26,10 +26,12 @@ from flsuite.aggregators.part import (
     Capability,
     Named,
     Part,
-    Sent,
     Server,
     Statistic,
+    name_of,
+    named,
     refuse_conflicts,
+    withheld_from_codecs,
 )
 from flsuite.aggregators.rules.base import LinearRule, Reduction, Rule
 from flsuite.aggregators.rules.mean import Mean
@@ -93,7 +95,7 @@ class Aggregator:
     @property
     def name(self) -> str:
         """Return the name of the preset, or of the rule if this is not a preset."""
-        return Named("", self.rule).name if type(self) is Aggregator else type(self).__name__
+        return name_of(self.rule) if type(self) is Aggregator else type(self).__name__
 
     @property
     def needs(self) -> frozenset[Capability]:
@@ -149,11 +151,11 @@ class Aggregator:
     def named_parts(self) -> list[Named]:
         """Return the parts with their config keys."""
         key = "trainer.aggregator"
-        named = [Named(key, self), Named(f"{key}.rule", self.rule)]
-        named.append(Named(f"{key}.objective", self.objective))
+        parts = [named(key, self), named(f"{key}.rule", self.rule)]
+        parts.append(named(f"{key}.objective", self.objective))
         given = {id(one.part) for one in self._given}
         own = [part for part in self.transforms if id(part) not in given]
-        return [*named, *(Named(f"{key}.transforms", part) for part in own), *self._given]
+        return [*parts, *(named(f"{key}.transforms", part) for part in own), *self._given]
 
     def prepare(self, server: Server) -> None:
         """Refuse a model or a server that a part cannot work with.
@@ -165,8 +167,9 @@ class Aggregator:
         for name, part in (parts | self._placed()).items():
             part.prepare(server.of(name))
         # After the parts have accepted the layout, which their statistics depend on.
-        sent = Sent(Named("", self.rule).name, self.statistics(server.layout, server.state))
-        refuse_conflicts([Named("trainer.aggregator.rule", sent), *self.named_parts()])
+        withheld = withheld_from_codecs(self.statistics(server.layout, server.state))
+        sent = Named("trainer.aggregator.rule", name_of(self.rule), withholds=withheld)
+        refuse_conflicts([sent, *self.named_parts()])
         if self.server_optimizer is not None:
             parameters = [server.state[k] for k in server.layout.parameters if k in server.state]
             require_step(self.server_optimizer, parameters)

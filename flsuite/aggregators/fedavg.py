@@ -61,7 +61,9 @@ class Centralized(Aggregator):
 
     pools = True
     needs = frozenset()
-    withholds = {"clients": "trains on pooled data, without clients"}
+    withholds = {
+        "clients": "trains on pooled data, without clients; set trainer.aggregator to FedAvg"
+    }
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
 """Base of an algorithm's parts: declared needs, the server's view, and typed statistics."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -30,20 +31,6 @@ Capability = Literal[
     "a chain of layers",
 ]
 """A property that one part of a run needs and another part may withhold."""
-
-_REMEDIES: Mapping[str, str] = {
-    "clients": "set trainer.aggregator to FedAvg",
-    "current models": "set trainer.schedule to Synchronous, or trainer.aggregator to FedBuff",
-    "a cohort of known size": "set trainer.schedule.sampling to uniform",
-    "equal chances": "set trainer.aggregator.weighting or trainer.schedule.sampling to uniform",
-    "only parameters": "set trainer.batchnorm to local, or take a model with GroupNorm",
-    "rounded matrices": "set trainer.compression to LowRank",
-    "matrices": "set trainer.compression to Quantize",
-    "shared parameters": "name fewer entries in model.private, or set trainer.aggregator to FedAvg",
-    "secure aggregation": "set trainer.secure_sum to PairwiseMasks",
-    "random cohorts": "set trainer.schedule to Synchronous with sampling uniform or poisson, "
-    "without over_selection, deadline and availability",
-}
 
 
 @dataclass(frozen=True)
@@ -154,7 +141,8 @@ class Part:
 
     Attributes:
         needs: What it requires of the other parts of a run.
-        withholds: What it denies to the other parts, each with the reason.
+        withholds: What it denies to the other parts, each with the reason, and after a semicolon
+            what to change, if more can be said than to change one of the two parts.
     """
 
     needs: frozenset[Capability] = frozenset()
@@ -178,42 +166,42 @@ class Part:
         return {}
 
 
-@dataclass(frozen=True)
-class Sent:
-    """The statistics that clients send, as declared to the other parts of a run.
-
-    Attributes:
-        name: Name of the rule.
-        statistics: The statistics, by name.
-    """
-
-    name: str
-    statistics: Mapping[str, Statistic]
-
-    @property
-    def withholds(self) -> Mapping[Capability, str]:
-        """Return what the statistics deny to codecs."""
-        for name, statistic in self.statistics.items():
-            if statistic.is_psd:
-                return {"rounded matrices": f"sends {name}, which rounding would make indefinite"}
-        return {"matrices": "sends none"}
-
-
 class Named(NamedTuple):
-    """A part of a run with its config key.
+    """What a part of a run declares to the other parts.
 
     Attributes:
-        key: The config key, such as ``trainer.aggregator.rule``.
-        part: An object that may have ``needs`` and ``withholds``, like a :class:`Part`.
+        key: The part's config key, such as ``trainer.aggregator.rule``.
+        name: Its name in messages.
+        needs: What it requires of the other parts.
+        withholds: What it denies to them, as in :class:`Part`.
+        part: The part itself, if it is an object.
     """
 
     key: str
-    part: Any
+    name: str
+    needs: Collection[Capability] = ()
+    withholds: Mapping[Capability, str] = MappingProxyType({})
+    part: Any = None
 
-    @property
-    def name(self) -> str:
-        """Return the part's class name."""
-        return str(getattr(self.part, "name", type(self.part).__name__))
+
+def name_of(part: Any) -> str:
+    """Return a part's name in messages: its ``name``, or the name of its class."""
+    return str(getattr(part, "name", type(part).__name__))
+
+
+def named(key: str, part: Any) -> Named:
+    """Return what an object declares, which may have ``needs`` and ``withholds``."""
+    needs, withholds = getattr(part, "needs", ()), getattr(part, "withholds", {})
+    return Named(key, name_of(part), needs, withholds, part)
+
+
+def withheld_from_codecs(statistics: Mapping[str, Statistic]) -> Mapping[Capability, str]:
+    """Return what the statistics that clients send deny to codecs."""
+    for name, statistic in statistics.items():
+        if statistic.is_psd:
+            why = f"sends {name}, which rounding would make indefinite"
+            return {"rounded matrices": f"{why}; set trainer.compression to LowRank"}
+    return {"matrices": "sends none; set trainer.compression to Quantize"}
 
 
 def refuse_conflicts(parts: Iterable[Named]) -> None:
@@ -225,16 +213,15 @@ def refuse_conflicts(parts: Iterable[Named]) -> None:
     """
     parts = list(parts)
     for place, one in enumerate(parts):
-        for capability in sorted(getattr(one.part, "needs", ())):
+        for capability in sorted(one.needs):
             # A codec withholds dense changes only from the transforms after it.
             others = parts[:place] if capability == "dense changes" else parts
             for other in others:
-                reason = getattr(other.part, "withholds", {}).get(capability)
-                if reason is None or other.part is one.part:
+                if other is one or capability not in other.withholds:
                     continue
-                remedy = _REMEDIES.get(capability)
+                why, _, remedy = other.withholds[capability].partition("; ")
                 remedy = f" ({remedy})" if remedy else ""
                 raise FlsuiteError(
-                    f"{one.name} needs {capability}, but {other.name} {reason}; "
+                    f"{one.name} needs {capability}, but {other.name} {why}; "
                     f"change {' or '.join(dict.fromkeys((one.key, other.key)))}{remedy}"
                 )

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.attacks.base import Attack
 from flsuite.aggregators.exchange.secure import SecureAggregation
-from flsuite.aggregators.part import Named
+from flsuite.aggregators.part import named
 from flsuite.aggregators.rules.base import Rule
 from flsuite.aggregators.transforms.base import Transform
 from flsuite.common.errors import FlsuiteError, require_instance
@@ -185,8 +185,8 @@ def compressed(chosen: Aggregator | Rule, compression: Transform | None) -> Aggr
     aggregator = Aggregator(chosen) if isinstance(chosen, Rule) else chosen
     if compression is None:
         return aggregator
-    named = Named("trainer.compression", compression)
-    return aggregator.with_parts(named, transforms=[*aggregator.transforms, compression])
+    given = named("trainer.compression", compression)
+    return aggregator.with_parts(given, transforms=[*aggregator.transforms, compression])
 
 
 def use_precision(trainer: Any, checkpoint: Path | None) -> None:

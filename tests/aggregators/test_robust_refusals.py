@@ -8,7 +8,7 @@ import torch
 
 from flsuite import FlsuiteError
 from flsuite import aggregators as methods
-from flsuite.aggregators.part import Named, refuse_conflicts
+from flsuite.aggregators.part import named, refuse_conflicts
 from flsuite.aggregators.rules.robust.base import number_of
 from flsuite.common.errors import FederationError
 from tests.aggregators.robust import cloud, every_rule, folded, sent, trusting
@@ -42,7 +42,7 @@ def test_too_few_updates_are_refused(
 
 @every_rule
 def test_noise_on_a_sum_does_not_cover_a_rule(make: Callable[[], methods.Rule]) -> None:
-    parts = [Named("one", methods.GaussianMechanism(noise_multiplier=1.0)), Named("other", make())]
+    parts = [named("one", methods.GaussianMechanism(noise_multiplier=1.0)), named("other", make())]
     with pytest.raises(FlsuiteError, match=r"^GaussianMechanism needs a plain sum"):
         refuse_conflicts(parts)
 

@@ -49,7 +49,7 @@ from flsuite.aggregators import (
 from flsuite.aggregators.ditto import PulledModel
 from flsuite.aggregators.fedexp import ExtrapolatedMean
 from flsuite.aggregators.fednova import NormalizedMean
-from flsuite.aggregators.part import Named, Sent, refuse_conflicts
+from flsuite.aggregators.part import Named, name_of, named, refuse_conflicts, withheld_from_codecs
 from flsuite.aggregators.qfedavg import FairMean
 from flsuite.common.state import Layer, State, StateLayout
 from flsuite.data import Dirichlet, FederatedDataModule, Synthetic
@@ -283,13 +283,14 @@ def conflict(cell: Cell) -> str | None:
     schedule, secure_sum = made.pop("schedule"), made.pop("secure_sum")
     schedule.configure([20] * 6, seed=3)
     aggregator = Aggregator(**made)
-    parts = [Named("trainer.schedule", schedule.declarations), *aggregator.named_parts()]
+    parts = [named("trainer.schedule", schedule.declarations), *aggregator.named_parts()]
     if secure_sum is not None:
-        parts.append(Named("trainer.secure_sum", secure_sum))
+        parts.append(named("trainer.secure_sum", secure_sum))
     try:
         refuse_conflicts(parts)
-        sent = Sent(Named("", aggregator.rule).name, aggregator.statistics(LAYOUT, STATE))
-        refuse_conflicts([Named("trainer.aggregator.rule", sent), *parts])
+        withheld = withheld_from_codecs(aggregator.statistics(LAYOUT, STATE))
+        sent = Named("trainer.aggregator.rule", name_of(aggregator.rule), withholds=withheld)
+        refuse_conflicts([sent, *parts])
     except FlsuiteError as error:
         return str(error)
     return None

@@ -13,7 +13,7 @@ import torch
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.attacks.base import Attack
-from flsuite.aggregators.part import Capability, Named, Server
+from flsuite.aggregators.part import Capability, Server, named
 from flsuite.aggregators.rules.base import Rule, RuleAround
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform
 from flsuite.common.arguments import NonNegativeFloat
@@ -299,7 +299,7 @@ def with_attack(aggregator: Aggregator, attack: Attack | None) -> Aggregator:
     """
     if attack is None or not attack.attackers:
         return aggregator
-    given = Named("trainer.attack", attack)
+    given = named("trainer.attack", attack)
     if isinstance(attack, Collusion):
         return aggregator.with_parts(given, rule=_Colluding(aggregator.rule, attack))
     if type(attack).alter is Attack.alter:

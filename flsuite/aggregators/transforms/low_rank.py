@@ -58,7 +58,7 @@ class LowRank(Transform, Settings):
     state_bits: Bits = 16
 
     needs = frozenset({"clients", "matrices", "each update"})
-    withholds = {**ENCODES, "matrices": "packs them itself"}
+    withholds = {**ENCODES, "matrices": "packs them itself; set trainer.compression to Quantize"}
 
     def encode(self, payload: Payload, fit: FitView) -> Payload:
         payload = narrowed(payload)

@@ -157,7 +157,10 @@ class Quantize(Transform, Settings):
 
     needs = frozenset({"clients", "rounded matrices"})
     # A second codec would receive codes instead of numbers.
-    withholds = {**ENCODES, "rounded matrices": "has rounded all numbers"}
+    withholds = {
+        **ENCODES,
+        "rounded matrices": "has rounded all numbers; set trainer.compression to LowRank",
+    }
 
     def encode(self, payload: Payload, fit: FitView) -> Payload:
         payload, quantizer = narrowed(payload), TreeQuantizer(self.bits)

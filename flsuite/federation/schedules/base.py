@@ -115,15 +115,25 @@ class Declarations:
         """Return what this schedule does not provide to the algorithm, with the reasons."""
         withheld: dict[Capability, str] = {}
         if self.is_asynchronous:
-            withheld["current models"] = "brings models of older versions"
+            withheld["current models"] = (
+                "brings models of older versions; set trainer.schedule to Synchronous, or "
+                "trainer.aggregator to FedBuff"
+            )
         if self.may_be_empty:
-            withheld["a cohort of known size"] = "draws cohorts of any size"
+            withheld["a cohort of known size"] = (
+                "draws cohorts of any size; set trainer.schedule.sampling to uniform"
+            )
         if self.draws_by_size:
             withheld["equal chances"] = (
-                "draws large clients more often, so that weights by samples count size twice"
+                "draws large clients more often, so that weights by samples count size twice; set "
+                "trainer.aggregator.weighting or trainer.schedule.sampling to uniform"
             )
         if self.client_sampling is None:
-            withheld["random cohorts"] = "draws them by data, speed or availability"
+            withheld["random cohorts"] = (
+                "draws them by data, speed or availability; set trainer.schedule to Synchronous "
+                "with sampling uniform or poisson, without over_selection, deadline and "
+                "availability"
+            )
         return withheld
 
 

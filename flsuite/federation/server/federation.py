@@ -12,7 +12,14 @@ from lightning.pytorch import LightningModule
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.exchange.secure import SecureAggregation
-from flsuite.aggregators.part import Named, Server, ServerTools, refuse_conflicts
+from flsuite.aggregators.part import (
+    Capability,
+    Named,
+    Server,
+    ServerTools,
+    named,
+    refuse_conflicts,
+)
 from flsuite.aggregators.state_check import StateCheck
 from flsuite.aggregators.uplink import Uplink, part_size
 from flsuite.common.errors import FederationError, FlsuiteError
@@ -352,10 +359,10 @@ class Federation:
         """Refuse parts of the run that cannot be combined."""
         refuse_conflicts(
             [
-                Named("trainer.schedule", self.schedule.declarations),
+                named("trainer.schedule", self.schedule.declarations),
                 *self.aggregator.named_parts(),
-                Named("model", _Travelling(self._server.layout)),
-                Named("trainer.secure_sum", secure_sum or _Unmasked()),
+                _shared(self._server.layout),
+                named("trainer.secure_sum", secure_sum) if secure_sum else _UNMASKED,
             ]
         )
 
@@ -383,23 +390,24 @@ def _refuse_absent(absent: Collection[int], clients: int, aggregator: Aggregator
         raise FlsuiteError("trainer.without: no client is left; name fewer")
 
 
-class _Unmasked:
-    """A part of the run that stands for the absence of secure aggregation."""
+_UNMASKED = Named(
+    "trainer.secure_sum",
+    "the server",
+    withholds={"secure aggregation": "sees every update; set trainer.secure_sum to PairwiseMasks"},
+)
 
-    name = "the server"
-    withholds = {"secure aggregation": "sees every update"}
 
-
-class _Travelling:
-    """A part of the run that stands for the shared entries of the model."""
-
-    name = "the model"
-
-    def __init__(self, layout: StateLayout) -> None:
-        self.withholds = {}
-        if not layout.parameters:
-            self.withholds["shared parameters"] = "keeps all of them with the clients"
-        if layout.buffers:
-            self.withholds["only parameters"] = (
-                f"sends {layout.buffers[0]}, which is a buffer, and noise would spoil it"
-            )
+def _shared(layout: StateLayout) -> Named:
+    """Return what the shared entries of the model declare."""
+    withheld: dict[Capability, str] = {}
+    if not layout.parameters:
+        withheld["shared parameters"] = (
+            "keeps all of them with the clients; name fewer entries in model.private, or set "
+            "trainer.aggregator to FedAvg"
+        )
+    if layout.buffers:
+        withheld["only parameters"] = (
+            f"sends {layout.buffers[0]}, which is a buffer, and noise would spoil it; set "
+            "trainer.batchnorm to local, or take a model with GroupNorm"
+        )
+    return Named("model", "the model", withholds=withheld)
