@@ -23,7 +23,7 @@ from flsuite.aggregators.part import Statistic
 from flsuite.callbacks.base import FederationCallback
 from flsuite.common.arguments import PositiveFloat, Settings, SmallProbability
 from flsuite.common.errors import FlsuiteError, one_line, require_extra
-from flsuite.common.lightning_internals import scaler_of
+from flsuite.common.lightning_internals import hooks_with, scaler_of
 from flsuite.common.messages import ClientContext, ClientResult, Outcome
 from flsuite.common.random import torch_generator
 from flsuite.data.loader import TrainLoader
@@ -41,13 +41,6 @@ from flsuite.models.modes import kept_modes
 from flsuite.runs.run import Run
 
 _LEFT_OVER = {"activations", "max_batch_len"}
-_SEE_SAMPLES = (  # a batch, its loss, or its gradient without noise
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_train_batch_end",
-)
 
 
 @dataclass(eq=False)
@@ -290,7 +283,7 @@ def _seen_by(part: Callback | Objective) -> str | None:
     if isinstance(part, FeatureTerm):  # its term is clipped, and nothing else
         return None if type(part).logits is FeatureTerm.logits else "logits"
     if isinstance(part, Callback):
-        return next((name for name in hooks_of_callback(part) if name in _SEE_SAMPLES), None)
+        return next((n for n in hooks_of_callback(part) if n in hooks_with("samples")), None)
     return None
 
 

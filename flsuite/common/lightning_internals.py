@@ -63,6 +63,52 @@ this module use the others.
 """
 
 
+HOOKS = {
+    "on_federation_start": "run",
+    "on_round_start": "run",
+    "on_client_end": "run",
+    "on_evaluation_end": "run",
+    "on_round_end": "run",
+    "on_round_recorded": "run",
+    "on_federation_end": "run",
+    "configure_callbacks": "fit",
+    "setup": "fit",
+    "on_fit_start": "fit stack",
+    "on_fit_end": "fit",
+    "teardown": "fit",
+    "on_exception": "stack",
+    "on_train_start": "steps stack",
+    "on_train_epoch_start": "steps stack",
+    "on_train_batch_start": "steps change samples",
+    "on_before_zero_grad": "steps samples",
+    "on_before_backward": "steps samples",
+    "on_after_backward": "steps samples",
+    "on_before_optimizer_step": "steps stack",
+    "on_train_batch_end": "steps samples",
+    "on_train_epoch_end": "steps",
+    "on_train_end": "steps stack",
+    "on_before_batch_transfer": "change batch",
+    "transfer_batch_to_device": "change batch",
+    "on_after_batch_transfer": "change batch",
+    "backward": "change",
+    "configure_gradient_clipping": "change",
+    "optimizer_step": "change",
+    "optimizer_zero_grad": "change",
+}
+"""The hooks that flsuite knows by name, and what each means.
+
+``run``: the run calls it. ``fit``: a client's Trainer calls it before or after the steps.
+``steps``: the quick loop calls it. ``change``: a model that overrides it changes the steps, and
+needs Lightning's loop. ``stack``: a stack of clients calls it on callbacks. ``samples``: it sees a
+batch, its loss, or its gradient without noise. ``batch``: it changes batches.
+"""
+
+
+def hooks_with(meaning: str) -> tuple[str, ...]:
+    """Return the names of :data:`HOOKS` with a meaning."""
+    return tuple(name for name, meanings in HOOKS.items() if meaning in meanings.split())
+
+
 _SETTINGS = (
     "accumulate_grad_batches",
     "gradient_clip_algorithm",

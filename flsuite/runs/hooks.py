@@ -7,19 +7,10 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from flsuite.common.errors import FlsuiteError, one_line
-from flsuite.federation.client.loop import implements
+from flsuite.common.lightning_internals import hooks_with
+from flsuite.federation.client.loop import hooks_of_callback
 
 _BASE = "flsuite.callbacks.base"  # whose hooks do nothing
-_OF_LIGHTNING = tuple(n for n in vars(Callback) if n.startswith(("on_", "setup", "teardown")))
-_HOOKS = (
-    "on_federation_start",
-    "on_round_start",
-    "on_client_end",
-    "on_evaluation_end",
-    "on_round_end",
-    "on_round_recorded",
-    "on_federation_end",
-)
 
 
 class Hooks:
@@ -35,7 +26,9 @@ class Hooks:
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self._all = list(callbacks)
-        self.federation = [c for c in self._all if any(hasattr(c, hook) for hook in _HOOKS)]
+        self.federation = [
+            c for c in self._all if any(hasattr(c, hook) for hook in hooks_with("run"))
+        ]
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._all)
@@ -52,11 +45,7 @@ class Hooks:
 
         With copies, no client of a round sees changes that the run makes during the round.
         """
-        return tuple(
-            _copied(callback)
-            for callback in self._all
-            if any(implements(callback, Callback, hook) for hook in _OF_LIGHTNING)
-        )
+        return tuple(_copied(callback) for callback in self._all if hooks_of_callback(callback))
 
     @property
     def read_updates(self) -> bool:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from flsuite.common.arguments import NonNegativeInt, PositiveInt, at_least, check_init
 from flsuite.common.errors import FlsuiteError, require_instance
+from flsuite.common.lightning_internals import hooks_with
 from flsuite.common.random import seed_process
 from flsuite.data.digest import described
 from flsuite.data.federated import DataSpec, DataSplit, PublishedSplits, Task
@@ -36,7 +37,6 @@ from flsuite.data.module import FederatedDataModule
 log = logging.getLogger("flsuite")
 
 _ATTRIBUTES = ("clients", "partition", "labels", "ids", "bins", "val_fraction")
-_BATCH_HOOKS = ("on_after_batch_transfer", "on_before_batch_transfer", "transfer_batch_to_device")
 
 
 class MapStyleModule(FederatedDataModule):
@@ -224,7 +224,7 @@ class FromDataModule(MapStyleModule):
 
     def load(self) -> PublishedSplits:
         kind = type(self.data).__name__
-        for hook in _BATCH_HOOKS:
+        for hook in hooks_with("batch"):
             if is_overridden(hook, self.data, LightningDataModule):
                 raise FlsuiteError(
                     f"data: {hook} of {kind} is not called by clients; move it into the model"

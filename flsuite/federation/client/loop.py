@@ -17,34 +17,14 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from flsuite.common.lightning_internals import enter_hook, scaler_of, set_train_loader, train_loader
-
-_STEP_METHODS = (  # a model that overrides one of these uses Lightning's loop
-    "backward",
-    "configure_gradient_clipping",
-    "on_after_batch_transfer",
-    "on_before_batch_transfer",
-    "on_train_batch_start",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "transfer_batch_to_device",
+from flsuite.common.lightning_internals import (
+    HOOKS,
+    enter_hook,
+    hooks_with,
+    scaler_of,
+    set_train_loader,
+    train_loader,
 )
-
-_HOOKS = (
-    "on_train_start",
-    "on_train_end",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
-
-
-_AROUND_FIT = ("configure_callbacks", "on_fit_end", "on_fit_start", "setup", "teardown")
 
 
 class NeedsLightningLoopError(Exception):
@@ -83,7 +63,7 @@ class LocalLoop:
             and not trainer.min_epochs
             and isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
             and type(precision) in (Precision, MixedPrecision)
-            and not any(implements(module, LightningModule, name) for name in _STEP_METHODS)
+            and not any(implements(module, LightningModule, name) for name in hooks_with("change"))
             and all(map(supports_local_loop, trainer.callbacks))  # type: ignore[attr-defined]
         )
 
@@ -98,7 +78,7 @@ class LocalLoop:
         # Callbacks may read trainer.train_dataloader, which Lightning's loop sets.
         set_train_loader(trainer, loader)
         # Once per fit, because this loop's gain is not to look up hooks at every step.
-        self._hooks = {hook: bound_hooks(trainer, hook) for hook in _HOOKS}
+        self._hooks = {hook: bound_hooks(trainer, hook) for hook in hooks_with("steps")}
 
         with _logging_refused(self.module):
             self._call("on_train_start")
@@ -215,8 +195,7 @@ def implements(obj: Any, base: type, hook: str) -> bool:
 
 def hooks_of(module: LightningModule) -> list[str]:
     """Return the hooks and methods of a fit that a model has overridden."""
-    names = (*_AROUND_FIT, *_STEP_METHODS, *_HOOKS)
-    return [name for name in names if implements(module, LightningModule, name)]
+    return [name for name in HOOKS if implements(module, LightningModule, name)]
 
 
 def hooks_of_callback(callback: Callback) -> list[str]:

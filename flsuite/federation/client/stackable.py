@@ -14,6 +14,7 @@ from flsuite.aggregators.objectives.feature_term import FeatureCallback
 from flsuite.aggregators.objectives.second_steps import SecondCallback
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.lightning_internals import hooks_with
 from flsuite.common.messages import Broadcast, ClientContext, FitRequest
 from flsuite.federation.client.loop import (
     hooks_of,
@@ -26,14 +27,6 @@ from flsuite.federation.client.setup import WorkerSetup
 from flsuite.models.declarations import extra_epochs, has_gradient_hooks
 
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
-_HOOKS = {  # called by a stack
-    "on_fit_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_before_optimizer_step",
-    "on_train_end",
-    "on_exception",
-}
 _ONE_BY_ONE = {  # arguments of Lightning's Trainer, and the value that a stack can train with
     "accumulate_grad_batches": (None, 1),
     "max_steps": (None, -1),
@@ -140,7 +133,7 @@ def _supports_stack(callback: Callback) -> bool:
     """Return whether a stack can call a callback and all hooks that it implements."""
     if type(callback) in (FeatureCallback, SecondCallback):
         return True
-    called = {*_HOOKS}
+    called = {*hooks_with("stack")}
     if phases([callback]) or by_sample([callback]):
         called.add("on_train_batch_start")
     own = {*hooks_of_callback(callback)}
