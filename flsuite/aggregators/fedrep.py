@@ -16,7 +16,7 @@ from flsuite.aggregators.partial import HeadAware
 from flsuite.common.arguments import NonNegativeInt, PositiveInt, Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientContext
-from flsuite.models.declarations import extra_epochs
+from flsuite.models.abilities import extra_epochs
 
 
 class FedRep(HeadAware):

@@ -19,7 +19,8 @@ from flsuite.common.arguments import Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientContext
 from flsuite.common.state import State, matches
-from flsuite.models.declarations import entry_names, own_entries
+from flsuite.models.abilities import own_entries
+from flsuite.models.layers import entry_names
 
 
 class FedRoD(HeadAware):

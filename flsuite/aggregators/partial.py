@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import matches
-from flsuite.models.declarations import head_of
+from flsuite.models.abilities import head_of
+from flsuite.models.layers import batchnorm_layers
 
 
 class HeadAware(FedAvg):
@@ -96,7 +96,7 @@ class FedBN(FedAvg):
     """
 
     def bound(self, model: LightningModule) -> Aggregator:
-        layers = [k for k, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+        layers = batchnorm_layers(model)
         if not layers:
             raise FlsuiteError(
                 f"FedBN keeps BatchNorm layers, and {type(model).__name__} has none; choose a "

@@ -14,7 +14,7 @@ from flsuite.aggregators.losses import loss_and_gradient
 from flsuite.aggregators.optimizers import optimizer_for
 from flsuite.common.messages import ClientContext
 from flsuite.common.state import State, clone
-from flsuite.models.declarations import entry_names
+from flsuite.models.layers import entry_names
 
 
 class SecondModel:

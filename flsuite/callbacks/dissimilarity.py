@@ -20,8 +20,8 @@ from flsuite.common.state import clone, load_
 from flsuite.data.federated import Batch, FederatedData
 from flsuite.data.loader import batch_bounds
 from flsuite.metrics.dissimilarity import RunningDissimilarity
+from flsuite.models.abilities import FusedModel
 from flsuite.models.modes import kept_modes
-from flsuite.models.protocols import FusedModel
 from flsuite.runs.run import Run
 
 
@@ -31,7 +31,7 @@ class GradientDissimilarity(FederationCallback, Settings):
 
     g_i is the gradient of client i's classification loss with respect to the parameters that all
     clients share, at the new global model, with the client's own private part. In a
-    :class:`~flsuite.models.protocols.FusedModel` only the classifier's parameters count. The
+    :class:`~flsuite.models.abilities.FusedModel` only the classifier's parameters count. The
     gradient is taken in float32, without augmentation, on training samples. Weights, statistics and
     random numbers of the run are the same with and without this callback.
 
@@ -64,7 +64,7 @@ class GradientDissimilarity(FederationCallback, Settings):
             raise FlsuiteError(
                 f"GradientDissimilarity: {type(model).__name__} optimizes by hand, so its "
                 "training_step returns no loss to differentiate; give it head and head_losses "
-                "(flsuite.models.protocols.FusedModel), or remove the callback"
+                "(flsuite.models.abilities.FusedModel), or remove the callback"
             )
         head_parameters(model, run.federation.state)  # refused before a round has trained
 
@@ -186,7 +186,7 @@ def _losses(model: LightningModule, batch: Batch) -> tuple[Tensor, ...]:
     if not isinstance(loss, Tensor):
         raise FlsuiteError(
             f"GradientDissimilarity: training_step of {type(model).__name__} returns no loss; give "
-            "the model head and head_losses (flsuite.models.protocols.FusedModel), or remove the "
+            "the model head and head_losses (flsuite.models.abilities.FusedModel), or remove the "
             "callback"
         )
     return (loss,)

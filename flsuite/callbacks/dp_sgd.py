@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
@@ -37,6 +36,7 @@ from flsuite.metrics.privacy import (
     kept_logging,
     require_small_delta,
 )
+from flsuite.models.layers import batchnorm_layers
 from flsuite.models.modes import kept_modes
 from flsuite.runs.run import Run
 
@@ -296,12 +296,11 @@ def _refuse_unsupported(model: LightningModule) -> None:
     name = type(model).__name__
     if not model.automatic_optimization:
         raise FlsuiteError(f"DPSGD: {name} optimizes by hand; use another model")
-    for path, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm):
-            raise FlsuiteError(
-                f"DPSGD: {path} of {name} is a {type(layer).__name__}, whose output for one sample "
-                "depends on the rest of the batch; use a model with GroupNorm or without BatchNorm"
-            )
+    for path, layer in batchnorm_layers(model).items():
+        raise FlsuiteError(
+            f"DPSGD: {path} of {name} is a {type(layer).__name__}, whose output for one sample "
+            "depends on the rest of the batch; use a model with GroupNorm or without BatchNorm"
+        )
     hooks = _opacus().GradSampleHooks
     with kept_logging():
         from opacus.validators import ModuleValidator

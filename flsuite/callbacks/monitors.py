@@ -16,9 +16,8 @@ from flsuite.common.messages import ClientFailure, Outcome
 from flsuite.common.random import numpy_generator, seed_for, seed_process
 from flsuite.common.state import State, Sums, cast, divided, matches
 from flsuite.data.federated import DataSplit
-from flsuite.models.declarations import parameter_groups
+from flsuite.models.abilities import FlowModel, LatentModel, PriorModel, parameter_groups
 from flsuite.models.modes import evaluating
-from flsuite.models.protocols import FlowModel, LatentModel, PriorModel
 from flsuite.runs.run import Run
 
 

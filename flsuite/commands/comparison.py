@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import load_tensors
-from flsuite.models.pretrained import read_weights
+from flsuite.models.classifier import read_weights
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder, versions
 from flsuite.runs.fork import is_inherited

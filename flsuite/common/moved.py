@@ -93,8 +93,13 @@ _MERGED = {
     "flower": {"server": "strategy"},
     "metrics": {"scores": "continual"},
     "metrics.fisher": {"estimates": "columns full measuring per_sample"},
-    "models": {"autoencoders": "strides", "flows": "gaussians"},
-    "models.backbones": {"resnets": "resnet18 resnet20", "small": "cnn lenet mlp"},
+    "models": {
+        "abilities": "declarations protocols",
+        "autoencoders": "strides",
+        "classifier": "pretrained",
+        "flows": "gaussians replay",
+    },
+    "models.backbones": {"base": "cnn lenet mlp small", "resnets": "resnet18 resnet20"},
     "runs": {"checkpoint": "kept", "predictions": "partition", "rounds": "rehearsal"},
     "studies.inversion": {"attack": "figure gan", "target": "knowledge"},
 }

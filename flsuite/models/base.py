@@ -42,8 +42,7 @@ class ClientModel(LightningModule):
 
     A subclass takes its parameters in ``__init__``, stores each under its own name, creates its
     networks in :meth:`build`, and implements ``training_step``, ``configure_optimizers`` and
-    :meth:`evaluation_step`. Optional members are in :mod:`flsuite.models.protocols` and
-    :mod:`flsuite.models.declarations`.
+    :meth:`evaluation_step`. Optional members are in :mod:`flsuite.models.abilities`.
 
     Attributes:
         private: Entries of the state dict that stay with the client, by prefix or wildcard. The

@@ -1,6 +1,9 @@
-"""A plain classifier over any backbone."""
+"""A plain classifier over any backbone, which may start from pretrained weights."""
 
-from collections.abc import Sequence
+import hashlib
+import logging
+import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -8,13 +11,19 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError, refused_as
+from flsuite.common.files import require_whole
 from flsuite.data.federated import DataSpec
-from flsuite.models.backbones.base import Backbone
-from flsuite.models.backbones.small import LeNet5
+from flsuite.models.abilities import mean_over_samples
+from flsuite.models.backbones.base import Backbone, LeNet5
 from flsuite.models.base import ClientModel, require_classes
-from flsuite.models.declarations import mean_over_samples
-from flsuite.models.pretrained import file_digest, load_weights, read_weights
+
+log = logging.getLogger("flsuite")
+
+_WEIGHTS = (
+    "take checkpoints/model.ckpt of a run, another Lightning checkpoint with a state_dict, or a "
+    "state dict alone, as torch.save writes it"
+)
 
 
 def classification_loss(logits: Tensor, y: Tensor) -> Tensor:
@@ -98,10 +107,12 @@ class Classifier(ClientModel):
     def _start_from(self, path: str) -> None:
         """Overwrite the network's weights with the weights of a file."""
         weights = read_weights(path)
-        self.content_digests = {"pretrained": file_digest(path)}
+        # The digest of the content becomes part of the run's settings.
+        content = Path(path).expanduser().read_bytes()
+        self.content_digests = {"pretrained": hashlib.sha256(content).hexdigest()[:12]}
         # A state dict of the network itself lacks this prefix.
         weights = {name.removeprefix("network."): value for name, value in weights.items()}
-        load_weights(self.network, weights, Path(path).name)
+        _load_weights(self.network, weights, Path(path).name)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.network(x)
@@ -127,3 +138,90 @@ class Classifier(ClientModel):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer(self.parameters())
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """Return the weights of a file, by name.
+
+    Args:
+        path: A Lightning checkpoint, such as ``checkpoints/model.ckpt`` of a run, or a plain state
+            dict saved by ``torch.save``. Nothing in it is executed.
+
+    Raises:
+        FlsuiteError: If the file does not exist, or is neither of the two.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise FlsuiteError(f"there is no file {file} with pretrained weights; correct the path")
+    with refused_as(f"{file} cannot be read as pretrained weights", _WEIGHTS, 80):
+        if zipfile.is_zipfile(file):  # files of early torch versions are not zip files
+            require_whole(file)
+        # weights_only, because an untrusted pickle could run code.
+        content = torch.load(file, weights_only=True, map_location="cpu")
+
+    weights = content.get("state_dict", content) if isinstance(content, dict) else None
+    if not isinstance(weights, Mapping) or not weights:
+        raise FlsuiteError(f"{file} has no weights; {_WEIGHTS}")
+    if others := [str(name) for name, value in weights.items() if not isinstance(value, Tensor)]:
+        raise FlsuiteError(
+            f"{file} is not a state dict: {_some(others)} are not tensors; {_WEIGHTS}"
+        )
+    return dict(weights)
+
+
+def _load_weights(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Copy weights into a network.
+
+    Names and shapes must match the network. The last linear layer keeps its own weights if it has
+    another number of outputs, as for another number of classes.
+
+    Args:
+        network: The network, whose tensors are overwritten in place.
+        weights: The weights by name.
+        source: Name of the file, for messages.
+
+    Raises:
+        FlsuiteError: If an entry is missing, unknown, or of another shape.
+    """
+    own = network.state_dict()  # aliases the network's tensors
+    differing = {k for k, value in own.items() if k in weights and value.shape != weights[k].shape}
+    kept = _of_last_layer(network)
+    if not all(k in differing and own[k].shape[1:] == weights[k].shape[1:] for k in kept):
+        kept = set()
+
+    reasons = {
+        "it has no": [name for name in own if name not in weights],
+        "the model has no": [name for name in weights if name not in own],
+        "of another shape are": [
+            f"{name} {tuple(weights[name].shape)} for {tuple(own[name].shape)}"
+            for name in own
+            if name in differing - kept
+        ],
+    }
+    if given := [f"{reason} {_some(names)}" for reason, names in reasons.items() if names]:
+        raise FlsuiteError(
+            f"the pretrained weights of {source} are of another model: {'; '.join(given)}; give "
+            "weights of the same backbone"
+        )
+
+    for name in own.keys() - kept:
+        own[name].copy_(weights[name])
+    if kept:
+        log.warning(
+            "%s is for another number of classes: %s start at random", source, _some(sorted(kept))
+        )
+
+
+def _of_last_layer(network: nn.Module) -> set[str]:
+    """Return the entries of the last linear layer. Empty if there is none."""
+    linear = [name for name, m in network.named_modules() if isinstance(m, nn.Linear)]
+    if not linear:
+        return set()
+    prefix = f"{linear[-1]}." if linear[-1] else ""
+    return {prefix + name for name in network.get_submodule(linear[-1]).state_dict()}
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    """Return the first names as text."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

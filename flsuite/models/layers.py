@@ -1,13 +1,16 @@
-"""Extracts a model's layers from its modules, for algorithms that work layer by layer."""
+"""The layers of a model, and its tensors by name, for algorithms that work layer by layer."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from flsuite.common.state import Layer
+from flsuite.models.base import ClientModel
 from flsuite.models.modes import evaluating
 
 _ELEMENTWISE = (  # they treat all channels alike, so channels may be permuted before them
@@ -25,6 +28,36 @@ _ELEMENTWISE = (  # they treat all channels alike, so channels may be permuted b
     nn.AvgPool2d,
     nn.AdaptiveAvgPool2d,
 )
+
+
+def entry_names(model: nn.Module) -> list[str]:
+    """Return the names of the state dict, tied tensors under their first name only."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    tensors = {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
+    firsts: dict[int, str] = {}
+    for name in model.state_dict():
+        firsts.setdefault(id(tensors.get(name, name)), name)
+    return list(firsts.values())
+
+
+def batchnorm_layers(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers of a model by name. Their statistics are buffers."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, _BatchNorm)}
+
+
+def has_gradient_hooks(model: LightningModule) -> bool:
+    """Return whether a parameter has hooks on its gradient. Copies of the model have none."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def to_channels_last(model: LightningModule) -> None:
+    """Convert the convolutions of a flsuite model to the fastest memory format for images.
+
+    A user's module keeps its own format, which is part of how it trains elsewhere.
+    """
+    # Tables have no convolutions to convert.
+    if isinstance(model, ClientModel) and model.spec and len(model.spec.shape) == 3:
+        model.to(memory_format=torch.channels_last)
 
 
 def read_layers(

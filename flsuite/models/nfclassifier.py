@@ -12,7 +12,6 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import flsuite.models.replay as replay
 from flsuite.common.arguments import (
     NonNegativeFloat,
     PositiveFloat,
@@ -23,10 +22,16 @@ from flsuite.common.arguments import (
 )
 from flsuite.common.errors import FlsuiteError
 from flsuite.data.federated import DataSpec
-from flsuite.models.backbones.base import Backbone
-from flsuite.models.backbones.small import MLP, StridedCNN
+from flsuite.models.backbones.base import MLP, Backbone, StridedCNN
 from flsuite.models.base import ClientModel, require_classes
-from flsuite.models.flows import ConditionalFlow
+from flsuite.models.flows import (
+    ConditionalFlow,
+    Previous,
+    credibility,
+    draw_classes,
+    frozen_copy,
+    soft_cross_entropy,
+)
 
 
 class NFClassifier(ClientModel):
@@ -38,7 +43,7 @@ class NFClassifier(ClientModel):
        previous task's flow;
     2. the hidden layer of h_b, on replay: the cross-entropy at samples of the flow, of classes that
        the client has met. Each sample is weighted by its
-       :func:`~flsuite.models.replay.credibility`, and all of them by
+       :func:`~flsuite.models.flows.credibility`, and all of them by
        ``k_replay ((1 - theta) p + theta)``, with p the batch's mean density
        ``exp(log p_g / feature_dim)``;
     3. h_a and h_b, on cross-entropy and on distillation from two classifiers: the previous task's,
@@ -156,7 +161,7 @@ class NFClassifier(ClientModel):
         kept: dict[str, nn.Module] = {"flow": self.flow} if self.k_flow_last else {}
         if self.k_last:
             kept |= {"extractor": self.extractor, "head": self.head}
-        self.previous = replay.Previous(spec.num_classes, kept)
+        self.previous = Previous(spec.num_classes, kept)
 
     def features(self, x: Tensor) -> Tensor:
         """Return z, ``(n, feature_dim)``."""
@@ -205,7 +210,7 @@ class NFClassifier(ClientModel):
         # The previous flow only samples. The gradient comes from the current flow's density.
         with torch.no_grad():
             flow: Any = self.previous.get_submodule("flow")
-            y = replay.draw_classes(self.previous.past, n)
+            y = draw_classes(self.previous.past, n)
             z = flow.generate(torch.randn(n, self.feature_dim, device=y.device), y)
         return -self.k_flow_last * self.flow.density(z, y)[1].mean()
 
@@ -220,12 +225,12 @@ class NFClassifier(ClientModel):
         with torch.no_grad():
             # Per dimension, because the density of hundreds of numbers under- or overflows.
             density = (log_density / self.feature_dim).exp().mean()
-            classes = replay.draw_classes(self._replayed(), len(y))
+            classes = draw_classes(self._replayed(), len(y))
             # A sample's code is the noise that it is generated from, so comparing codes needs no
             # inverse of the flow.
             drawn = torch.randn_like(codes)
             z = self.flow.generate(drawn, classes)
-            weights = replay.credibility(codes, y, drawn, classes, density)
+            weights = credibility(codes, y, drawn, classes, density)
 
         logits = self.head.hidden_only(z).float()
         loss = (weights * F.cross_entropy(logits, classes, reduction="none")).mean()
@@ -253,7 +258,7 @@ class NFClassifier(ClientModel):
                 teacher_z = extractor(x)
                 teacher_logits = head(teacher_z)
             feature = (z.float() - teacher_z.float()).square().mean()
-            output = replay.soft_cross_entropy(logits, teacher_logits)
+            output = soft_cross_entropy(logits, teacher_logits)
             loss = loss + weight * (self.k_feature * feature + self.k_output * output)
         return loss
 
@@ -319,7 +324,7 @@ class NFClassifier(ClientModel):
         # Set here, because Lightning warns about modules in evaluation mode at the start.
         self.previous.eval()
         if self.k_global:
-            self._received = replay.frozen_copy(self.extractor), replay.frozen_copy(self.head)
+            self._received = frozen_copy(self.extractor), frozen_copy(self.head)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip the gradient after callbacks have changed it.

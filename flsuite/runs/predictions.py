@@ -19,7 +19,7 @@ from flsuite.data.loader import SplitLoader
 from flsuite.data.tasks import TaskData
 from flsuite.federation.server.evaluation import Evaluator
 from flsuite.federation.server.federation import Federation
-from flsuite.models.declarations import has_step, pictures
+from flsuite.models.abilities import has_step, pictures
 from flsuite.models.modes import evaluating
 
 if TYPE_CHECKING:

@@ -27,9 +27,10 @@ from flsuite.federation.server.evaluation import Evaluator
 from flsuite.federation.server.federation import Federation
 from flsuite.federation.server.stores import ClientStore, VersionStore
 from flsuite.federation.server.tools import ServerFit, make_tools
+from flsuite.models.abilities import extra_epochs, has_step, require_trainable
 from flsuite.models.autoencoders import slice_strides
 from flsuite.models.base import ClientModel
-from flsuite.models.declarations import extra_epochs, has_step, require_trainable, to_channels_last
+from flsuite.models.layers import to_channels_last
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.options import RunOptions

@@ -20,7 +20,7 @@ from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.data.datasets import medmnist
 from flsuite.federation import Asynchronous, Stragglers
 from flsuite.models import MLP, Classifier
-from flsuite.models.pretrained import read_weights
+from flsuite.models.classifier import read_weights
 from tests.conftest import digits, trainer
 from tests.fuzz.settings import fuzzed
 

@@ -19,8 +19,8 @@ from flsuite.data.loader import TrainLoader
 from flsuite.federation import Processes, Synchronous
 from flsuite.models import Classifier, NFClassifier
 from flsuite.models.backbones import MLP, Backbone, ResNet20, StridedCNN
+from flsuite.models.flows import soft_cross_entropy
 from flsuite.models.nfclassifier import _Head
-from flsuite.models.replay import soft_cross_entropy
 from tests.conftest import digits, equal_states, state, trainer
 from tests.plain import plain_trainer
 

@@ -95,7 +95,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     [
         (None, "there is no file .*weights.pt"),
         (b"not a checkpoint", "weights.pt cannot be read as pretrained"),
-        ({}, "weights.pt has no weights: it must be"),
+        ({}, "weights.pt has no weights; take checkpoints/model.ckpt"),
         ([torch.zeros(1)], "weights.pt has no weights"),
         ({"format": 3, "round": 1}, "weights.pt is not a state dict: format, round"),
     ],

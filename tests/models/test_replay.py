@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from flsuite.models.replay import credibility, soft_cross_entropy
+from flsuite.models.flows import credibility, soft_cross_entropy
 
 
 def test_credibility_by_hand() -> None:

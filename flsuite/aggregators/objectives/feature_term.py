@@ -24,7 +24,7 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import scaler_of
 from flsuite.common.messages import ClientContext
 from flsuite.common.state import State
-from flsuite.models.declarations import head_of
+from flsuite.models.abilities import head_of
 
 
 @dataclass(frozen=True)

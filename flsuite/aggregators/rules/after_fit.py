@@ -15,10 +15,10 @@ from flsuite.common.random import torch_generator
 from flsuite.data.federated import Batch, Task
 from flsuite.data.loader import TrainLoader
 from flsuite.metrics.fisher.estimates import measuring
-from flsuite.models.protocols import LogitModel
+from flsuite.models.abilities import LogitModel
 
 Measure = Callable[[Any, Iterator[Batch], Task, torch.Generator], Any]
-"""Measures a trained :class:`~flsuite.models.protocols.LogitModel` on batches on its device, given
+"""Measures a trained :class:`~flsuite.models.abilities.LogitModel` on batches on its device, given
 the data's task and the client's own randomness in this round."""
 
 

@@ -31,6 +31,7 @@ from flsuite.common.messages import ClientUpdate
 from flsuite.common.random import seed_process, torch_generator
 from flsuite.common.state import State, cast, clone, mean_of
 from flsuite.data.images import CropFlip
+from flsuite.models.layers import batchnorm_layers
 
 CHANNELS = (128, 64)
 """Channels of the first and second convolution at width 1."""
@@ -128,7 +129,7 @@ def batch_norm_distances(module: nn.Module) -> Iterator[list[Tensor]]:
     def measure(norm: Any, inputs: tuple[Tensor, ...]) -> None:
         distances.append(statistics_distance(norm, inputs[0]))
 
-    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    norms = batchnorm_layers(module).values()
     with ExitStack() as hooks:
         for norm in norms:
             if norm.running_mean is not None:

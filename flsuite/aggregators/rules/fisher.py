@@ -28,7 +28,7 @@ from flsuite.data.federated import Batch, Task
 from flsuite.metrics.fisher.empirical import Estimator, fisher_diagonal
 from flsuite.metrics.fisher.estimates import Expectation, measuring
 from flsuite.metrics.fisher.predictive import predictive_diagonal
-from flsuite.models.protocols import LikelihoodModel
+from flsuite.models.abilities import LikelihoodModel
 
 _ONE_NAME = Range(
     "a list of at least one name, or null for all parameters",

@@ -219,7 +219,8 @@ class FromDataModule(MapStyleModule):
     def __init__(
         self, data: LightningDataModule, batch_size: PositiveInt | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(**kwargs if batch_size is None else kwargs | {"batch_size": batch_size})
+        kwargs |= {} if batch_size is None else {"batch_size": batch_size}
+        super().__init__(**kwargs)
         self.data, self._takes_batch_size = data, batch_size is None
 
     def load(self) -> PublishedSplits:

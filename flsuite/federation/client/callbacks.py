@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from flsuite.common.arguments import Fraction, PositiveInt, Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import skips_step
-from flsuite.models.declarations import extra_epochs
+from flsuite.models.abilities import extra_epochs
 
 
 class MeanLoss(Callback):

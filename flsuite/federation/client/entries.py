@@ -12,15 +12,14 @@ from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import StateLayout, matches
-from flsuite.models.declarations import (
-    entry_names,
+from flsuite.models.abilities import (
     frozen_entries,
     own_entries,
     parameter_groups,
     refuse_unused,
     training_only,
 )
-from flsuite.models.layers import read_chain, read_layers
+from flsuite.models.layers import entry_names, read_chain, read_layers
 from flsuite.models.modes import PlainAttributes
 
 BatchNorm = Literal["average", "local", "reset"]

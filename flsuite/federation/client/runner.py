@@ -49,7 +49,8 @@ from flsuite.federation.client.scorer import Scorer
 from flsuite.federation.client.setup import Starts, WorkerSetup
 from flsuite.federation.client.stack import Stack
 from flsuite.federation.client.trainer import ClientTrainer
-from flsuite.models import declarations
+from flsuite.models import abilities
+from flsuite.models.layers import to_channels_last
 
 
 class ClientRunner:
@@ -65,7 +66,7 @@ class ClientRunner:
         self.trainer_kwargs = on_one_gpu(setup.trainer_kwargs, worker)
         self.model = setup.model
         if setup.channels_last:
-            declarations.to_channels_last(self.model)
+            to_channels_last(self.model)
         self.entries = entries_of(setup.model, setup.uplink.aggregator, setup.batchnorm)
         self._resident = Resident(self.model, self.entries.frozen)
         self._state_check = StateCheck(setup.uplink.aggregator)
@@ -163,7 +164,7 @@ class ClientRunner:
         seed_process(setup.seed, stream, client.round, client.id)
         load_(self.model.state_dict(), self._starts.of(request, device))
         self._resident.mark()
-        declarations.begin_task(self.model, view.stage)
+        abilities.begin_task(self.model, view.stage)
         keeper, skips = KeepOptimizers(request.memory.get("optimizers")), CountSkips()
         callbacks = self._callbacks(request, client, keeper, loss, skips)
         trainer, data = self._rewound_trainer(callbacks, request.adapts)
@@ -295,7 +296,7 @@ class ClientRunner:
         trainer = self._started_trainer()
         if self._data is None:
             self._data = self.setup.data.to(trainer.strategy.root_device)
-        trainer.rewind(declarations.extra_epochs(self.model), epochs or None)
+        trainer.rewind(abilities.extra_epochs(self.model), epochs or None)
         return trainer, self._data
 
     def _started_trainer(self) -> ClientTrainer:

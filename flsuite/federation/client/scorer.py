@@ -24,8 +24,8 @@ from flsuite.data.map_style import StoredSplit
 from flsuite.federation.client.entries import Resident
 from flsuite.federation.client.trainer import quiet_lightning
 from flsuite.metrics.scores import class_accuracy, scores
+from flsuite.models.abilities import class_outputs, has_step, scores_by_columns, scores_by_steps
 from flsuite.models.classifier import class_probabilities, classification_loss
-from flsuite.models.declarations import class_outputs, has_step, scores_by_columns, scores_by_steps
 from flsuite.models.modes import evaluating, kept_modes
 
 _SCORING_ARGUMENTS = (  # Lightning Trainer arguments that affect scoring

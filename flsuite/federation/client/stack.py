@@ -38,7 +38,7 @@ from flsuite.federation.client.stackable import (
 )
 from flsuite.federation.client.stacked_optimizer import past_of
 from flsuite.federation.client.trainer import ClientTrainer
-from flsuite.models import declarations
+from flsuite.models import abilities
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class Stack:
         # A copy, because a step may leave a tensor of the transforms in the model.
         self.model = copy.deepcopy(setup.model).to(trainer.strategy.root_device)
         if view.stage is not None:
-            declarations.begin_task(self.model, view.stage)
+            abilities.begin_task(self.model, view.stage)
             self._modules = []  # copies of the model in its last task
 
         device = trainer.strategy.root_device

@@ -12,7 +12,7 @@ from flsuite.aggregators.objectives import feature_term
 from flsuite.common.state import State
 from flsuite.federation.client.stack_steps import StackSteps
 from flsuite.federation.client.stacked_loss import StackedStep
-from flsuite.models import declarations
+from flsuite.models import abilities
 
 
 def is_mean_over_samples(steps: StackSteps, batch: Any) -> bool:
@@ -26,7 +26,7 @@ def is_mean_over_samples(steps: StackSteps, batch: Any) -> bool:
         steps: The steps of the stack.
         batch: A batch of all clients' samples.
     """
-    if not declarations.is_mean_over_samples(steps.loss.model):
+    if not abilities.is_mean_over_samples(steps.loss.model):
         return False
     clients = len(steps.members) if steps.loss.term else 1
     parameters, others, held = (

@@ -19,7 +19,7 @@ from flsuite.federation.client.stackable import by_sample
 from flsuite.federation.client.stacked_loss import StackedLoss, StackGroup, clip, with_rows
 from flsuite.federation.client.stacked_second import StackedSecond
 from flsuite.federation.client.trainer import ClientTrainer
-from flsuite.models.declarations import entry_names
+from flsuite.models.layers import entry_names
 
 
 class StackSteps:

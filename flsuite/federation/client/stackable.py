@@ -24,7 +24,8 @@ from flsuite.federation.client.loop import (
     takes_a_batch,
 )
 from flsuite.federation.client.setup import WorkerSetup
-from flsuite.models.declarations import extra_epochs, has_gradient_hooks
+from flsuite.models.abilities import extra_epochs
+from flsuite.models.layers import has_gradient_hooks
 
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 _ONE_BY_ONE = {  # arguments of Lightning's Trainer, and the value that a stack can train with

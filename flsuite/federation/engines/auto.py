@@ -29,7 +29,7 @@ from flsuite.federation.engines.base import (
 from flsuite.federation.engines.pool import cores
 from flsuite.federation.engines.processes import Processes
 from flsuite.federation.engines.vectorized import Vectorized
-from flsuite.models.declarations import has_gradient_hooks
+from flsuite.models.layers import has_gradient_hooks
 
 log = logging.getLogger("flsuite")
 

@@ -26,7 +26,7 @@ from flsuite.common.errors import FlsuiteError, is_out_of_memory, one_line
 from flsuite.common.messages import Broadcast
 from flsuite.federation.client.jobs import JobRunner
 from flsuite.federation.client.setup import WorkerSetup
-from flsuite.models import declarations
+from flsuite.models.layers import has_gradient_hooks
 
 CANNOT_PICKLE = (TypeError, AttributeError, pickle.PicklingError)
 """Errors raised for an object that cannot be serialized."""
@@ -91,7 +91,7 @@ def dump_without_data(setup: WorkerSetup) -> bytes:
     Raises:
         PicklingError: If a part of it cannot be sent.
     """
-    if declarations.has_gradient_hooks(setup.model):
+    if has_gradient_hooks(setup.model):
         raise pickle.PicklingError("hooks on the gradients of parameters would get lost")
     setup.model.cpu()  # workers may see other GPUs or none
     return bytes(dumps(replace(setup, data=None)))  # type: ignore[arg-type]

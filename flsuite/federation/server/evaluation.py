@@ -27,9 +27,9 @@ from flsuite.federation.client.scorer import Scorer
 from flsuite.federation.engines.base import Engine
 from flsuite.federation.server.federation import Federation
 from flsuite.metrics.scores import scores, summary
+from flsuite.models.abilities import LatentModel
 from flsuite.models.classifier import class_probabilities, classification_loss
 from flsuite.models.modes import evaluating
-from flsuite.models.protocols import LatentModel
 
 log = logging.getLogger("flsuite")
 

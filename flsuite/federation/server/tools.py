@@ -25,7 +25,7 @@ from flsuite.federation.client.setup import WorkerSetup
 from flsuite.federation.server.evaluation import Evaluator
 from flsuite.federation.server.federation import Federation
 from flsuite.metrics.scores import scores
-from flsuite.models.protocols import LogitModel
+from flsuite.models.abilities import LogitModel
 
 
 class ServerFit:

@@ -37,7 +37,7 @@ def fisher_diagonal(
 
     Args:
         model: A model with ``log_likelihood(batch)``, see
-            :class:`~flsuite.models.protocols.LikelihoodModel`.
+            :class:`~flsuite.models.abilities.LikelihoodModel`.
         names: Names of parameters of the model.
         batches: Tuples of tensors with one row per sample.
         estimator: ``exact`` or ``batch``.

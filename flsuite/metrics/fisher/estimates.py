@@ -23,7 +23,7 @@ from flsuite.common.errors import FlsuiteError, one_line, require_one_of
 from flsuite.common.state import State
 from flsuite.data.federated import Task
 from flsuite.models import modes
-from flsuite.models.protocols import LogitModel
+from flsuite.models.abilities import LogitModel
 
 
 @contextmanager
@@ -148,7 +148,7 @@ class Logits(nn.Module):
     """The logits of a batch, as a forward pass for torch.func.
 
     Args:
-        model: A :class:`~flsuite.models.protocols.LogitModel`, or a module whose forward pass
+        model: A :class:`~flsuite.models.abilities.LogitModel`, or a module whose forward pass
             returns logits.
     """
 

@@ -23,8 +23,8 @@ from flsuite.metrics.fisher.estimates import measuring
 from flsuite.metrics.fisher.layers import recorded, unfolded
 from flsuite.metrics.fisher.predictive import kfac_factors
 from flsuite.metrics.fisher.products import at_positions
+from flsuite.models.abilities import LogitModel
 from flsuite.models.layers import read_layers
-from flsuite.models.protocols import LogitModel
 from flsuite.runs.reuse import UPDATES, UpdateStore
 
 Knowledge = Literal["client", "mean", "factors"]

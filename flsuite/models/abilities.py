@@ -1,16 +1,15 @@
-"""A model's declarations to the federation, with a default for each.
+"""What a model offers to a federation: protocols, and declarations with a default for each.
 
-Any LightningModule can be trained by clients. :class:`~flsuite.models.ClientModel` has all of these
-declarations, and a plain module may have any of them under the same names.
+Any LightningModule can be trained by clients. It offers an ability by having its members, without
+inheritance. :class:`~flsuite.models.ClientModel` has all of the declarations. Code that needs a
+protocol checks it with ``isinstance``, which compares the members' names but not their signatures.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from flsuite.common.errors import FlsuiteError
@@ -22,6 +21,84 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 
 _OVERRIDES = ("training_step", "configure_optimizers")
 _STEPS = ("validation_step", "test_step")
+
+
+@runtime_checkable
+class LatentModel(Protocol):
+    """A model with a latent space."""
+
+    def latent(self, x: Tensor) -> Tensor:
+        """Encode samples ``(n, *shape)`` to ``(n, latent)``, without their labels."""
+        ...
+
+
+@runtime_checkable
+class PriorModel(LatentModel, Protocol):
+    """A model with one Gaussian per class in its latent space."""
+
+    def priors(self) -> tuple[Tensor, Tensor]:
+        """Return the mean and the log variance of each class, ``(classes, latent)`` each."""
+        ...
+
+
+@runtime_checkable
+class LikelihoodModel(Protocol):
+    """A model that assigns each sample a log-likelihood or log-density."""
+
+    def log_likelihood(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the log-likelihood of each sample of ``(x, y)``, in nats: float32 ``(n,)``.
+
+        It is differentiable with respect to the modeled parameters. A sample's value depends only
+        on that sample. For vectorization by torch.func, the method must not modify its own tensors
+        in place, and must not use value-dependent control flow.
+        """
+        ...
+
+
+@runtime_checkable
+class LogitModel(Protocol):
+    """A model whose prediction depends only on its logits.
+
+    With logits z, the probabilities are ``softmax(z)`` for classes and ``sigmoid(z)`` per label.
+    """
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of samples ``(n, *shape)``, ``(n, outputs)``, with gradients."""
+        ...
+
+
+@runtime_checkable
+class FlowModel(Protocol):
+    """A model with a density of its features given the class.
+
+    Its ``evaluation_step`` returns ``nll`` ``(n,)``, the negative log-density per dimension, in
+    nats.
+    """
+
+    def sampled_logits(self, y: Tensor) -> Tensor:
+        """Classify one sample of the flow for each class of y ``(n,)``.
+
+        Returns logits ``(n, classes)``.
+        """
+        ...
+
+
+@runtime_checkable
+class FusedModel(Protocol):
+    """A model whose classifier can be evaluated with and without the fusion of its input.
+
+    Attributes:
+        head: Prefix of the classifier's entries in the state dict.
+    """
+
+    head: str
+
+    def head_losses(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the mean classification loss at the plain and at the fused input.
+
+        Both are scalars over the batch, with gradients.
+        """
+        ...
 
 
 def own_entries(model: LightningModule) -> list[str]:
@@ -46,18 +123,6 @@ def own_entries(model: LightningModule) -> list[str]:
     return [name for name in names if matches(name, private)]
 
 
-def entry_names(model: nn.Module) -> list[str]:
-    """Return the names of the state dict, tied tensors under their first name only."""
-    named = chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
-    tensors = {name: id(tensor) for name, tensor in named}
-    firsts: dict[int | str, str] = {}
-    for name in model.state_dict():
-        firsts.setdefault(tensors.get(name, name), name)
-    return list(firsts.values())
-
-
 def frozen_entries(model: LightningModule) -> list[str]:
     """Return the parameters that are not trained and not declared private."""
     private = _patterns(model, "private")
@@ -76,14 +141,12 @@ def training_only(model: LightningModule) -> Sequence[str]:
 
 def parameter_groups(model: LightningModule) -> Mapping[str, Sequence[str]]:
     """Return the parameter groups that an aggregator may treat separately, name to prefixes."""
-    groups = getattr(model, "parameter_groups", {})
-    return groups if isinstance(groups, Mapping) else {}
+    return _declared(model, "parameter_groups", Mapping, {})
 
 
 def extra_epochs(model: LightningModule) -> int:
     """Return the warm-up epochs of a client's fit."""
-    epochs = getattr(model, "extra_epochs", 0)
-    return epochs if isinstance(epochs, int) else 0
+    return _declared(model, "extra_epochs", int, 0)
 
 
 def head_of(
@@ -144,16 +207,6 @@ def pictures(model: LightningModule, x: Tensor) -> dict[str, dict[str, Tensor]]:
     return method(x) if method is not None and isinstance(model, ClientModel) else {}
 
 
-def to_channels_last(model: LightningModule) -> None:
-    """Convert the convolutions of a flsuite model to the fastest memory format for images.
-
-    A user's module keeps its own format, which is part of how it trains elsewhere.
-    """
-    # Tables have no convolutions to convert.
-    if isinstance(model, ClientModel) and model.spec and len(model.spec.shape) == 3:
-        model.to(memory_format=torch.channels_last)
-
-
 def mean_over_samples(step: Step) -> Step:
     """Declare that the loss of a training step is the mean of one loss per sample.
 
@@ -193,11 +246,6 @@ def class_outputs(model: LightningModule, spec: DataSpec) -> Callable[[Any], Ten
     return method if callable(method) and spec.task != "other" else None
 
 
-def has_gradient_hooks(model: LightningModule) -> bool:
-    """Return whether a parameter has hooks on its gradient. Copies of the model have none."""
-    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
-
-
 def require_trainable(model: LightningModule, spec: DataSpec) -> None:
     """Refuse a model that lacks something that a federation requires, before training.
 
@@ -232,12 +280,15 @@ def require_trainable(model: LightningModule, spec: DataSpec) -> None:
 
 def _patterns(model: LightningModule, name: str) -> tuple[str, ...]:
     """Return the patterns of a declaration."""
-    value = getattr(model, name, ())
-    if isinstance(value, str):
-        return (value,)
-    # A user's module may have a layer of this name.
-    is_declared = isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
-    return tuple(value) if is_declared else ()
+    value = _declared(model, name, (str, list, tuple), ())
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    return patterns if all(isinstance(one, str) for one in patterns) else ()
+
+
+def _declared(model: LightningModule, name: str, kind: Any, default: Any) -> Any:
+    """Return a declaration. A user's module may have a layer or another method of this name."""
+    value = getattr(model, name, default)
+    return value if isinstance(value, kind) else default
 
 
 def refuse_unused(
