@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.objectives.base import Objective
+from flsuite.aggregators.part import ClientHalf
 from flsuite.aggregators.second_model import SecondModel, at_least_two
 from flsuite.common.arguments import Fraction, NonNegativeFloat, PositiveInt, Settings
 from flsuite.common.messages import ClientContext
@@ -67,15 +68,12 @@ class LocalAggregation(Objective, Settings):
         return memory.get("local", {})
 
 
-class _Start(Callback):
-    supports_stack = True
-
-    def __init__(self, client: ClientContext, settings: LocalAggregation) -> None:
-        self.client, self.settings = client, settings
+class _Start(ClientHalf):
+    part: LocalAggregation
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         w, notes = self.client.global_state, self.client.memory
-        if "local" not in notes or not self.settings.rate:
+        if "local" not in notes or not self.part.rate:
             return
         names = self._upper(pl_module)
         model = SecondModel(trainer, pl_module, w)
@@ -92,7 +90,7 @@ class _Start(Callback):
     def _learn(self, model: SecondModel, weights: State, v: State, w: State, passes: int) -> None:
         """Descend along ``W``: its gradient is the model's times ``w - v`` (eq. 5)."""
         loader: Any = model.trainer.train_dataloader
-        samples = max(1, round(self.settings.samples * self.client.samples))
+        samples = max(1, round(self.part.samples * self.client.samples))
         losses: list[float] = []
         while len(losses) < passes and not has_settled(losses):
             for index, batch in enumerate(loader.plain_batches(samples, loader.data.batch_size)):
@@ -102,7 +100,7 @@ class _Start(Callback):
                 loss, gradient = model.loss_and_gradient(batch, index, at)
                 for k, slope in gradient.items():
                     if k in weights:
-                        step = self.settings.rate * slope * (w[k] - v[k])
+                        step = self.part.rate * slope * (w[k] - v[k])
                         weights[k].sub_(step).clamp_(0, 1)
             losses.append(float(loss))  # of the last batch, as in the authors' code
 
@@ -112,7 +110,7 @@ class _Start(Callback):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and name in self.client.global_state:
                 layers.setdefault(name.rpartition(".")[0], []).append(name)
-        upper = list(layers.values())[-self.settings.layers :]
+        upper = list(layers.values())[-self.part.layers :]
         return [name for names in upper for name in names]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

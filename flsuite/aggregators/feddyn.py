@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.optimizers import about_to_step
-from flsuite.aggregators.part import Server
+from flsuite.aggregators.part import ClientHalf, Server
 from flsuite.aggregators.rules.base import Weighting, withheld_by
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.common.arguments import PositiveFloat, Settings
@@ -53,14 +53,11 @@ class Dynamic(Objective, Settings):
     alpha: PositiveFloat = 0.1
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_Regularizer(client, self.alpha)]
+        return [_Regularizer(client, self)]
 
 
-class _Regularizer(Callback):
-    supports_stack = True
-
-    def __init__(self, client: ClientContext, alpha: float) -> None:
-        self.client, self.alpha = client, alpha
+class _Regularizer(ClientHalf):
+    part: Dynamic
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start, kept = self.client.global_state, self.client.memory.get("gradient", {})
@@ -74,12 +71,12 @@ class _Regularizer(Callback):
     ) -> None:
         for name, p, gradient in about_to_step(optimizer, pl_module.named_parameters()):
             if name in self.g:
-                gradient.add_(p.detach() - self.w_t[name], alpha=self.alpha).sub_(self.g[name])
+                gradient.add_(p.detach() - self.w_t[name], alpha=self.part.alpha).sub_(self.g[name])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         own = dict(pl_module.named_parameters())
         change = {k: own[k].detach() - w for k, w in self.w_t.items()}
-        renewed = {k: g - self.alpha * change[k] for k, g in self.g.items()}
+        renewed = {k: g - self.part.alpha * change[k] for k, g in self.g.items()}
         self.client.memory["gradient"] = clone(renewed)
 
 

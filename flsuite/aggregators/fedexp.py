@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.part import ClientHalf, Server, Statistic
 from flsuite.aggregators.rules.base import Weighting, withheld_by
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.common.arguments import PositiveFloat
@@ -52,7 +52,7 @@ class ExtrapolatedMean(Mean):
     withholds = withheld_by("the size of its change")
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [SquaredChange(client)]
+        return [SquaredChange(client, self)]
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         return {"squared_change": Statistic(0.0)}
@@ -75,13 +75,8 @@ class ExtrapolatedMean(Mean):
         return mean | {k: torch.add(old[k].double(), d, alpha=step) for k, d in change.items()}
 
 
-class SquaredChange(Callback):
+class SquaredChange(ClientHalf):
     """Sends the squared norm of a client's change of the shared parameters."""
-
-    supports_stack = True
-
-    def __init__(self, client: ClientContext) -> None:
-        self.client = client
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start = self.client.global_state

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives.base import Objective, Proximal
 from flsuite.aggregators.optimizers import base_rate, optimizer_for
-from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.part import ClientHalf, Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.rules.mean import mixed, split_buffers
 from flsuite.common.arguments import NonNegativeFloat, Settings
@@ -57,13 +57,10 @@ class NormalizedMean(LinearRule, Settings):
     withholds = withheld_by("the worth of its steps")
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_Worth(client, self.mu)]
+        return [_Worth(client, self)]
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         return {"plain_steps": Statistic(0.0, from_steps=True)}
-
-    def weight(self, update: ClientUpdate) -> float:
-        return float(update.samples)
 
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         p, a = self.weight(update), float(update.extras["plain_steps"])
@@ -89,16 +86,13 @@ class NormalizedMean(LinearRule, Settings):
         return model | divided(sums["buffers"], sums["weight"])
 
 
-class _Worth(Callback):
+class _Worth(ClientHalf):
     """Finds ``|a_k|``: how far the optimizer moves a number whose gradient is always one."""
 
-    supports_stack = True
-
-    def __init__(self, client: ClientContext, mu: float) -> None:
-        self.client, self.mu = client, mu
-        self.optimizer: Optimizer | None = None
-        self.counted: Optimizer | None = None
-        self.shared: list[Tensor] = []
+    part: NormalizedMean
+    optimizer: Optimizer | None = None
+    counted: Optimizer | None = None
+    shared: Sequence[Tensor] = ()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -122,7 +116,7 @@ class _Worth(Callback):
         for own, other in zip(self.optimizer.param_groups, optimizer.param_groups, strict=True):
             own |= {key: value for key, value in other.items() if key != "params"}
             own["weight_decay"] = 0.0
-        self.number.grad = 1.0 + self.mu * self.number.detach()
+        self.number.grad = 1.0 + self.part.mu * self.number.detach()
         self.optimizer.step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

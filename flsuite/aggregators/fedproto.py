@@ -13,7 +13,7 @@ from torch import Tensor
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.features import classes_of, features_at, shape_of
 from flsuite.aggregators.objectives.feature_term import FeatureTerm
-from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.part import ClientHalf, Server, Statistic
 from flsuite.aggregators.partial import HeadAware
 from flsuite.common.arguments import NonNegativeFloat, Settings
 from flsuite.common.messages import ClientContext
@@ -102,17 +102,14 @@ class Prototypes(FeatureTerm, Settings):
         server.memory["known"] = torch.maximum(old["known"], seen.float())
 
 
-class _SendFeatures(Callback):
+class _SendFeatures(ClientHalf):
     """Sends the sums of the trained model's features by class, per sample of the client."""
 
-    supports_stack = True
-
-    def __init__(self, client: ClientContext, objective: Prototypes) -> None:
-        self.client, self.objective = client, objective
+    part: Prototypes
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        (classes, _), head = self.objective.shape, self.objective.head
-        sums, counts = torch.zeros(self.objective.shape), torch.zeros(classes)
+        (classes, _), head = self.part.shape, self.part.head
+        sums, counts = torch.zeros(self.part.shape), torch.zeros(classes)
         loader: Any = trainer.train_dataloader
         with evaluating(pl_module):
             for index, batch in enumerate(loader.plain_batches()):

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives.base import Objective
+from flsuite.aggregators.part import ClientHalf
 from flsuite.aggregators.partial import HeadAware
 from flsuite.common.arguments import NonNegativeInt, PositiveInt, Settings
 from flsuite.common.errors import FlsuiteError
@@ -72,29 +73,26 @@ class HeadThenBody(Objective, Settings):
     head_epochs: NonNegativeInt
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_Phases(self)]
+        return [_Phases(client, self)]
 
 
-class _Phases(Callback):
-    supports_stack = True
-
-    def __init__(self, settings: HeadThenBody) -> None:
-        self.settings = settings
+class _Phases(ClientHalf):
+    part: HeadThenBody
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trained = {k: p for k, p in pl_module.named_parameters() if p.requires_grad}
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch - extra_epochs(pl_module)
-        self.is_for_head = 0 <= epoch < self.settings.head_epochs  # a warm-up is for the body
+        self.is_for_head = 0 <= epoch < self.part.head_epochs  # a warm-up is for the body
         # A frozen parameter has no gradient, so the optimizer leaves it. The worker restores this.
         for name, parameter in self.trained.items():
-            parameter.requires_grad_(name.startswith(self.settings.head) == self.is_for_head)
+            parameter.requires_grad_(name.startswith(self.part.head) == self.is_for_head)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.is_for_head:
             raise FlsuiteError(
-                f"FedRep: head_epochs {self.settings.head_epochs} leaves no epoch for the body; "
-                f"set trainer.max_epochs to at least {self.settings.head_epochs + 1}, and "
+                f"FedRep: head_epochs {self.part.head_epochs} leaves no epoch for the body; "
+                f"set trainer.max_epochs to at least {self.part.head_epochs + 1}, and "
                 "trainer.max_steps to more than the steps of the head"
             )

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.losses import mean_loss
 from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.part import ClientHalf, Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.common.arguments import PositiveInt, Settings
 from flsuite.common.errors import FlsuiteError
@@ -69,13 +69,10 @@ class ClusterMeans(LinearRule, Settings):
         return {"models": _others(server, self.clusters)}
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_Choice(client)]
+        return [_Choice(client, self)]
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         return {"cluster": Statistic(torch.zeros(self.clusters))}
-
-    def weight(self, update: ClientUpdate) -> float:
-        return float(update.samples)
 
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         chosen = (self.weight(update) * update.extras["cluster"].double()).tolist()
@@ -116,13 +113,8 @@ class ClusterModel(Objective, Settings):
         return own
 
 
-class _Choice(Callback):
+class _Choice(ClientHalf):
     """Chooses the model with the lowest loss on the client's samples, and starts from it."""
-
-    supports_stack = True
-
-    def __init__(self, client: ClientContext) -> None:
-        self.client = client
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         models: dict[str, State] = {"0": self.client.global_state, **self.client.received["models"]}

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives.feature_term import FeatureTerm
+from flsuite.aggregators.part import ClientHalf
 from flsuite.aggregators.partial import HeadAware
 from flsuite.common.arguments import NonNegativeFloat, PositiveFloat, Settings
 from flsuite.common.messages import ClientContext
@@ -64,7 +65,7 @@ class Contrast(FeatureTerm, Settings):
         if not self.mu:
             return []
         term = super().callbacks(client) if "last" in client.memory else []
-        return [*term, _Keep(client)]
+        return [*term, _Keep(client, self)]
 
     def read(self, client: ClientContext, module: LightningModule) -> dict[str, State]:
         models = {"received": client.global_state, "last": client.memory["last"]}
@@ -84,13 +85,8 @@ class Contrast(FeatureTerm, Settings):
         return -self.mu * logits.log_softmax(1)[:, 0].mean()
 
 
-class _Keep(Callback):
+class _Keep(ClientHalf):
     """Keeps the client's trained model for its next fit."""
-
-    supports_stack = True
-
-    def __init__(self, client: ClientContext) -> None:
-        self.client = client
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         own = pl_module.state_dict()

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientContext
 from flsuite.common.state import State, StateLayout
 from flsuite.metrics.privacy import RandomDraw, Release
 
@@ -164,6 +166,20 @@ class Part:
         The client half has it as ``client.received``, and a transform as ``fit.received``.
         """
         return {}
+
+
+class ClientHalf(Callback):
+    """The client half of a part, in one fit. A stack of clients can call it, too.
+
+    Args:
+        client: The client's view of the round.
+        part: The part, with its settings.
+    """
+
+    supports_stack = True
+
+    def __init__(self, client: ClientContext, part: Part) -> None:
+        self.client, self.part = client, part
 
 
 class Named(NamedTuple):

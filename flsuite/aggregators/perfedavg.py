@@ -15,6 +15,7 @@ from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.losses import hessian_product, loss_and_gradient
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.optimizers import about_to_step
+from flsuite.aggregators.part import ClientHalf
 from flsuite.common.arguments import NonNegativeFloat, PositiveFloat, Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import scaler_of
@@ -61,18 +62,14 @@ class MetaGradient(Objective, Settings):
     delta: PositiveFloat = 1e-3
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_Pairs(self)]
+        return [_Pairs(client, self)]
 
 
-class _Pairs(Callback):
-    supports_stack = True
-
-    def __init__(self, settings: MetaGradient) -> None:
-        self.settings = settings
-        self.start: State = {}  # w, while the model holds w~
-        self.is_last_epoch = False
+class _Pairs(ClientHalf):
+    part: MetaGradient
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.start: State = {}  # w, while the model holds w~
         is_simple = pl_module.automatic_optimization and len(trainer.optimizers) == 1
         if not is_simple or scaler_of(trainer) or trainer.accumulate_grad_batches != 1:
             raise FlsuiteError(
@@ -99,19 +96,19 @@ class _Pairs(Callback):
         elif not self._is_last_step(trainer):
             self.start = {name: p.detach().clone() for name, p in own.items()}
             for name, parameter in own.items():
-                parameter.data.sub_(gradient[name], alpha=self.settings.alpha)
+                parameter.data.sub_(gradient[name], alpha=self.part.alpha)
                 parameter.grad = None  # so that the optimizer leaves it
             return
         else:
-            at = {k: p.detach() - self.settings.alpha * gradient[k] for k, p in own.items()}
+            at = {k: p.detach() - self.part.alpha * gradient[k] for k, p in own.items()}
             for name, value in self._gradient(trainer, pl_module, at).items():
                 gradient[name].copy_(value)
 
-        if self.settings.order == "hessian_free" and self.settings.alpha:
+        if self.part.order == "hessian_free" and self.part.alpha:
             full = partial(self._gradient, trainer, pl_module, in_full=True)
-            product = hessian_product(full, own, gradient, self.settings.delta)
+            product = hessian_product(full, own, gradient, self.part.delta)
             for name, value in gradient.items():
-                value.sub_(product[name], alpha=self.settings.alpha)
+                value.sub_(product[name], alpha=self.part.alpha)
 
     def _is_last_step(self, trainer: Trainer) -> bool:
         is_last = trainer.is_last_batch and self.is_last_epoch

@@ -13,7 +13,7 @@ from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.fedexp import SquaredChange
 from flsuite.aggregators.losses import mean_loss
 from flsuite.aggregators.optimizers import base_rate
-from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.part import ClientHalf, Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.rules.mean import mixed, split_buffers
 from flsuite.common.arguments import NonNegativeFloat, Settings
@@ -54,7 +54,7 @@ class FairMean(LinearRule, Settings):
     withholds = withheld_by("its loss")
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [SquaredChange(client), _ReceivedLoss(client)]
+        return [SquaredChange(client, self), _ReceivedLoss(client, self)]
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         return {name: Statistic(0.0) for name in ("squared_change", "received_loss", "inverse_lr")}
@@ -84,13 +84,8 @@ class FairMean(LinearRule, Settings):
         return model | divided(sums["buffers"], len(updates))
 
 
-class _ReceivedLoss(Callback):
+class _ReceivedLoss(ClientHalf):
     """Sends the mean loss of the received model on the client's samples."""
-
-    supports_stack = True
-
-    def __init__(self, client: ClientContext) -> None:
-        self.client = client
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loss = mean_loss(trainer, pl_module, {})

@@ -40,7 +40,7 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "samples do not weigh",
-        "aggregators/rules/mean.py",
+        "aggregators/rules/base.py",
         'return float(update.samples) if self.weighting == "samples" else 1.0',
         "return 1.0",
         "aggregators/test_fedavg.py",
@@ -307,7 +307,7 @@ MUTATIONS = [
     Mutation(
         "FedRep trains the body with the head",
         "aggregators/fedrep.py",
-        "parameter.requires_grad_(name.startswith(self.settings.head) == self.is_for_head)",
+        "parameter.requires_grad_(name.startswith(self.part.head) == self.is_for_head)",
         "parameter.requires_grad_(True)",
         "aggregators/test_twins.py",
     ),
@@ -484,8 +484,8 @@ MUTATIONS = [
     Mutation(
         "FedRep trains the head an epoch too long",
         "aggregators/fedrep.py",
-        "epoch < self.settings.head_epochs",
-        "epoch <= self.settings.head_epochs",
+        "epoch < self.part.head_epochs",
+        "epoch <= self.part.head_epochs",
         "aggregators/test_fedrep.py",
     ),
     Mutation(

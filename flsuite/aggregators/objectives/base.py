@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flsuite.aggregators.optimizers import about_to_step
-from flsuite.aggregators.part import Part, Server, Statistic
+from flsuite.aggregators.part import ClientHalf, Part, Server, Statistic
 from flsuite.common.arguments import NonNegativeFloat, Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientContext
@@ -172,29 +172,22 @@ class Proximal(Objective, Settings):
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
         # Without a callback, mu = 0 costs nothing and is FedAvg bit for bit.
-        return [_ProximalTerm(self.mu, client.global_state)] if self.mu else []
+        return [_ProximalTerm(client, self)] if self.mu else []
 
 
-class _ProximalTerm(Callback):
+class _ProximalTerm(ClientHalf):
     """The client half. It adds the term's gradient to the parameters that are about to step."""
 
-    supports_stack = True
-
-    def __init__(self, mu: float, global_state: State) -> None:
-        self.mu = mu
-        self.global_state = global_state
-        self.anchors: dict[str, Tensor] = {}
+    part: Proximal
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Move to the parameters' device once per fit, not once per step.
-        parameters = pl_module.named_parameters()
-        self.anchors = {
-            k: self.global_state[k].to(p.device) for k, p in parameters if k in self.global_state
-        }
+        start, parameters = self.client.global_state, pl_module.named_parameters()
+        self.anchors = {k: start[k].to(p.device) for k, p in parameters if k in start}
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         for name, parameter, gradient in about_to_step(optimizer, pl_module.named_parameters()):
             if name in self.anchors:
-                gradient.add_(parameter.detach() - self.anchors[name], alpha=self.mu)
+                gradient.add_(parameter.detach() - self.anchors[name], alpha=self.part.mu)

@@ -11,12 +11,11 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.optimizers import about_to_step
-from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.part import ClientHalf, Server, Statistic
 from flsuite.common.arguments import Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import skips_step
@@ -59,7 +58,7 @@ class ControlVariates(Objective, Settings):
         return {"control": server.memory["control"]} if server.memory else {}
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_LocalSteps(client, self.control)]
+        return [_LocalSteps(client, self)]
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         controls = {name: state[name] for name in layout.parameters}
@@ -76,21 +75,15 @@ class ControlVariates(Objective, Settings):
         server.memory["control"] = add(control, change, updates / server.layout.clients)
 
 
-class _LocalSteps(Callback):
+class _LocalSteps(ClientHalf):
     """The client half, lines 7 to 14."""
 
-    supports_stack = True
-
-    def __init__(self, client: ClientContext, control: Control) -> None:
-        self.client = client
-        self.plain = control == "displacement"
-        self.rate: float | None = None
-        self.parameters: dict[str, Parameter] = {}
-        self.steps: Counter[str] = Counter()
-        self.gradients: dict[str, Tensor] = {}
-        self.corrections: dict[str, Tensor] = {}
+    part: ControlVariates
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.plain = self.part.control == "displacement"
+        self.rate: float | None = None
+        self.steps, self.gradients, self.corrections = Counter[str](), State(), State()
         if self.plain and trainer.gradient_clip_val:
             setting = f"trainer.gradient_clip_val is {trainer.gradient_clip_val}"
             raise _refusal(self.client, setting, "unset it")

@@ -166,6 +166,9 @@ class LinearRule(Rule):
 
     rebases: ClassVar[bool] = True
 
+    def weight(self, update: ClientUpdate) -> float:
+        return float(update.samples) if self.weighting == "samples" else 1.0
+
     @abstractmethod
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         """Return a client's terms of the sums: nested dicts of tensors and numbers.

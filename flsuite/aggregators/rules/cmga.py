@@ -79,9 +79,6 @@ class CMGA(LinearRule, Settings):
 
     # The client half
 
-    def weight(self, update: ClientUpdate) -> float:
-        return float(update.samples) if self.weighting == "samples" else 1.0
-
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         means, log_variances = _priors(layout)
         networks, priors = select(update.state, (means, log_variances))

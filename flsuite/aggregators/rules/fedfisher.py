@@ -120,9 +120,6 @@ class FedFisher(LinearRule, Settings):
         is_sum, is_psd = self.fisher != "kfac", self.fisher != "diag"
         return {"fisher": Statistic(template, is_sum, is_psd, release=self._release)}
 
-    def weight(self, update: ClientUpdate) -> float:
-        return float(update.samples)
-
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         """Return ``n_i``, ``n_i w_i``, ``n_i F_i w_i`` and, except for K-FAC, ``n_i F_i``."""
         own = self._form(layout).terms(update.state, update.extras["fisher"])

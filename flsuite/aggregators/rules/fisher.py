@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
 from flsuite.aggregators.optimizers import about_to_step
-from flsuite.aggregators.part import Server, Statistic
+from flsuite.aggregators.part import ClientHalf, Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass, require_classes
 from flsuite.aggregators.rules.base import LinearRule, Weighting, withheld_by
 from flsuite.common.arguments import NonNegativeFloat, PositiveInt, Range, Settings
@@ -69,10 +69,7 @@ class FisherMean(LinearRule, Settings):
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         # The Fisher is float32, regardless of the parameter's dtype.
-        return {"fisher": Statistic({name: state[name].float() for name in self._names(layout)})}
-
-    def weight(self, update: ClientUpdate) -> float:
-        return float(update.samples) if self.weighting == "samples" else 1.0
+        return {"fisher": Statistic({name: state[name].float() for name in self.names(layout)})}
 
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         fisher = {name: value.double() for name, value in update.extras["fisher"].items()}
@@ -115,7 +112,7 @@ class FisherMean(LinearRule, Settings):
             return {"all": layout.parameters}
         return {group: layout.groups[group] for group in self.groups}
 
-    def _names(self, layout: StateLayout) -> list[str]:
+    def names(self, layout: StateLayout) -> list[str]:
         """Return the names of the parameters in the groups."""
         return [name for members in self._members(layout).values() for name in members]
 
@@ -194,10 +191,8 @@ class FisherAveraging(FisherMean):
     weighting: Weighting = "samples"
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        names = self._names(client.layout)
-        if self.estimator == "training":
-            return [_TrainingGradients(client, names)]
-        return [_EmpiricalPass(client, names, self.estimator, self.batches)]
+        of_steps = self.estimator == "training"
+        return [_TrainingGradients(client, self) if of_steps else _EmpiricalPass(client, self)]
 
     def least(self, clients: float) -> float:
         return self.damping
@@ -239,7 +234,7 @@ class FisherMerge(FisherMean):
     weighting: Weighting = "samples"
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
-        names = self._names(client.layout)
+        names = self.names(client.layout)
 
         def statistic(
             module: nn.Module, batches: Iterator[Batch], task: Task, generator: Generator
@@ -262,16 +257,10 @@ class FisherMerge(FisherMean):
         super().prepare(server)
 
 
-class _EmpiricalPass(Callback):
+class _EmpiricalPass(ClientHalf):
     """The client half: a pass over the training batches after the fit."""
 
-    supports_stack = True
-
-    def __init__(
-        self, client: ClientContext, names: Sequence[str], estimator: Estimator, batches: int | None
-    ) -> None:
-        self.client, self.names = client, names
-        self.estimator, self.batches = estimator, batches
+    part: FisherAveraging
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not isinstance(pl_module, LikelihoodModel):
@@ -282,31 +271,28 @@ class _EmpiricalPass(Callback):
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        names = self.part.names(self.client.layout)
         # Use the fit's batches: the Fisher describes the data that the parameters were fitted to.
         loader: Any = trainer.train_dataloader
-        batches = (
-            trainer.strategy.batch_to_device(batch) for batch in islice(loader, self.batches)
-        )
+        to_device, some = trainer.strategy.batch_to_device, islice(loader, self.part.batches)
+        batches, estimator = (to_device(batch) for batch in some), self.part.estimator
+        assert estimator != "training"
         # bfloat16 and dropout would add noise to the squared gradients.
         with measuring(pl_module):
-            fisher = clone(fisher_diagonal(pl_module, self.names, batches, self.estimator))
+            fisher = clone(fisher_diagonal(pl_module, names, batches, estimator))
 
         self.client.extras["fisher"] = fisher
         self.client.metrics["fisher_mass"] = _mass(fisher)
 
 
-class _TrainingGradients(Callback):
+class _TrainingGradients(ClientHalf):
     """The client half without a pass: the squared gradients of the fit's own steps."""
 
-    supports_stack = True
-
-    def __init__(self, client: ClientContext, names: Sequence[str]) -> None:
-        self.client = client
-        self.names = frozenset(names)
+    part: FisherAveraging
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        named = pl_module.named_parameters()
-        self.own = {name: p for name, p in named if name in self.names}
+        names, named = {*self.part.names(self.client.layout)}, pl_module.named_parameters()
+        self.own = {name: p for name, p in named if name in names}
         self.sums = {k: torch.zeros_like(p, dtype=torch.float32) for k, p in self.own.items()}
         self.steps = 0
 

@@ -51,9 +51,6 @@ class Mean(LinearRule, Settings):
     normalize: Normalize = "buffer"
     rate: NonNegativeFloat = 1.0
 
-    def weight(self, update: ClientUpdate) -> float:
-        return float(update.samples) if self.weighting == "samples" else 1.0
-
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         weight = self.weight(update)
         damped = weight * staleness_weight(self.staleness, update.staleness)

@@ -91,9 +91,6 @@ class RegMean(LinearRule, Settings):
         grams = {name: square_template(size) for name, size in sizes.items()}
         return {"gram": Statistic(grams, is_psd=True)}
 
-    def weight(self, update: ClientUpdate) -> float:
-        return float(update.samples)
-
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         """Return ``n_i``, ``n_i w_i``, ``n_i G_i``, ``n_i W_i G_i`` and ``n_i W_i diag G_i``."""
         grams, products, diagonals = scaled(update.extras["gram"], update.samples), {}, {}
