@@ -72,7 +72,7 @@ def compare(run: Path, again: Path, start: int, stop: int) -> Comparison:
 
     Args:
         run: The record.
-        again: The folder of the replay, see :func:`~flsuite.commands.replay.replay`.
+        again: The folder of the replay, see :func:`~flsuite.commands.fork.replay`.
         start: The round after which the replay began.
         stop: Its last round.
     """

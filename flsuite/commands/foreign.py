@@ -23,7 +23,7 @@ from flsuite.common.moved import moved
 # Classes of these places only. Functions of the same packages load pickles or run code, and no
 # shipped config names one. Ray is left out, because its runtime_env starts programs.
 _PLACES = (
-    *("flsuite.FederatedTrainer", "flsuite.trainer", "flsuite.commands.replay.StopAfter"),
+    *("flsuite.FederatedTrainer", "flsuite.trainer", "flsuite.commands.fork.StopAfter"),
     *("flsuite.aggregators", "flsuite.callbacks", "flsuite.data", "flsuite.metrics"),
     *("flsuite.models", "flsuite.runs.fork", "flsuite.studies", "flsuite.federation.schedules"),
     *("flsuite.federation.client.callbacks", "flsuite.federation.engines.auto"),

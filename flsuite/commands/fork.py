@@ -1,17 +1,74 @@
-"""``flsuite fork``: a run that begins at a moment of another run, under changed settings."""
+"""``flsuite fork``: a run repeated from a round on, with changes; and a replay, without changes."""
 
+import hashlib
+import itertools
+import logging
 import shutil
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
+from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.fit import build
 from flsuite.commands.main import dispatch
 from flsuite.commands.parsers import parser_of
-from flsuite.commands.replay import adopt, engine_of, replay
-from flsuite.commands.run_folder import require_run
+from flsuite.commands.request import require_run
+from flsuite.common.arguments import PositiveInt, Settings
 from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import read_yaml, replace_tensors
+from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.record import kept_rounds, last_round, read_settings, start_round
+from flsuite.runs.fork import copy_files
+from flsuite.runs.record import (
+    Row,
+    ends,
+    kept_rounds,
+    last_round,
+    memories_of,
+    read_settings,
+    round_of_row,
+    rows_of,
+    start_round,
+)
+from flsuite.runs.run import Run
+
+log = logging.getLogger("flsuite")
+
+QUIET = ("--trainer.logger", "false", "--trainer.enable_progress_bar", "false")
+"""Arguments for a repetition that the user does not look at."""
+
+
+def repetition(run: Path, at: int | None, *changes: str) -> list[str]:
+    """Return the arguments of ``flsuite fit`` that repeat a run.
+
+    Args:
+        run: The run.
+        at: The kept round to begin after. ``None`` is the run's own start.
+        changes: More arguments, which win over the run's config.
+    """
+    arguments = ["--config", str(run / "config.yaml")]
+    if at is not None:
+        arguments += ["--trainer.fork.run", str(run), "--trainer.fork.round", str(at)]
+    return [*arguments, *_engine_of(run), *changes]
+
+
+def _engine_of(run: Path) -> list[str]:
+    """Return the arguments that name the engine which ``Auto`` chose for a run, if it did.
+
+    An engine that is chosen anew, by timing, may round otherwise.
+    """
+    trainer = read_yaml(run / "config.yaml").get("trainer") or {}
+    engine = trainer.get("engine") or ""
+    asked = engine if isinstance(engine, str) else engine.get("class_path", "")
+    if asked.rpartition(".")[2] != "Auto":
+        return []
+    chosen = read_settings(run).get("engine")
+    if chosen is None:
+        return ["--trainer.engine", "InProcess"]
+    clients = str(chosen["init_args"]["clients"])
+    return ["--trainer.engine", "Vectorized", "--trainer.engine.clients", clients]
 
 
 def fork(args: list[str]) -> None:
@@ -22,18 +79,15 @@ def fork(args: list[str]) -> None:
         raise FlsuiteError(f"fork: --at must be a round, 0 or above, got {own.at}")
 
     gone = sorted({*own.without, *(read_settings(parent).get("without") or ())})
-    without = ["--trainer.without", str(gone)] if gone else []
-    config = ["--config", str(parent / "config.yaml")]
-    moment = ["--trainer.fork.run", str(parent), "--trainer.fork.round", str(own.at)]
-    changes = [*engine_of(parent), *without, *rest]
+    changes = [*(["--trainer.without", str(gone)] if gone else []), *rest]
     if _must_replay(parent, own.at):
-        trainer, model, data = build([*config, *changes])
+        trainer, model, data = build(repetition(parent, None, *changes))
         trainer.prepare(model, data)  # a wrong key or client is refused before the replay
         folder = RunFolder(parent)
         with folder.locked():  # a running parent would remove the replay's files
             folder.require_tables()  # the kept round takes them over
             _keep(parent, own.at)
-    dispatch("fit", [*config, *moment, *changes])
+    dispatch("fit", repetition(parent, own.at, *changes))
 
 
 def _must_replay(parent: Path, at: int) -> bool:
@@ -64,6 +118,91 @@ def _keep(parent: Path, at: int) -> None:
     shutil.rmtree(again, ignore_errors=True)
     try:
         replay(parent, start, at, again)
-        adopt(again, parent)
+        _adopt(again, parent)
     finally:
         shutil.rmtree(again, ignore_errors=True)
+
+
+@dataclass(eq=False)
+class StopAfter(FederationCallback, Settings):
+    """Ends a run after a round, regardless of its limits.
+
+    Args:
+        round: The last round.
+    """
+
+    affects: ClassVar[Affects] = "rounds"
+
+    round: PositiveInt
+
+    def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
+        if round >= self.round:
+            run.stop()
+
+
+def replay(run: Path, start: int, stop: int, folder: Path) -> None:
+    """Do some rounds of a run again, by ``flsuite fit`` in this process.
+
+    A run that ended with one of these rounds, and was extended later, is ended and extended here as
+    well: some scores exist only in the last round of a run.
+
+    Args:
+        run: The run.
+        start: The round to begin after: a kept one, or the start of the run.
+        stop: The last round.
+        folder: The folder of the replay.
+
+    Raises:
+        FlsuiteError: If the settings cannot be met, for example because a package is missing.
+        FederationError: If the replay fails.
+        KeyboardInterrupt: If it is interrupted. The message says how to continue.
+    """
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("forked from")  # the run itself may not be a fork
+
+    moment = start if start in kept_rounds(run) else None
+    lasts = [*(round for round in ends(run) if start < round < stop), stop]
+    log.addFilter(is_shown)
+    try:
+        for number, last in enumerate(lasts):
+            changes = [
+                *("--run_dir", str(folder), *QUIET, "--trainer.keep_rounds", "1"),
+                *("--trainer.callbacks+", f"{__name__}.StopAfter"),
+                *("--trainer.callbacks.round", str(last)),
+                *(("--ckpt_path", "last") if number else ()),
+            ]
+            dispatch("fit", repetition(run, moment, *changes))
+    except KeyboardInterrupt:  # the folder of the replay, which it names, is removed
+        raise KeyboardInterrupt("the same command does the rounds again") from None
+    finally:
+        log.removeFilter(is_shown)
+
+
+def _adopt(again: Path, run: Path) -> None:
+    """Add the last checkpoint of a replay to the kept checkpoints of its run.
+
+    Args:
+        again: The folder of the replay.
+        run: The folder of the run.
+    """
+    content = load_checkpoint(again / "checkpoints" / "last.ckpt")
+    round = int(content["federation"]["clock"]["round"])
+    # The tables are the run's own: the replay's last round may be scored in more detail.
+    table = run / "metrics.csv"
+    fits = {row["fit"] for row in rows_of(again / "timeline.csv")}
+    starts = {
+        "table": _start(table, lambda row: round_of_row(table, row) <= round),
+        "timeline": _start(run / "timeline.csv", lambda row: row["fit"] in fits),
+    }
+    content |= {name: len(start) for name, start in starts.items()}
+    content["digests"] = {n: hashlib.sha256(start).hexdigest() for n, start in starts.items()}
+    copy_files(again, run, memories_of(content["federation"]))
+    replace_tensors(content, run / "checkpoints" / f"round-{round:06d}.ckpt", flush=True)
+
+
+def _start(path: Path, belongs: Callable[[Row], bool]) -> bytes:
+    """Return a table's header and its leading rows that belong."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    rows = itertools.takewhile(belongs, rows_of(path))
+    return b"".join(lines[: 1 + sum(1 for _ in rows)])

@@ -31,8 +31,8 @@ from flsuite.commands.request import (
     option_values,
     read_configs,
     require_config,
+    with_run_folder,
 )
-from flsuite.commands.run_folder import with_run_folder
 from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.common.errors import (
     FederationError,

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from flsuite.commands.parsers import parser_of
-from flsuite.commands.run_folder import require_run
+from flsuite.commands.request import require_run
 from flsuite.common.errors import FlsuiteError
 from flsuite.runs.record import is_finished, last_round, table_fault
 

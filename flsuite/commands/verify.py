@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flsuite.commands.parsers import parser_of
-from flsuite.commands.run_folder import require_run
+from flsuite.commands.request import require_run
 from flsuite.common.errors import FederationError, FlsuiteError, one_line
 from flsuite.common.files import locked
 from flsuite.runs.record import (
@@ -91,7 +91,7 @@ def _remove_left(path: Path) -> None:
 
 def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
     from flsuite.commands.comparison import compare, environment_differences
-    from flsuite.commands.replay import replay
+    from flsuite.commands.fork import replay
 
     _require_replayable(run)
     last, starts = last_round(run), _starts(run)

@@ -13,10 +13,13 @@ import torch
 
 from flsuite.analysis import read_metrics
 from flsuite.analysis.clients import rank_correlation
-from flsuite.commands import shares
-from flsuite.commands.contribution import place_of
-from flsuite.commands.shares import leave_one_out, shapley
-from flsuite.commands.worlds import Rebuilt, Retrained
+from flsuite.commands.contribution import (
+    RebuiltUtility,
+    RetrainedUtility,
+    leave_one_out,
+    place_of,
+    shapley,
+)
 from flsuite.common.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.record import read_settings
@@ -47,7 +50,7 @@ def kept(finished: Path) -> Path:
 
 
 def game(score: Callable[[frozenset[int]], float], players: int) -> Any:
-    """Return worlds whose score depends on who is present."""
+    """Return a utility whose score depends on who is present."""
     everyone = frozenset(range(players))
     asked: list[frozenset[int]] = []
 
@@ -55,15 +58,7 @@ def game(score: Callable[[frozenset[int]], float], players: int) -> Any:
         asked.append(absent)
         return score(everyone - absent)
 
-    return SimpleNamespace(score=of_absent, run=Path(), made=0, unit="runs", asked=asked)
-
-
-@pytest.fixture(autouse=True)
-def _seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = shares.read_settings
-    monkeypatch.setattr(
-        shares, "read_settings", lambda run: before(run) if run.name else {"seed": 3}
-    )
+    return SimpleNamespace(score=of_absent, seed=3, made=0, unit="runs", asked=asked)
 
 
 def test_in_an_additive_game_both_are_each_players_own_value() -> None:
@@ -101,8 +96,8 @@ def test_a_federation_without_each_client(kept: Path, finished: Path) -> None:
     rows = column("out", "contribution")
     assert [*rows] == [2] and Path("out/contribution.png").is_file()
 
-    worlds = Retrained(kept, "accuracy", 0, Path())
-    whole, without = (worlds._last(finished / name) for name in ("run", "alone"))
+    utility = RetrainedUtility(kept, "accuracy", 0, Path())
+    whole, without = (utility._last(finished / name) for name in ("run", "alone"))
     assert rows[2] == pytest.approx(whole - without, abs=1e-12)
 
 
@@ -127,7 +122,7 @@ def test_a_round_with_all_clients_is_rebuilt_as_it_was(aggregator: str) -> None:
     half = ["--trainer.schedule.participation", "0.5", "--trainer.aggregator", aggregator]
     cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, *KEEPS, *half)
     before = files(Path("run"))
-    rebuilt = Rebuilt(Path("run"), "loss", 0)
+    rebuilt = RebuiltUtility(Path("run"), "loss", 0, Path())
     assert rebuilt.score(frozenset()) == pytest.approx(sum(scores(Path("run"), "loss")), abs=1e-6)
     for kept in rebuilt.rounds:
         assert len(kept.clients) == 2
@@ -139,7 +134,7 @@ def test_a_round_with_all_clients_is_rebuilt_as_it_was(aggregator: str) -> None:
 
 def test_after_one_round_the_estimate_is_exact(finished: Path) -> None:
     """Nobody has trained on a model that the absent client had a part in."""
-    first, _ = Rebuilt(finished / "run", "accuracy", 0).rounds
+    first, _ = RebuiltUtility(finished / "run", "accuracy", 0, Path()).rounds
     alone = finished / "alone"
     saved = load_checkpoint(alone / "checkpoints" / "round-000001.ckpt")
     assert equal_states(first.without({2}), saved["federation"]["state"])
@@ -153,7 +148,7 @@ def test_both_are_compared_in_one_table(kept: Path, capsys: Any) -> None:
     out = capsys.readouterr().out
     assert "estimate: val data, 10 aggregations" in out and "rank correlation of the two" in out
     assert "contribution: test data, 4 forks" in out
-    rebuilt = Rebuilt(Path("run"), "accuracy", 0)
+    rebuilt = RebuiltUtility(Path("run"), "accuracy", 0, Path())
     whole = rebuilt.score(frozenset())
     for client, value in column("out", "estimate").items():
         own = whole - rebuilt.score(frozenset({client}))
@@ -183,10 +178,10 @@ def test_of_a_loss_a_useful_client_is_positive_and_first(kept: Path, capsys: Any
     cli("contribution", "run", *request)
     out = capsys.readouterr().out
     values = column("out", "estimate")
-    worlds = Rebuilt(Path("run"), "loss", 0)
-    whole = worlds.score(frozenset())
+    utility = RebuiltUtility(Path("run"), "loss", 0, Path())
+    whole = utility.score(frozenset())
     for client, value in values.items():
-        assert value == pytest.approx(worlds.score(frozenset({client})) - whole)
+        assert value == pytest.approx(utility.score(frozenset({client})) - whole)
     assert "contribution to a lower loss" in out
     order = sorted(values, key=lambda client: -values[client])
     shown = [int(line.split()[1]) for line in out.splitlines() if line.startswith("│")]
@@ -222,19 +217,20 @@ def test_forks_of_another_run_or_moment_are_not_taken_for_ones_own() -> None:
     places = {place_of(Path(run), at) for run in ("a/run", "b/run") for at in (0, 1)}
     assert len(places) == 4
     cli("fork", "a/run", "--at", "1", "--without", "2", "--run_dir", "fork")
-    worlds = Retrained(Path("fork"), "accuracy", 0, Path("worlds"))
-    assert worlds.absent == {2}
+    utility = RetrainedUtility(Path("fork"), "accuracy", 0, Path("out"))
+    assert utility.absent == {2}
     # Nobody trains after the fork: the score is the parent's in that round.
-    assert worlds.score(frozenset({0, 1, 3})) == worlds._at_the_fork(1)
-    worlds.score(frozenset({0}))
-    text = Path("worlds/without-0/settings.yaml").read_text()
-    assert "without:\n- 0\n- 2\n" in text
+    assert utility.score(frozenset({0, 1, 3})) == utility._at_the_fork(1)
+    utility.score(frozenset({0}))
+    (settings,) = Path("out").glob("fork-*/without-0/settings.yaml")
+    assert "without:\n- 0\n- 2\n" in settings.read_text()
 
 
 @pytest.mark.long
 def test_forks_use_the_engine_that_auto_chose() -> None:
     cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, "--trainer.engine", "Auto")
-    trainer, _, _ = Retrained(Path("run"), "accuracy", 0, Path())._built(frozenset({1}), Path("a"))
+    utility = RetrainedUtility(Path("run"), "accuracy", 0, Path())
+    trainer, _, _ = utility._built(frozenset({1}), Path("a"))
     chosen = read_settings(Path("run")).get("engine", {}).get("class_path", "InProcess")
     assert type(trainer.engine).__name__ == chosen.rpartition(".")[2]
 

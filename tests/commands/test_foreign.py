@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flsuite.commands import replay
+from flsuite.commands import fork
 from flsuite.commands.foreign import _is_known
 from flsuite.commands.static.classes import find_class
 from flsuite.commands.verify import _workplace
@@ -86,7 +86,7 @@ def in_a_file(loader: str) -> str:
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a pack whose checkpoint is empty come as far as the replay."""
     for name in ("ends", "kept_rounds"):
-        monkeypatch.setattr(replay, name, lambda run: {})
+        monkeypatch.setattr(fork, name, lambda run: {})
     monkeypatch.setattr("flsuite.commands.verify.kept_rounds", lambda run: {})
 
 

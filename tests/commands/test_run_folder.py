@@ -7,7 +7,7 @@ import yaml
 
 from flsuite.analysis import read_metrics
 from flsuite.commands.parsing import config_name
-from flsuite.commands.run_folder import require_run, with_run_folder
+from flsuite.commands.request import require_run, with_run_folder
 from flsuite.common.errors import FlsuiteError
 from tests.commands.command import QUICKSTART, Capture, cli, refused
 from tests.conftest import classifier, digits, trainer

@@ -19,8 +19,8 @@ from rich.filesize import decimal
 from flsuite.analysis.listing import list_runs
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.comparison import compare
+from flsuite.commands.fork import replay
 from flsuite.commands.main import main
-from flsuite.commands.replay import replay
 from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.common.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
@@ -85,7 +85,7 @@ def repeated(again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert start == 2
         shutil.copytree(again, folder)
 
-    monkeypatch.setattr("flsuite.commands.replay.replay", copy)
+    monkeypatch.setattr("flsuite.commands.fork.replay", copy)
 
 
 @pytest.mark.long
@@ -288,7 +288,7 @@ def test_a_replay_that_did_not_end_is_no_verdict(
 ) -> None:
     (run.parent / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(run.parent / "tmp"))
-    monkeypatch.setattr("flsuite.commands.replay.dispatch", lambda command, args: end())
+    monkeypatch.setattr("flsuite.commands.fork.dispatch", lambda command, args: end())
     handler = signal.getsignal(signal.SIGTERM)
     assert cli("verify", str(run)) == status
     signal.signal(signal.SIGTERM, handler)
