@@ -1,4 +1,4 @@
-"""flsuite under Flower: every aggregator as a strategy, every model as a client.
+"""flsuite under Flower: the nodes are an engine, and every model is a client.
 
 Flower (``flwr``) is an extra: ``pip install "flsuite[flower]"``. A Flower app names
 :mod:`flsuite.flower.app`. From Python, :func:`flsuite.flower.server.serve` and

@@ -1,10 +1,10 @@
 """The nodes of a Flower grid as an engine, an evaluator and a client store."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message, MessageType
 
 from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.common.messages import ClientResult, FitRequest, Outcome, OwnScores, Split
@@ -14,74 +14,59 @@ from flsuite.federation.engines.base import Engine
 from flsuite.federation.server.evaluation import Evaluator
 from flsuite.federation.server.federation import Federation
 from flsuite.federation.server.stores import ClientStore, Memory
-from flsuite.flower.nodes import REFUSED
-from flsuite.flower.records import read_update
+from flsuite.flower.nodes import REFUSED, Nodes
+from flsuite.flower.records import ARRAYS, numbers_in, pack, read_update, to_arrays
 
 log = logging.getLogger("flsuite")
 
 
-def messages(
-    kind: str,
-    nodes: Mapping[int, int],
-    round: int,
-    config: ConfigRecord,
-    contents: Mapping[int, dict[str, Any]],
-) -> list[Message]:
-    """Return one message per connected client.
+class NodeEngine(Engine):
+    """Trains on the nodes of a grid, and scores the clients' own models there.
 
     Args:
-        kind: Flower's type of message.
-        nodes: Client to node, for connected nodes.
-        round: Flower's number of the round.
-        config: Flower's config of the round.
-        contents: The records for each client.
-    """
-    head = {"config": ConfigRecord({**config, "server-round": round})}
-    return [
-        Message(RecordDict({**head, **content}), nodes[client], kind, group_id=str(round))
-        for client, content in contents.items()
-        if client in nodes
-    ]
-
-
-class NodeEngine(Engine):
-    """Trains on the nodes of a grid.
-
-    Flower's loop sends the messages and receives the answers. In between, this behaves like any
-    other engine: requests are submitted, and their outcomes are collected.
+        nodes: The nodes. The first fits wait until every client is connected.
+        precision: The server's precision, which the nodes take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Nodes, precision: str | int | None) -> None:
+        self._nodes = nodes
+        self._precision = precision
         self._requests: dict[int, FitRequest] = {}
-        self._nodes: Mapping[int, int] = {}
         self._answers: dict[int, Message] = {}
+        self._scored = 0  # the round of the scores
+        self._scores: dict[int, dict[str, OwnScores]] = {}
 
     def start(self, setup: WorkerSetup) -> None:
         """Do nothing: the nodes set themselves up."""
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
+        """Send the fits of a round to the nodes, and wait for the answers."""
         self._requests = {request.number: request for request in requests}
-        self._answers = {}
+        arrays, extras, contents = None, {}, {}
+        for request in self._requests.values():
+            broadcast = request.broadcast  # one for the whole round
+            if arrays is None:
+                arrays, extras = to_arrays(broadcast.state), pack("received", broadcast.extras)
+            order = {
+                "client": request.client,
+                "batches": request.batches,
+                "round": broadcast.round,
+                "number": request.number,
+                "precision": self._precision,
+            }
+            contents[request.client] = {ARRAYS: arrays, **extras, **pack("fit", order)}
+        self._answers = self._nodes.ask(MessageType.TRAIN, broadcast.round, contents)
 
     @property
     def pending(self) -> Sequence[int]:
         return list(self._requests)
 
-    def requests(self, nodes: Mapping[int, int]) -> list[FitRequest]:
-        """Return the pending requests, to be sent to these nodes."""
-        self._nodes = nodes
-        return list(self._requests.values())
-
-    def deliver(self, answers: Iterable[Message]) -> None:
-        """Store the answers of the nodes."""
-        self._answers = by_node(answers)
-
     def collect(self, number: int) -> Outcome:
         request = self._requests.pop(number)
         client, round = request.client, request.broadcast.round
-        if client not in self._nodes:
+        if client not in self._nodes.connected:
             return request.failure("its node is not connected")
-        answer = self._answers.pop(self._nodes[client], None)
+        answer = self._answers.pop(client, None)
         if answer is None:
             return request.failure("its node did not answer in time")
         if answer.has_error():
@@ -102,19 +87,53 @@ class NodeEngine(Engine):
         update.number = number
         return ClientResult(update, {})
 
+    def own_scores(
+        self, federation: Federation, clients: Sequence[int]
+    ) -> dict[int, dict[str, OwnScores]]:
+        """Return the scores of clients' own models by split, with details.
+
+        A node is asked once per round. A client whose node has no answer has no scores.
+        """
+        round = federation.clock.round
+        if self._scored != round:
+            self._scored, self._scores = round, {}
+        asked = [client for client in clients if client not in self._scores]
+        if not asked:
+            return self._scores
+        received = pack("received", federation.aggregator.broadcast(federation.server))
+        request = pack("evaluation", {"round": round, "precision": self._precision})
+        content = {ARRAYS: to_arrays(federation.state), **received, **request}
+        answers = self._nodes.ask(MessageType.EVALUATE, round, dict.fromkeys(asked, content))
+        for client in asked:
+            self._scores[client] = {}
+            try:
+                self._scores[client] = _read_scores(answers.get(client))
+            except Exception as error:  # an answer may be anything
+                what = round, client, one_line(error, 500)
+                log.warning("round %d: client %d was not scored: %s", *what)
+        return self._scores
+
+
+def _read_scores(answer: Message | None) -> dict[str, OwnScores]:
+    """Return the scores of a node's own model, by split."""
+    if answer is None or answer.has_error():
+        raise ValueError("no answer" if answer is None else answer.error.reason)
+    fields: dict[str, dict[str, dict[str, float]]] = {}
+    for name, numbers in answer.content.metric_records.items():
+        split, field = name.split(".")
+        fields.setdefault(split, {})[field] = numbers_in(numbers)
+    return {split: OwnScores(**own) for split, own in fields.items()}
+
 
 class NodeEvaluator(Evaluator):
-    """Scores of the clients' own models, measured on their nodes.
+    """Scores the clients' own models on their nodes.
 
-    Attributes:
-        asked: The clients that were asked in this round.
-        rows: Split to client to scores, for clients that answered.
+    Args:
+        evaluator: Scores everything else.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
         vars(self).update(vars(evaluator))  # with the names of the logged metrics
-        self.asked: set[int] = set()
-        self.rows: dict[str, dict[int, OwnScores]] = {}
 
     def own_rows(
         self,
@@ -122,19 +141,10 @@ class NodeEvaluator(Evaluator):
         split: Split,
         clients: Sequence[int],
         details: bool,
-        engine: Engine | None,
+        engine: Any,
     ) -> dict[int, OwnScores]:
-        """Return the scores of these clients. Empty unless all of them were asked."""
-        if not self.asked.issuperset(clients):
-            log.warning(
-                "round %d: not scored on %s data: nodes are asked for scores before callbacks can "
-                "stop the run, and not all of these were",
-                federation.clock.round,
-                split,
-            )
-            return {}
-        answers = self.rows.get(split, {})
-        rows = {client: answers[client] for client in clients if client in answers}
+        scores: dict[int, dict[str, OwnScores]] = engine.own_scores(federation, clients)
+        rows = {client: scores[client][split] for client in clients if split in scores[client]}
         return {c: row if details else row._replace(classes={}) for c, row in rows.items()}
 
 
@@ -161,8 +171,3 @@ class NodeStore(ClientStore):
                 "callbacks that need it"
             )
         return {}
-
-
-def by_node(answers: Iterable[Message]) -> dict[int, Message]:
-    """Return the answers by sending node."""
-    return {answer.metadata.src_node_id: answer for answer in answers}

@@ -5,6 +5,8 @@ This module imports neither torch nor Lightning, because a node answers in a new
 
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -43,17 +45,46 @@ def introduce(message: Message, context: Context) -> Message:
 
 
 class Nodes:
-    """Asks every node of a grid once which client it is.
+    """The nodes of a grid, which are asked once which client they are.
 
     Args:
+        grid: The grid.
         clients: Number of clients.
+        timeout: Seconds to wait for answers.
+
+    Attributes:
+        connected: Client to node, for the clients that were connected when they were last asked.
     """
 
-    def __init__(self, clients: int) -> None:
-        self.clients = clients
+    def __init__(self, grid: Grid, clients: int, timeout: float) -> None:
+        self.grid, self.clients, self.timeout = grid, clients, timeout
+        self.connected: dict[int, int] = {}
         self._known: dict[int, int | None] = {}
 
-    def all(self, grid: Grid) -> dict[int, int]:
+    def ask(
+        self, kind: str, round: int, contents: Mapping[int, dict[str, Any]]
+    ) -> dict[int, Message]:
+        """Send messages to the connected clients, and return their answers by client.
+
+        The first time, all clients must be connected.
+
+        Args:
+            kind: Flower's type of message.
+            round: The round.
+            contents: The records for each client.
+        """
+        self.connected = self.online() if self.connected else self.all()
+        head, nodes = {"config": ConfigRecord({"server-round": round})}, self.connected
+        messages = [
+            Message(RecordDict({**head, **content}), nodes[client], kind, group_id=str(round))
+            for client, content in contents.items()
+            if client in nodes
+        ]
+        answers = self.grid.send_and_receive(messages, timeout=self.timeout)
+        of_node = {answer.metadata.src_node_id: answer for answer in answers}
+        return {client: of_node[node] for client, node in nodes.items() if node in of_node}
+
+    def all(self) -> dict[int, int]:
         """Wait until every client is connected, without a limit, and return client to node.
 
         People start the nodes, perhaps hours later. Flower's own strategies also wait.
@@ -62,7 +93,7 @@ class Nodes:
             FlsuiteError: If a node is not one of the clients.
         """
         last_logged = 0.0
-        while len(connected := self.online(grid, strict=True)) < self.clients:
+        while len(connected := self.online(strict=True)) < self.clients:
             if time.monotonic() - last_logged > 10:
                 last_logged = time.monotonic()
                 missing = [str(c) for c in range(self.clients) if c not in connected]
@@ -71,18 +102,17 @@ class Nodes:
             time.sleep(1)
         return connected
 
-    def online(self, grid: Grid, strict: bool = False) -> dict[int, int]:
+    def online(self, strict: bool = False) -> dict[int, int]:
         """Return client to node, for clients that are connected now.
 
         Args:
-            grid: The nodes.
             strict: Refuse a node that is not one of the clients, instead of ignoring it.
 
         Raises:
             FlsuiteError: If ``strict``, and a node is not one of the clients.
         """
-        online = set(grid.get_node_ids())
-        self._ask(grid, sorted(online - self._known.keys()), strict)
+        online = set(self.grid.get_node_ids())
+        self._identify(sorted(online - self._known.keys()), strict)
 
         connected: dict[int, int] = {}
         for node, client in self._known.items():
@@ -96,11 +126,11 @@ class Nodes:
             connected.setdefault(client, node)
         return connected
 
-    def _ask(self, grid: Grid, nodes: list[int], strict: bool) -> None:
+    def _identify(self, nodes: list[int], strict: bool) -> None:
         if not nodes:
             return
         questions = [Message(RecordDict(), node, MessageType.QUERY) for node in nodes]
-        for answer in grid.send_and_receive(questions, timeout=_ANSWER_WITHIN):
+        for answer in self.grid.send_and_receive(questions, timeout=_ANSWER_WITHIN):
             node = answer.metadata.src_node_id
             client, fault = self._read(answer)
             if fault is not None and strict:

@@ -34,10 +34,9 @@ def test_a_schedule_that_nodes_cannot_follow_is_refused(schedule: Schedule, tmp_
     assert not grid.answers and not (tmp_path / "run").exists()
 
 
-def test_flower_must_know_the_number_of_rounds() -> None:
-    made = trainer(max_client_updates=100)
-    with pytest.raises(FlsuiteError, match=r"number of rounds must be given: set"):
-        serve(Nodes(5, node_app(classifier)), made, classifier(), unscaled())
+def test_a_limit_of_updates_ends_the_run_too() -> None:
+    ours, theirs, _ = both(classifier, FedAvg, rounds=None, max_client_updates=10)
+    assert equal_states(state(ours), state(theirs)) and ours.round == theirs.round == 2
 
 
 @pytest.mark.parametrize(

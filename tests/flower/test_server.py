@@ -3,11 +3,10 @@
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("flwr", reason="needs Flower: pip install 'flsuite[flower]'")
 
-from flwr.app import ArrayRecord
+from flwr.app import Context, Message
 
 from flsuite.aggregators import (
     CMGA,
@@ -24,8 +23,10 @@ from flsuite.callbacks import FederationCallback
 from flsuite.common.errors import FlsuiteError
 from flsuite.federation import Synchronous
 from flsuite.federation.client.callbacks import ExponentialDecay
-from flsuite.flower.records import to_arrays, to_state
-from flsuite.flower.server import FlowerStrategy, serve
+from flsuite.flower.app import make_client_app
+from flsuite.flower.client import Site
+from flsuite.flower.nodes import own_client
+from flsuite.flower.server import serve
 from tests.aggregators.test_baseline_methods import EVERY
 from tests.conftest import classifier, equal_states, mostly_long, state, table, trainer
 from tests.flower.grid import (
@@ -35,7 +36,6 @@ from tests.flower.grid import (
     convolution,
     fused,
     many,
-    node_app,
     personal,
     plain,
     tasks,
@@ -108,43 +108,29 @@ def test_a_run_that_stops_early_leaves_the_other_rounds_out(model: Any) -> None:
     assert any(key[3].startswith("accuracy/") for key in table(theirs)), "details of the last round"
 
 
-def test_a_last_round_that_cannot_be_scored_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_last_round_that_was_not_due_is_scored_on_the_nodes() -> None:
     class Stops(FederationCallback):
         def on_round_end(self, run: Any, round: int) -> None:
             run.stop()
 
-    made = trainer(rounds=5, evaluate_every=2, callbacks=[Stops()])
-    serve(Nodes(5, node_app(personal)), made, personal(), unscaled())
-    assert made.round == 1 and "round 1: not scored on test data" in caplog.text
+    ours, theirs, _ = both(personal, FedAvg, rounds=5, evaluate_every=2, callbacks=[Stops()])
+    assert ours.round == theirs.round == 1
+    assert table(ours) == pytest.approx(table(theirs), abs=1e-9, nan_ok=True)
+    assert any(key[3] == "accuracy" for key in table(theirs))
 
 
-def test_the_strategy_works_with_flowers_own_start() -> None:
-    ours = trainer(rounds=3)
-    ours.fit(classifier(), unscaled())
-    run = trainer(rounds=1).prepare(classifier(), unscaled())
-    strategy, grid = FlowerStrategy(run), Nodes(5, node_app(classifier))
-    first = strategy.start(grid, strategy.initial_arrays(), num_rounds=2)
-    second = strategy.start(grid, first.arrays, num_rounds=1)
-    assert equal_states(dict(second.arrays.to_torch_state_dict()), state(ours))
-    losses = {
-        row[0]: row[8]
-        for row in ours.run.folder.table.rows
-        if row[5:8] == ("global", "train", "loss")
-    }
-    assert first.train_metrics_clientapp[2]["loss"] == pytest.approx(losses[2])
+def test_a_node_without_an_answer_is_not_scored(caplog: pytest.LogCaptureFixture) -> None:
+    class Silent(Site):
+        def evaluate(self, message: Message, context: Context) -> Message:
+            if own_client(context) == 1:
+                raise FlsuiteError("the disk is full")
+            return super().evaluate(message, context)
 
-
-def test_training_starts_from_the_arrays_that_it_is_given() -> None:
-    run = trainer().prepare(classifier(), unscaled())
-    strategy, grid = FlowerStrategy(run), Nodes(5, node_app(classifier))
-    zeros = to_arrays(
-        {name: torch.zeros_like(value) for name, value in run.federation.state.items()}
-    )
-    result = strategy.start(grid, zeros, num_rounds=1)
-    first, *_ = to_state(result.arrays).values()
-    assert not first.any(), "a network of zeros with ReLUs learns nothing in its first layer"
-    with pytest.raises(FlsuiteError, match="initial_arrays are not this model's: lacks"):
-        strategy.start(grid, ArrayRecord(), num_rounds=1)
+    site, made = Silent(trainer(), personal(), unscaled()), trainer(rounds=1)
+    serve(Nodes(5, make_client_app(lambda context: site)), made, personal(), unscaled())
+    scored = {key[1] for key in table(made) if key[2:] == ("test", "accuracy")}
+    assert scored == {"global", "0", "2", "3", "4"}
+    assert caplog.text.count("round 1: client 1 was not scored: the disk is full") == 1
 
 
 @pytest.mark.parametrize(
@@ -159,6 +145,6 @@ def test_what_a_round_of_flower_has_no_messages_for_is_repersonal(
     kwargs: dict[str, Any], message: str, tmp_path: Any
 ) -> None:
     made = trainer(aggregator=FedAvg(), rounds=1, **kwargs, run_dir=str(tmp_path / "run"))
-    run = made.prepare(classifier(), unscaled())
     with pytest.raises(FlsuiteError, match=message):
-        FlowerStrategy(run)
+        serve(Nodes(5), made, classifier(), unscaled())
+    assert not (tmp_path / "run").exists()
