@@ -22,13 +22,15 @@ from flsuite.common.arguments import check_init, require_known
 from flsuite.common.errors import require_at_least
 from flsuite.federation.client.callbacks import LRDecay
 from flsuite.federation.client.devices import on_one_gpu, require_one_device, resolve_precision
-from flsuite.federation.client.entries import BatchNorm
-from flsuite.federation.client.setup import client_arguments
+from flsuite.federation.client.entries import BatchNorm, entries_of
+from flsuite.federation.client.setup import client_arguments, fit_samples
 from flsuite.federation.client.trainer import quiet_lightning
 from flsuite.federation.engines.base import EngineChoice, InProcess
 from flsuite.federation.schedules.base import Schedule
 from flsuite.federation.schedules.synchronous import Synchronous
 from flsuite.federation.server.federation import Federation
+from flsuite.federation.server.stores import ClientStore, VersionStore
+from flsuite.federation.server.tools import ServerFit, make_tools
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.fork import Fork
 from flsuite.runs.hooks import Hooks
@@ -36,7 +38,6 @@ from flsuite.runs.options import Budget, RunOptions
 from flsuite.runs.preparation import (
     compressed,
     make_evaluator,
-    make_federation,
     make_ready,
     use_precision,
     worker_setup,
@@ -241,43 +242,58 @@ class FederatedTrainer(ScoringTrainer):
         Raises:
             FlsuiteError: If the request cannot be met.
         """
-        options, seed = self.options, self.options.seed
+        options, seed, attack = self.options, self.options.seed, self.attack
         aggregator = compressed(self.aggregator, self.compression)
         name = f"{type(datamodule).__name__}-{aggregator.name}".lower()
         folder = RunFolder((self._run_dir or new_run_dir(name, seed)) if self.writes else None)
         checkpoint = folder.find_checkpoint(ckpt_path)
-        use_precision(self, checkpoint)
-        is_restored = checkpoint is not None
-        data, weights = make_ready(model, datamodule, self, options, is_restored, self.attack)
         self.loggers = moved_into(folder.path if self._logs_into_run else None, self.loggers)
 
-        evaluator = make_evaluator(model, data, self, self.client_kwargs, seed, self.attack)
+        # What clients train, on which samples, and how models are scored.
+        use_precision(self, checkpoint)
+        data, weights = make_ready(model, datamodule, self, options, checkpoint is not None, attack)
+        evaluator = make_evaluator(model, data, self, self.client_kwargs, seed, attack)
+
+        # The algorithm for this model: which entries are shared, and what becomes of updates.
         bound = aggregator.bound(model)
         bound.objective.check(model)
-        federation = make_federation(
-            evaluator,
-            with_attack(bound, self.attack),
-            self.schedule,
-            folder,
-            options,
-            self.secure_sum,
-            self.without,
-        )
-        monitor = evaluator.monitored(options.monitor, bool(federation.entries.personal))
+        algorithm = with_attack(bound, attack)
+        entries = entries_of(model, algorithm, options.batchnorm)
+        monitor = evaluator.monitored(options.monitor, bool(entries.personal))
         options = replace(options, monitor=monitor)
+
+        # The federation before its first round.
+        federation = Federation(
+            model,
+            data.federated,
+            algorithm,
+            self.schedule,
+            entries,
+            clients=ClientStore(folder.inside("clients")),
+            versions=VersionStore(folder.inside("in_flight")),
+            seed=seed,
+            fit_samples=fit_samples(self.client_kwargs, data.federated.batch_size, model),
+            tools=make_tools(evaluator, entries.private, options.budget.rounds),
+            train=ServerFit(evaluator, options.batchnorm, options.lr_decay).train,
+            secure_sum=self.secure_sum,
+            max_share=options.max_share,
+            absent=self.without,
+        )
+
+        # The run: what it records, and what it takes from other runs.
         callbacks: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         settings = run_settings(self, options, model, data, callbacks, weights, checkpoint)
-        config, hooks, reuse = self.config or settings, Hooks(callbacks), None
+        reuse = None
         if self.keep_updates or self.from_updates:
-            reuse = Reuse(federation, folder, self.keep_updates, self.from_updates, self.attack)
+            reuse = Reuse(federation, folder, self.keep_updates, self.from_updates, attack)
         self.run = Run(
             federation,
             evaluator,
             folder,
             options,
             settings,
-            config,
-            hooks,
+            self.config or settings,
+            Hooks(callbacks),
             self.loggers,
             reuse,
             self.keep_rounds,

@@ -83,10 +83,14 @@ class RunFolder:
         self._made: list[Path] = []
         self._is_new = False
 
+    def inside(self, name: str) -> Path | None:
+        """Return a path in the folder, or ``None`` if the run writes nothing."""
+        return self.path / name if self.path else None
+
     @property
     def checkpoints(self) -> Path | None:
         """Return the folder of the checkpoints, or ``None`` if nothing is written."""
-        return self.path / "checkpoints" if self.path else None
+        return self.inside("checkpoints")
 
     def find_checkpoint(self, ckpt_path: str | None) -> Path | None:
         """Return the file of a requested checkpoint, or ``None`` if there is none to resume."""

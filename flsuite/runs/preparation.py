@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.attacks.base import Attack
-from flsuite.aggregators.exchange.secure import SecureAggregation
 from flsuite.aggregators.part import named
 from flsuite.aggregators.rules.base import Rule
 from flsuite.aggregators.transforms.base import Transform
@@ -19,20 +18,14 @@ from flsuite.common.random import seed_process
 from flsuite.data.datasets.from_dataset import as_federated
 from flsuite.data.module import FederatedDataModule
 from flsuite.federation.client.devices import AUTO, on_one_gpu, resolve_precision
-from flsuite.federation.client.entries import entries_of
-from flsuite.federation.client.setup import WorkerSetup, fit_samples
+from flsuite.federation.client.setup import WorkerSetup
 from flsuite.federation.client.trainer import ClientTrainer
-from flsuite.federation.schedules.base import Schedule
 from flsuite.federation.server.evaluation import Evaluator
-from flsuite.federation.server.federation import Federation
-from flsuite.federation.server.stores import ClientStore, VersionStore
-from flsuite.federation.server.tools import ServerFit, make_tools
-from flsuite.models.abilities import extra_epochs, has_step, require_trainable
+from flsuite.models.abilities import has_step, require_trainable
 from flsuite.models.autoencoders import slice_strides
 from flsuite.models.base import ClientModel
 from flsuite.models.layers import to_channels_last
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.folder import RunFolder
 from flsuite.runs.options import RunOptions
 from flsuite.runs.run import Run
 
@@ -136,49 +129,6 @@ def make_evaluator(
             f"{trial.metric} by; give it a method logits(x) -> (n, classes)"
         )
     return evaluator
-
-
-def make_federation(
-    evaluator: Evaluator,
-    aggregator: Aggregator,
-    schedule: Schedule,
-    folder: RunFolder,
-    options: RunOptions,
-    secure_sum: SecureAggregation | None,
-    absent: Collection[int],
-) -> Federation:
-    """Return the federation of a run before its first round.
-
-    Args:
-        evaluator: Holds the model and the data.
-        aggregator: The algorithm, including compression and attack.
-        schedule: Who trains when.
-        folder: Stores the clients' memories and older versions.
-        options: The options of the run.
-        secure_sum: The protocol that masks the clients' contributions, if any.
-        absent: Clients that never train.
-
-    Raises:
-        FlsuiteError: If the parts of the algorithm do not fit the model or each other.
-    """
-    model, data, path = evaluator.model, evaluator.data, folder.path
-    entries = entries_of(model, aggregator, options.batchnorm)
-    return Federation(
-        model,
-        data,
-        aggregator,
-        schedule,
-        entries,
-        ClientStore(path / "clients" if path else None),
-        options.seed,
-        VersionStore(path / "in_flight" if path else None),
-        fit_samples(evaluator.trainer_kwargs, data.batch_size, extra_epochs(model)),
-        make_tools(evaluator, entries.private, options.budget.rounds),
-        secure_sum,
-        ServerFit(evaluator, options.batchnorm, options.lr_decay).train,
-        options.max_share,
-        absent,
-    )
 
 
 def compressed(chosen: Aggregator | Rule, compression: Transform | None) -> Aggregator:

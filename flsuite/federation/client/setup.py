@@ -18,6 +18,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader, batch_bounds
 from flsuite.federation.client.callbacks import LRDecay
 from flsuite.federation.client.entries import BatchNorm, Entries
+from flsuite.models.abilities import extra_epochs
 
 _ALL_SAMPLES = (
     "has no effect, because scores use all samples; remove it, and for fewer samples set "
@@ -188,16 +189,16 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fit_samples(
-    trainer_kwargs: Mapping[str, Any], batch_size: int, extra_epochs: int
+    trainer_kwargs: Mapping[str, Any], batch_size: int, model: LightningModule
 ) -> Callable[[int], int]:
     """Return a function from a client's sample count to the samples that one fit processes.
 
     Args:
         trainer_kwargs: Arguments of each client's Lightning Trainer.
         batch_size: Samples per batch.
-        extra_epochs: Warm-up epochs of the model.
+        model: The model, which may add epochs of a warm-up.
     """
-    epochs = (trainer_kwargs.get("max_epochs") or 1) + extra_epochs
+    epochs = (trainer_kwargs.get("max_epochs") or 1) + extra_epochs(model)
     limit = trainer_kwargs.get("limit_train_batches")
     steps = trainer_kwargs.get("max_steps")
 

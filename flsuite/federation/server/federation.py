@@ -166,6 +166,7 @@ class Federation:
         self.log = RoundLog(round, declared.is_asynchronous, is_first=round == self.first_round)
         self._extras = self.aggregator.broadcast(self.server)
         self._traffic = nbytes(self.state) + nbytes(self._extras), self._bytes_up
+        self._sent: Broadcast | None = None
         self._reduction = self.aggregator.begin(self.server)
         self._arrived: list[ClientUpdate] = []  # under secure aggregation
 
@@ -368,11 +369,14 @@ class Federation:
 
     def _broadcast(self, version: int, callbacks: CopyCallbacks) -> Broadcast:
         """Return the broadcast of a version, the same object for all clients that start from it."""
+        if version == self.clock.round:
+            if self._sent is None:
+                self._sent = Broadcast(version + 1, self.state, self._extras, callbacks())
+                if self.log.is_asynchronous:  # clients in flight will need it
+                    self.versions.add(self._sent)
+            return self._sent
         broadcast = self.versions.get(version, callbacks)
-        if broadcast is None:
-            assert version == self.clock.round, f"version {version} is not kept"
-            broadcast = Broadcast(version + 1, self.state, self._extras, callbacks())
-            self.versions.add(broadcast)
+        assert broadcast is not None, f"version {version} is not kept"
         return broadcast
 
 
