@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from flsuite import __version__
 from flsuite.commands.parser_help import HELP, SUMMARIES
@@ -43,42 +42,18 @@ from flsuite.common.errors import (
     with_place,
 )
 
+_BY_LIGHTNING = ("fit", "validate", "test", "predict")  # as methods of the trainer
+_READING_CONFIG = (*_BY_LIGHTNING, "partition", "schedule")  # the --config of an experiment
+# Each other one is a function in the module of the same name, which takes the arguments.
+_COMMANDS = (*_BY_LIGHTNING, *PARSERS)
 
-class _Command(NamedTuple):
-    """A subcommand: a function in the module of the same name, which takes the arguments.
-
-    Attributes:
-        by_lightning: Whether LightningCLI runs it instead, as a method of the trainer.
-        reads_config: Whether it takes the ``--config`` of an experiment.
-        after_interrupt: How to continue, printed after Ctrl-C, unless a run in its folder says it.
-    """
-
-    by_lightning: bool = False
-    reads_config: bool = False
-    after_interrupt: str = ""
-
-
-_COMMANDS = {
-    "new": _Command(),
-    "fit": _Command(
-        by_lightning=True,
-        reads_config=True,
-        after_interrupt="; fit continues from the last finished round with --ckpt_path last",
-    ),
-    "resume": _Command(after_interrupt="; the same command continues the run"),
-    "fork": _Command(after_interrupt="; nothing was written, and the same command starts again"),
-    "contribution": _Command(after_interrupt="; the same command continues"),
-    "verify": _Command(),
-    "pack": _Command(),
-    "validate": _Command(by_lightning=True, reads_config=True),
-    "test": _Command(by_lightning=True, reads_config=True),
-    "predict": _Command(by_lightning=True, reads_config=True),
-    "partition": _Command(reads_config=True),
-    "schedule": _Command(reads_config=True),
-    "sweep": _Command(after_interrupt="; the same command continues the sweep"),
-    "ls": _Command(),
-    "report": _Command(),
-    "workspace": _Command(),
+# How to continue after Ctrl-C, unless a run in its folder says it.
+_AFTER_INTERRUPT = {
+    "fit": "fit continues from the last finished round with --ckpt_path last",
+    "resume": "the same command continues the run",
+    "fork": "nothing was written, and the same command starts again",
+    "contribution": "the same command continues",
+    "sweep": "the same command continues the sweep",
 }
 
 # What to do about an error of the system. The user can change the request in the first case, and
@@ -168,11 +143,10 @@ def run_command(command: str, args: list[str]) -> int:
             advice = "choose a smaller model or smaller batches"
             return complain(f"out of memory ({one_line(error, 200)}); {advice}", 1)
         except KeyboardInterrupt as error:
-            own = f"; {error}" if command in ("fit", "fork", "verify") and str(error) else ""
-            how = own or _COMMANDS[command].after_interrupt
-            if termination.status:
-                return complain(f"terminated{how}", termination.status)
-            return complain(f"interrupted{how}", 130)
+            own = str(error) if command in ("fit", "fork", "verify") else ""
+            how = own or _AFTER_INTERRUPT.get(command, "")
+            what = "terminated" if termination.status else "interrupted"
+            return complain(f"{what}; {how}" if how else what, termination.status or 130)
     return 0
 
 
@@ -211,11 +185,10 @@ def _help(command: str, topic: str) -> int:
 def dispatch(command: str, args: list[str]) -> None:
     """Run one subcommand, and raise its errors."""
     work_here()
-    if command == "resume" or _COMMANDS[command].by_lightning:
+    if command == "resume" or command in _BY_LIGHTNING:
         command, args = with_run_folder(command, args)
-    chosen = _COMMANDS[command]
-    home = f"flsuite.commands.{'fit' if chosen.by_lightning else command}"
-    if chosen.reads_config:
+    home = f"flsuite.commands.{'fit' if command in _BY_LIGHTNING else command}"
+    if command in _READING_CONFIG:
         require_config(command, args)
         refuse_typos(command, args)
         with waiting("loading PyTorch and Lightning"), _collecting_later():
@@ -224,7 +197,7 @@ def dispatch(command: str, args: list[str]) -> None:
             importlib.import_module(home)
 
     module = importlib.import_module(home)
-    if chosen.by_lightning:
+    if command in _BY_LIGHTNING:
         module.run(command, args)
     else:
         getattr(module, command)(args)

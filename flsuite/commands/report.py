@@ -18,6 +18,7 @@ from flsuite.analysis.comparison import (
     default_score,
     pair_cells,
 )
+from flsuite.analysis.cross import cross_figure, cross_markdown, cross_matrices, cross_table
 from flsuite.analysis.curves import MOST_SCORES, curves_figure
 from flsuite.analysis.groups import Group, find_runs, group_runs
 from flsuite.analysis.listing import (
@@ -47,7 +48,6 @@ from flsuite.analysis.report import (
 from flsuite.analysis.results import Results, results_of
 from flsuite.analysis.runs import read_tuning
 from flsuite.commands.parsers import parser_of
-from flsuite.commands.report_cross import report_cross
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import csv_of, make_folder, replace_text
 
@@ -69,15 +69,18 @@ def report(args: list[str]) -> None:
         most = 1 if request.rows or request.target is not None else MOST_SCORES
         request.metric = default_metrics(groups, ["test", request.split], most)
     if request.rows:
-        report_cross(
-            groups, request.rows, request.columns, request.metric, request.output, left_out
-        )
+        _print_cross(request, groups, left_out)
         return
     for metric in request.metric:
         require_score(groups, metric, request.split)
     results, console = results_of(groups), Console()
     table = report_table(groups, request.metric, request.last)
-    targets = _targets(results, request)
+    targets: dict[str, pd.DataFrame] = {}
+    if request.target is not None:
+        targets = {
+            metric: target_table(results, request.target, metric, request.split)
+            for metric in request.metric
+        }
     comparisons = {
         metric: compare(results, metric, against=request.against) for metric in request.metric
     }
@@ -114,16 +117,6 @@ def report(args: list[str]) -> None:
         from flsuite.analysis.publish.wandb_charts import send_report
 
         send_report(request.wandb, request.metric[0], _markdown(table, targets, request))
-
-
-def _targets(results: Results, request: argparse.Namespace) -> dict[str, pd.DataFrame]:
-    """Return when the experiments reach the target, by metric. Without a target, it is empty."""
-    if request.target is None:
-        return {}
-    return {
-        metric: target_table(results, request.target, metric, request.split)
-        for metric in request.metric
-    }
 
 
 def _goal(metric: str, request: argparse.Namespace) -> str:
@@ -213,11 +206,8 @@ def _shown_tuning(tuning: pd.DataFrame) -> Table:
     shown.add_column("chosen", overflow="fold")
     shown.add_column("score", justify="right")
     for row in tuning.to_dict("records"):
-        shown.add_row(
-            *(str(row[name]) for name in ("method", "grid point", "trials")),
-            row["values"],
-            f"{row['score']}",
-        )
+        names = ("method", "grid point", "trials", "values", "score")
+        shown.add_row(*(str(row[name]) for name in names))
     return shown
 
 
@@ -266,3 +256,47 @@ def _write(
         replace_text(csv_of(pd.concat(reached)), folder / "target.csv")
         written.append("target.csv")
     print("\n".join(f"{folder}/{name}" for name in written))
+
+
+def _print_cross(
+    request: argparse.Namespace, groups: Sequence[Group], left_out: Sequence[str]
+) -> None:
+    """Print scores by two settings, and write them with heat maps to ``--output`` if given."""
+    metrics, console = request.metric, Console()
+    table = cross_table(groups, request.rows, request.columns, metrics)
+    for metric in metrics:
+        for panel, matrix in cross_matrices(table, metric).items():
+            console.print(_shown_cross(matrix, ", ".join(filter(None, [f"test {metric}", panel]))))
+    least, most = table["runs"].min(), table["runs"].max()
+    console.print(
+        f"last round, means; runs per cell: {most if least == most else f'{least} to {most}'}\n"
+        "spreads, and the round picked on validation: --output FOLDER"
+    )
+    for line in [*left_out, *uneven(groups), *repeated(groups)]:
+        console.print(line)
+    if not request.output:
+        return
+
+    folder = make_folder(Path(request.output))
+    replace_text(csv_of(table), folder / "cross.csv")
+    (folder / "cross.md").write_text(cross_markdown(table), encoding="utf-8")
+    pictures = {f"cross-{metric.replace('/', '-')}.png": metric for metric in metrics}
+    for name, metric in pictures.items():
+        cross_figure(table, metric).savefig(folder / name)
+    print("\n".join(f"{folder}/{name}" for name in ("cross.csv", "cross.md", *pictures)))
+
+
+def _shown_cross(matrix: pd.DataFrame, title: str) -> Table:
+    """Return a panel as a table. Nine columns of scores fit in 80 characters."""
+    cells = matrix.map(lambda value: "" if pd.isna(value) else f"{value:.3f}")
+    shown = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1)
+    )
+    shown.add_column("", overflow="fold")
+    for column in cells:
+        # As narrow as the numbers: rich would cut off the last column to fit long headings.
+        width = max(5, cells[column].str.len().max())
+        shown.add_column(str(column), justify="right", overflow="fold", width=width)
+    for name, row in cells.iterrows():
+        shown.add_row(str(name), *row)
+    return shown

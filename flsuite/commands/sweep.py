@@ -3,10 +3,10 @@
 import json
 import os
 import pickle
+import select
 import subprocess
 import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,7 @@ def sweep(args: list[str]) -> None:
     if (number := len(samples_of(content))) > _MOST_LINES:
         print(f"checking that {number} experiments can start", file=sys.stderr)
     with _CellProcess(content, folder) as process:
-        answer = process.check()
-        _require_no_refusal(answer["refused"])
-        _warn_of_workers(content, answer["workers"])
+        _require_ready(content, process.check())
         if request.dry_run:
             print_cells(queue)
             return
@@ -96,29 +94,26 @@ class _CellProcess:
     """
 
     def __init__(self, sweep: Sweep, folder: Path) -> None:
-        # Libraries for linear algebra read the number of threads when they are imported.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with interrupts_ignored():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "flsuite.commands.cells"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=environment,
+                # Libraries for linear algebra read the number of threads when they are imported.
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         self._limit = _CHECK + _CHECK_ONE * len(samples_of(sweep))
-        self._is_late = False
-        self._alarm = threading.Timer(self._limit, self._give_up)
-        self._alarm.daemon = True
-        self._alarm.start()
+        self._send(pickle.dumps((sweep, folder, os.getpid())))
+
+    def _send(self, content: bytes) -> None:
         assert self._process.stdin is not None
-        pickle.dump((sweep, folder, os.getpid()), self._process.stdin)
+        self._process.stdin.write(content)
         self._process.stdin.flush()
 
     def __enter__(self) -> "_CellProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._alarm.cancel()
         self._process.kill()
         self.wait(_PATIENCE)
 
@@ -130,13 +125,12 @@ class _CellProcess:
             FederationError: If it takes too long, or the process has ended.
         """
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()  # the alarm ends the wait
-        self._alarm.cancel()
-        if self._is_late:
+        if not any(select.select([self._process.stdout], [], [], self._limit)):
             raise FederationError(
                 f"sweep: the check of the methods did not end within {self._limit:g} seconds; run "
                 "flsuite fit with one method to see what waits"
             )
+        line = self._process.stdout.readline()
         if not line:
             raise FederationError("the process that cells are forked from has ended")
         answer = json.loads(line)
@@ -144,15 +138,9 @@ class _CellProcess:
             raise FlsuiteError(f"sweep: {answer['error']}")
         return answer
 
-    def _give_up(self) -> None:
-        self._is_late = True
-        self._process.kill()
-
     def start(self) -> None:
         """Run the cells."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"run\n")
-        self._process.stdin.flush()
+        self._send(b"run\n")
 
     def wait(self, seconds: float) -> int | None:
         """Return the exit status, or ``None`` if the process still runs after this time."""
@@ -189,12 +177,9 @@ def _run(queue: Queue, process: _CellProcess) -> None:
 
 
 def _print_end(queue: Queue) -> None:
-    for line in strangers(queue):
+    failed, done = failures(queue), queue.counts()["done"]
+    for line in (*strangers(queue), *failed):
         print(line)
-    failed = failures(queue)
-    for line in failed:
-        print(line)
-    done = queue.counts()["done"]
     if failed:
         raise FederationError(
             f"{queue.size - done} of {queue.size} cells are not done; the same command retries them"
@@ -202,12 +187,17 @@ def _print_end(queue: Queue) -> None:
     print(f"{done} of {queue.size} cells are done; compare them: flsuite report {queue.folder}")
 
 
-def _require_no_refusal(refused: Sequence[str]) -> None:
-    """Print all experiments that cannot start.
+def _require_ready(sweep: Sweep, answer: Mapping[str, Any]) -> None:
+    """Print all experiments that cannot start, and warn if there are more workers than intended.
+
+    Args:
+        sweep: The sweep.
+        answer: The result of :func:`flsuite.commands.cells.check`.
 
     Raises:
-        FlsuiteError: If there are any.
+        FlsuiteError: If an experiment cannot start.
     """
+    refused, own = answer["refused"], answer["workers"]
     if len(refused) == 1:
         raise FlsuiteError(f"sweep: {refused[0]}")
     for line in refused[:_MOST_LINES]:
@@ -219,9 +209,6 @@ def _require_no_refusal(refused: Sequence[str]) -> None:
             f"sweep: {len(refused)} experiments cannot start, for the reasons above{rest}; nothing "
             "has been run"
         )
-
-
-def _warn_of_workers(sweep: Sweep, own: int) -> None:
     if own > 1 and sweep.workers > 1:
         print(
             f"warning: {sweep.workers} cells run at the same time, and each has an engine with "

@@ -67,7 +67,12 @@ _MERGED = {
         "stopping": "early_stopping stop_at",
         "wandb_link": "wandb_files",
     },
-    "commands": {"contribution": "shares worlds", "fork": "replay", "request": "run_folder"},
+    "commands": {
+        "contribution": "shares worlds",
+        "fork": "replay",
+        "report": "report_cross",
+        "request": "run_folder",
+    },
     "commands.sweeps": {"plan": "tuning", "queue": "outcome"},
     "data": {"federated": "rows spec"},
     "data.datasets": {

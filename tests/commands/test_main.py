@@ -415,7 +415,7 @@ def test_a_bad_config_is_one_line(
     ("args", "words"),
     [
         (("fti",), "unknown command 'fti'; did you mean fit?"),
-        (("bogus",), "unknown command 'bogus'; there are: new, fit, resume, fork"),
+        (("bogus",), "unknown command 'bogus'; there are: fit, validate, test, predict, new"),
         (("report", "runs", "--metrc", "f1"), "did you mean --metric?"),
         (("fit", "--config", "nowhere.yaml"), "there is no config file nowhere.yaml"),
         (("fit", "--config"), "--config needs a file"),
