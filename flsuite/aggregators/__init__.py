@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from flsuite.aggregators.adaptive import FedAdagrad, FedAdam, FedAvgM, FedYogi
     from flsuite.aggregators.aggregator import Aggregator
     from flsuite.aggregators.apfl import APFL
+    from flsuite.aggregators.asynchronous import FedAsync, FedBuff
     from flsuite.aggregators.attacks.base import Attack, Trial
     from flsuite.aggregators.attacks.batches import LabelFlip, PixelBackdoor
     from flsuite.aggregators.attacks.updates import (
@@ -25,20 +26,16 @@ if TYPE_CHECKING:
     from flsuite.aggregators.exchange.pairwise import PairwiseMasks
     from flsuite.aggregators.exchange.secure import Parties, PartyCost, SecureAggregation, SumReport
     from flsuite.aggregators.fedala import FedALA
-    from flsuite.aggregators.fedasync import FedAsync
-    from flsuite.aggregators.fedavg import Centralized, FedAvg, LocalOnly
-    from flsuite.aggregators.fedbuff import FedBuff
+    from flsuite.aggregators.fedavg import Centralized, FedAvg, FedProx, LocalOnly
     from flsuite.aggregators.feddyn import FedDyn
     from flsuite.aggregators.fedexp import FedExP
     from flsuite.aggregators.fednova import FedNova
     from flsuite.aggregators.fedproto import FedProto
-    from flsuite.aggregators.fedprox import FedProx
     from flsuite.aggregators.fedrep import FedBABU, FedRep
     from flsuite.aggregators.fedrod import FedRoD
     from flsuite.aggregators.ifca import IFCA
     from flsuite.aggregators.moon import MOON
     from flsuite.aggregators.objectives.base import Objective, Proximal
-    from flsuite.aggregators.objectives.control_variates import ControlVariates
     from flsuite.aggregators.objectives.feature_term import FeatureTerm
     from flsuite.aggregators.objectives.second_steps import SecondSteps
     from flsuite.aggregators.part import Part, Server, Statistic
@@ -64,7 +61,7 @@ if TYPE_CHECKING:
         TrimmedMean,
     )
     from flsuite.aggregators.rules.robust.chosen import Bucketing, FLTrust, Krum, MultiKrum
-    from flsuite.aggregators.scaffold import SCAFFOLD
+    from flsuite.aggregators.scaffold import SCAFFOLD, ControlVariates
     from flsuite.aggregators.server_optimizers import (
         AdaptiveAdagrad,
         AdaptiveAdam,

@@ -11,8 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives.second_steps import SecondSteps
-from flsuite.aggregators.second_model import start_of
+from flsuite.aggregators.objectives.second_steps import SecondSteps, start_of
 from flsuite.common.arguments import Settings, Share
 from flsuite.common.messages import ClientContext
 from flsuite.common.state import State

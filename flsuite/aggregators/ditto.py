@@ -9,8 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives.second_steps import SecondSteps
-from flsuite.aggregators.second_model import pulled, start_of
+from flsuite.aggregators.objectives.second_steps import SecondSteps, pulled, start_of
 from flsuite.common.arguments import NonNegativeFloat, Settings
 from flsuite.common.messages import ClientContext
 from flsuite.common.state import State, difference

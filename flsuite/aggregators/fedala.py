@@ -12,8 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.objectives.base import Objective
+from flsuite.aggregators.objectives.second_steps import SecondModel, at_least_two
 from flsuite.aggregators.part import ClientHalf
-from flsuite.aggregators.second_model import SecondModel, at_least_two
 from flsuite.common.arguments import Fraction, NonNegativeFloat, PositiveInt, Settings
 from flsuite.common.messages import ClientContext
 from flsuite.common.state import State, clone, load_

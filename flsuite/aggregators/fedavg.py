@@ -1,15 +1,19 @@
-"""FedAvg, and the two baselines without a federation.
+"""FedAvg, FedProx, and the two baselines without a federation.
 
 FedAvg: McMahan et al. 2017, algorithm 1. Communication-Efficient Learning of Deep Networks from
 Decentralized Data, arXiv:1602.05629.
+FedProx: Li et al. 2020, algorithm 2. Federated Optimization in Heterogeneous Networks,
+arXiv:1812.06127.
 """
 
 from typing import Any, ClassVar
 
 from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.objectives.base import Proximal
 from flsuite.aggregators.rules.base import Rule, Weighting
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.aggregators.staleness import Staleness, StalenessName
+from flsuite.common.arguments import NonNegativeFloat
 from flsuite.common.errors import FlsuiteError
 
 
@@ -67,3 +71,19 @@ class Centralized(Aggregator):
 
     def __init__(self) -> None:
         super().__init__()
+
+
+class FedProx(FedAvg):
+    """FedAvg with a :class:`~flsuite.aggregators.Proximal` term.
+
+    Args:
+        mu: Weight of the proximal term. With 0 this is FedAvg.
+        weighting: See FedAvg.
+        kwargs: See FedAvg.
+    """
+
+    def __init__(
+        self, mu: NonNegativeFloat = 0.01, weighting: Weighting = "samples", **kwargs: Any
+    ) -> None:
+        self.mu = mu
+        super().__init__(weighting=weighting, objective=Proximal(mu), **kwargs)

@@ -11,8 +11,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.features import classes_of, features_at, shape_of
-from flsuite.aggregators.objectives.feature_term import FeatureTerm
+from flsuite.aggregators.objectives.feature_term import (
+    FeatureTerm,
+    classes_of,
+    features_at,
+    shape_of,
+)
 from flsuite.aggregators.part import ClientHalf, Server, Statistic
 from flsuite.aggregators.partial import HeadAware
 from flsuite.common.arguments import NonNegativeFloat, Settings

@@ -11,8 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.features import classes_of
-from flsuite.aggregators.objectives.feature_term import FeatureTerm
+from flsuite.aggregators.objectives.feature_term import FeatureTerm, classes_of
 from flsuite.aggregators.objectives.second_steps import SecondSteps
 from flsuite.aggregators.partial import HeadAware
 from flsuite.common.arguments import Settings

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives.second_steps import SecondSteps
-from flsuite.aggregators.second_model import pulled, start_of
+from flsuite.aggregators.objectives.second_steps import SecondSteps, pulled, start_of
 from flsuite.common.arguments import PositiveFloat, PositiveInt, Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientContext

@@ -27,7 +27,11 @@ _EXPORTING = ("attacks", "engines", "exchange", "schedules")  # packages with na
 
 # Files that have become part of another one, by the folder and the file of today.
 _MERGED = {
-    "aggregators": {"fedavg": "baselines", "uplink": "chain"},
+    "aggregators": {
+        "asynchronous": "fedasync fedbuff",
+        "fedavg": "baselines fedprox",
+        "uplink": "chain",
+    },
     "aggregators.attacks": {
         "batches": "backdoor label_flip",
         "updates": "alie collusion compose free_rider inner_product noise scaled_update sign_flip",
@@ -98,7 +102,10 @@ _MERGED = {
     "federation.server": {"evaluation": "adaptation"},
     "flower": {"server": "strategy"},
     "metrics": {"scores": "continual"},
-    "metrics.fisher": {"estimates": "columns full measuring per_sample"},
+    "metrics.fisher": {
+        "estimates": "columns full measuring per_sample",
+        "forms": "empirical predictive",
+    },
     "models": {
         "abilities": "declarations protocols",
         "autoencoders": "strides",
@@ -123,6 +130,9 @@ _NOW = {
         f"flsuite.aggregators.exchange.{name}": f"flsuite.aggregators.transforms.{name}"
         for name in ("low_rank", "quantize", "top_k")
     },
+    "flsuite.aggregators.features": "flsuite.aggregators.objectives.feature_term",
+    "flsuite.aggregators.objectives.control_variates": "flsuite.aggregators.scaffold",
+    "flsuite.aggregators.second_model": "flsuite.aggregators.objectives.second_steps",
     "flsuite.aggregators.server_optimizers.adaptive": "flsuite.aggregators.server_optimizers",
     "flsuite.aggregators.server_optimizers.step": "flsuite.aggregators.server_optimizers",
 }

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flsuite.aggregators import FedALA, FedAvg
-from flsuite.aggregators.second_model import SecondModel
+from flsuite.aggregators.objectives.second_steps import SecondModel
 from tests.aggregators.federations import (
     Quadratic,
     Quadratics,

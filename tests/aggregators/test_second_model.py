@@ -28,7 +28,7 @@ from flsuite.aggregators import (
     Quantize,
     TopK,
 )
-from flsuite.aggregators.second_model import start_of
+from flsuite.aggregators.objectives.second_steps import start_of
 from flsuite.common.messages import ClientContext
 from flsuite.common.state import State, StateLayout
 from flsuite.data import IID, Digits, Synthetic

@@ -180,14 +180,14 @@ MUTATIONS = [
     ),
     Mutation(
         "SCAFFOLD corrects with the wrong sign",
-        "aggregators/objectives/control_variates.py",
+        "aggregators/scaffold.py",
         "gradient.add_(self.corrections[name])",
         "gradient.sub_(self.corrections[name])",
         "aggregators/test_scaffold.py",
     ),
     Mutation(
         "SCAFFOLD's server variate ignores the share of the cohort",
-        "aggregators/objectives/control_variates.py",
+        "aggregators/scaffold.py",
         "updates / server.layout.clients",
         "1.0",
         "aggregators/test_scaffold.py",

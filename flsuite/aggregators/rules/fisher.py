@@ -25,9 +25,8 @@ from flsuite.common.lightning_internals import skips_step
 from flsuite.common.messages import ClientContext, ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree, clone, divided, scaled
 from flsuite.data.federated import Batch, Task
-from flsuite.metrics.fisher.empirical import Estimator, fisher_diagonal
 from flsuite.metrics.fisher.estimates import Expectation, measuring
-from flsuite.metrics.fisher.predictive import predictive_diagonal
+from flsuite.metrics.fisher.forms import Estimator, fisher_diagonal, predictive_diagonal
 from flsuite.models.abilities import LikelihoodModel
 
 _ONE_NAME = Range(

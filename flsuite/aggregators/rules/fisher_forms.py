@@ -17,7 +17,7 @@ from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import Layer, State, StateLayout, Tree, clone
 from flsuite.data.federated import Batch, Task
 from flsuite.metrics.fisher.estimates import Expectation, full_fisher, measuring
-from flsuite.metrics.fisher.predictive import kfac_factors, predictive_diagonal, require_kfac
+from flsuite.metrics.fisher.forms import kfac_factors, predictive_diagonal, require_kfac
 
 
 def names(layer: Layer) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flsuite.aggregators.features import features_at
 from flsuite.aggregators.objectives import feature_term
+from flsuite.aggregators.objectives.feature_term import features_at
 from flsuite.common.state import State
 from flsuite.federation.client.stack_steps import StackSteps
 from flsuite.federation.client.stacked_loss import StackedStep

@@ -13,10 +13,17 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flsuite.aggregators.features import features_at, inputs_of, outputs_of
 from flsuite.aggregators.losses import step_loss
 from flsuite.aggregators.objectives.base import no_change_in_place
-from flsuite.aggregators.objectives.feature_term import FeatureTerm, compared_of, logits_of, term_of
+from flsuite.aggregators.objectives.feature_term import (
+    FeatureTerm,
+    compared_of,
+    features_at,
+    inputs_of,
+    logits_of,
+    outputs_of,
+    term_of,
+)
 from flsuite.common.state import State
 from flsuite.federation.client.trainer import ClientTrainer
 

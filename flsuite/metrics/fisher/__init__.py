@@ -6,10 +6,20 @@ prediction has one scalar per output, see :mod:`~flsuite.metrics.fisher.estimate
 labels.
 """
 
-from flsuite.metrics.fisher.empirical import Estimator, fisher_diagonal
-from flsuite.metrics.fisher.estimates import Expectation, full_fisher, measuring
-from flsuite.metrics.fisher.predictive import kfac_factors, predictive_diagonal, require_kfac
-from flsuite.metrics.fisher.products import gram_matrices
+from typing import TYPE_CHECKING
+
+from flsuite.common.exports import on_first_use
+
+if TYPE_CHECKING:
+    from flsuite.metrics.fisher.estimates import Expectation, full_fisher, measuring
+    from flsuite.metrics.fisher.forms import (
+        Estimator,
+        fisher_diagonal,
+        kfac_factors,
+        predictive_diagonal,
+        require_kfac,
+    )
+    from flsuite.metrics.fisher.products import gram_matrices
 
 __all__ = [
     "Estimator",
@@ -22,3 +32,5 @@ __all__ = [
     "predictive_diagonal",
     "require_kfac",
 ]
+
+__getattr__, __dir__ = on_first_use(__name__)

@@ -23,7 +23,6 @@ from flsuite.common.errors import FlsuiteError, one_line, require_one_of
 from flsuite.common.state import State
 from flsuite.data.federated import Task
 from flsuite.models import modes
-from flsuite.models.abilities import LogitModel
 
 
 @contextmanager
@@ -68,17 +67,55 @@ def fast_formats(module: nn.Module) -> Iterator[None]:
 
 Batch = tuple[Tensor, ...]
 
+
+class Outputs(nn.Module):
+    """A model's numbers for a batch, as a forward pass for torch.func.
+
+    Args:
+        model: A :class:`~flsuite.models.abilities.LogitModel` or
+            :class:`~flsuite.models.abilities.LikelihoodModel`, or a module whose forward pass
+            returns logits.
+        name: ``logits``, which are ``(n, outputs)``, or ``log_likelihood``, which is ``(n,)``.
+    """
+
+    def __init__(
+        self, model: nn.Module, name: Literal["logits", "log_likelihood"] = "logits"
+    ) -> None:
+        super().__init__()
+        self.model, self.name = model, name
+        self.owner = f"the {name} of {type(model).__name__}"
+
+    def forward(self, batch: Batch) -> Tensor:
+        samples, is_row = len(batch[0]), self.name == "logits"
+        values: Tensor = getattr(self.model, self.name, self.model)(batch[0] if is_row else batch)
+        got = getattr(values, "shape", type(values).__name__)
+        if len(got) != 1 + is_row or got[0] != samples:
+            wanted = "row per sample, ({}, outputs)" if is_row else "number per sample, ({},)"
+            raise FlsuiteError(
+                f"{self.owner} must have one {wanted.format(samples)}, got "
+                f"{got if isinstance(got, str) else tuple(got)}"
+            )
+        return values
+
+    def independent(self) -> FlsuiteError:
+        """Return the error of numbers that do not depend on the chosen parameters."""
+        return FlsuiteError(
+            f"{self.owner} depend on none of the parameters whose Fisher is requested; compute "
+            "them from these, with gradients"
+        )
+
+
 # Elements of per-sample gradients at a time, 64 MiB. More would far exceed the cache and be slower.
 _NUMBERS_AT_ONCE = 2**24
 
 
 def sample_squares(
-    outputs: Any, parameters: State, batch: Batch, columns: Tensor
+    outputs: Outputs, parameters: State, batch: Batch, columns: Tensor
 ) -> Iterator[State]:
     """Yield sums over samples and columns of squared gradients, for a few samples at a time.
 
     Args:
-        outputs: A :class:`~flsuite.metrics.fisher.estimates.Logits`, or a log-likelihood.
+        outputs: The model's :class:`Outputs`.
         parameters: Detached parameters of the model under ``outputs``, by name.
         batch: Tensors with one row per sample.
         columns: Gradients at the outputs, ``(columns, n, ...)``.
@@ -95,22 +132,8 @@ def sample_squares(
         yield {name: square.sum(0) for name, square in squares.items()}
 
 
-def sample_gradients(
-    outputs: Any, parameters: State, batch: Batch, columns: Tensor
-) -> Iterator[State]:
-    """Yield the gradients ``(samples, columns, *shape)``, for a few samples at a time."""
-
-    def of_one(pullback: Any, columns: Tensor) -> State:
-        gradients = [pullback(column)[0] for column in columns]
-        return {
-            name: torch.stack([gradient[name] for gradient in gradients]) for name in parameters
-        }
-
-    return _by_vmap(of_one, len(columns), outputs, parameters, batch, columns)
-
-
 def _by_vmap(
-    of_one: Any, kept: int, outputs: Any, parameters: State, batch: Batch, columns: Tensor
+    of_one: Any, kept: int, outputs: Outputs, parameters: State, batch: Batch, columns: Tensor
 ) -> Iterator[State]:
     """Yield ``of_one`` for chunks of samples. It keeps ``kept`` gradients per sample."""
 
@@ -132,47 +155,18 @@ def _by_vmap(
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # a whole batch worked before, so vectorization is the cause
+            is_row = outputs.name == "logits"
+            otherwise = "" if is_row else ", or set the Fisher's estimator to batch"
             raise FlsuiteError(
-                f"{outputs.owner}.{outputs.needs} cannot be vectorized over samples "
-                f"({one_line(error, longest=200)}); write it without in-place operations and "
-                f".item(){outputs.otherwise}"
+                f"{outputs.owner} cannot be vectorized over samples "
+                f"({one_line(error, longest=200)}); write the method without in-place operations "
+                f"and .item(){otherwise}"
             ) from error
 
 
 Expectation = Literal["exact", "sampled"]
 """``exact`` has one column per output. ``sampled`` has one column, for a target drawn from the
 prediction. Its squares have the same expectation."""
-
-
-class Logits(nn.Module):
-    """The logits of a batch, as a forward pass for torch.func.
-
-    Args:
-        model: A :class:`~flsuite.models.abilities.LogitModel`, or a module whose forward pass
-            returns logits.
-    """
-
-    needs = "logits"
-    otherwise = ""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.owner = type(model).__name__
-
-    def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
-        """Return the logits ``(n, outputs)``."""
-        x = batch[0]
-        logits: Tensor = (
-            self.model.logits(x) if isinstance(self.model, LogitModel) else self.model(x)
-        )
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        if not isinstance(got, tuple) or len(got) != 2 or len(logits) != len(x):
-            raise FlsuiteError(
-                f"the logits of {self.owner} must have one row per sample, ({len(x)}, outputs), "
-                f"got {got}"
-            )
-        return logits
 
 
 def columns(
@@ -231,50 +225,29 @@ def full_fisher(
 ) -> Tensor:
     """Return the Fisher ``(d, d)`` of the parameters ``names``, flattened in that order.
 
-    It has the dtype of the parameters and is summed in float64. The model runs in its current
-    state, as in :func:`~flsuite.metrics.fisher.predictive.predictive_diagonal`, which has the same
+    It has the dtype of the parameters, is summed in float64, and is zero for frozen ones. The model
+    runs in its current
+    state, as in :func:`~flsuite.metrics.fisher.forms.predictive_diagonal`, which has the same
     arguments.
     """
-    size = sum(module.get_parameter(name).numel() for name in names)
-    like = module.get_parameter(names[0])
-    total = torch.zeros(size, size, dtype=torch.float64, device=like.device)
-    samples = 0
-    for rows in gradient_rows(module, names, batches, task, expectation, generator):
-        at_columns = rows.flatten(0, 1).double()
-        total.addmm_(at_columns.T, at_columns)
-        samples += len(rows)
-    return total.div_(max(samples, 1)).to(like.dtype)
-
-
-def gradient_rows(
-    module: nn.Module,
-    names: Sequence[str],
-    batches: Iterable[Batch],
-    task: Task,
-    expectation: Expectation = "exact",
-    generator: torch.Generator | None = None,
-) -> Iterator[Tensor]:
-    """Yield the gradients of the Fisher's scalars, ``(n, columns, d)``, batch by batch.
-
-    They are zero for frozen parameters. The Fisher is the mean over samples of their outer
-    products.
-    """
-    logits = Logits(module)
+    logits = Outputs(module)
     parameters = {name: module.get_parameter(name) for name in names}
     trained = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
+    size, like = sum(p.numel() for p in parameters.values()), parameters[names[0]]
+    total, samples = torch.zeros(size, size, dtype=torch.float64, device=like.device), 0
+
+    def of_one(pullback: Any, columns: Tensor) -> State:
+        gradients = [pullback(column)[0] for column in columns]
+        return {name: torch.stack([gradient[name] for gradient in gradients]) for name in trained}
 
     for batch in batches:
-        inputs = batch[:1]
         with torch.no_grad():
-            at_logits = columns(logits(inputs), task, expectation, generator)
-        for gradients in sample_gradients(logits, trained, inputs, at_logits):
-            samples = len(next(iter(gradients.values())))
-            yield torch.cat(
-                [
-                    gradients[name].flatten(2)
-                    if name in gradients
-                    else p.new_zeros(samples, len(at_logits), p.numel())
-                    for name, p in parameters.items()
-                ],
-                2,
-            )
+            at = columns(logits(batch[:1]), task, expectation, generator)
+        for own in _by_vmap(of_one, len(at), logits, trained, batch[:1], at):
+            count = len(next(iter(own.values())))
+            frozen = {k: p.new_zeros(count, len(at), p.numel()) for k, p in parameters.items()}
+            rows = [own[k].flatten(2) if k in own else frozen[k] for k in parameters]
+            at_columns = torch.cat(rows, 2).flatten(0, 1).double()
+            total.addmm_(at_columns.T, at_columns)
+            samples += count
+    return total.div_(max(samples, 1)).to(like.dtype)

@@ -11,13 +11,12 @@ bias is a last column of the weight with input 1:
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flsuite.common.state import Layer, State
-from flsuite.metrics.fisher.estimates import Batch, Logits, sample_squares
+from flsuite.metrics.fisher.estimates import Batch, Outputs, sample_squares
 from flsuite.metrics.fisher.layers import LayerPass, recorded, unfolded
 from flsuite.models.layers import uncovered
 
@@ -43,7 +42,7 @@ def _layer_squares(part: LayerPass) -> State:
 
 
 def summed_squares(
-    passes: Iterable[LayerPass], parameters: State, outputs: Any, batch: Batch, columns: Tensor
+    passes: Iterable[LayerPass], parameters: State, outputs: Outputs, batch: Batch, columns: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the sums over samples and columns of squared gradients, by parameter.
 
@@ -155,6 +154,7 @@ class Diagonal:
 
     Attributes:
         trained: The parameters that are not frozen, each under one name.
+        count: Number of terms so far.
     """
 
     def __init__(self, module: nn.Module, names: Collection[str]) -> None:
@@ -164,15 +164,17 @@ class Diagonal:
         own = {name: p for name, p in self._named.items() if self._first[id(p)] == name}
         self.trained: State = {name: p for name, p in own.items() if p.requires_grad}
         self._totals = {name: Total(p) for name, p in own.items()}
+        self.count = 0
 
-    def add(self, squares: Iterable[tuple[str, Tensor]]) -> None:
-        """Add squared gradients, by parameter."""
+    def add(self, squares: Iterable[tuple[str, Tensor]], count: int) -> None:
+        """Add squared gradients, by parameter, that are a sum of so many terms."""
         for name, square in squares:
             self._totals[name].add(square)
+        self.count += count
 
-    def mean(self, count: int) -> State:
+    def mean(self) -> State:
         """Return the sums divided by the number of terms, in float32, by every name."""
-        means = {name: total.mean(count) for name, total in self._totals.items()}
+        means = {name: total.mean(self.count) for name, total in self._totals.items()}
         return {name: means[self._first[id(p)]] for name, p in self._named.items()}
 
 
@@ -194,7 +196,7 @@ def gram_matrices(
         batches: Tuples of tensors with one row per sample. The first one contains the inputs.
         bias: Whether the inputs of a layer with a bias have a last column of ones.
     """
-    logits = Logits(module)
+    logits = Outputs(module)
     modules = {layer.name: module.get_submodule(layer.name) for layer in layers}
     covered = {name: layer for name, layer in modules.items() if uncovered(layer) is None}
     totals: dict[str, Total] = {}

@@ -20,8 +20,8 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.images import Scaling
 from flsuite.data.loader import TrainLoader
 from flsuite.metrics.fisher.estimates import measuring
+from flsuite.metrics.fisher.forms import kfac_factors
 from flsuite.metrics.fisher.layers import recorded, unfolded
-from flsuite.metrics.fisher.predictive import kfac_factors
 from flsuite.metrics.fisher.products import at_positions
 from flsuite.models.abilities import LogitModel
 from flsuite.models.layers import read_layers

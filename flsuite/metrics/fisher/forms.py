@@ -1,13 +1,17 @@
-"""The true Fisher of a model's prediction: its diagonal, and its Kronecker factors.
+"""The diagonal of a model's Fisher information, and its Kronecker factors.
 
-Neither needs labels. The model runs in its current state: the caller sets its modes, autocast and
-the random generators, see :func:`~flsuite.metrics.fisher.estimates.measuring`.
+The Fisher of a prediction needs no labels. The empirical Fisher has the data's samples instead of
+the model's own: ``F_j = mean_i (d log p(x_i) / d theta_j)^2`` over samples i, Amari 1998, Natural
+Gradient Works Efficiently in Learning.
+
+The model runs in its current state: the caller sets its modes, autocast and the random generators,
+see :func:`~flsuite.metrics.fisher.estimates.measuring`.
 """
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +19,7 @@ from torch import Tensor, nn
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import Layer, State
 from flsuite.data.federated import Task
-from flsuite.metrics.fisher.estimates import Batch, Expectation, Logits, columns, fast_formats
+from flsuite.metrics.fisher.estimates import Batch, Expectation, Outputs, columns, fast_formats
 from flsuite.metrics.fisher.layers import LayerPass, ProductLayers, recorded
 from flsuite.metrics.fisher.products import (
     Diagonal,
@@ -26,11 +30,11 @@ from flsuite.metrics.fisher.products import (
 )
 from flsuite.models.layers import uncovered
 
+Estimator = Literal["exact", "batch"]
 Factors = dict[str, dict[str, Tensor]]
 
 # Elements of a layer's gradients over all columns at a time, 16 MiB, to stay in the cache.
 _NUMBERS_AT_ONCE = 2**22
-_NO_PART = "it is not part of the model"
 
 
 def predictive_diagonal(
@@ -60,16 +64,75 @@ def predictive_diagonal(
         FlsuiteError: If the outputs do not depend on any of the parameters, do not have one row per
             sample, or cannot be vectorized over samples.
     """
-    logits = Logits(module)
-    diagonal, samples = Diagonal(module, names), 0
+    logits = Outputs(module)
+    diagonal = Diagonal(module, names)
 
     with fast_formats(module):
         for chunk in _chunks(logits, diagonal.trained, batches, task, expectation, generator):
-            samples += len(chunk.x)
-            diagonal.add(
-                summed_squares(chunk.passes, diagonal.trained, logits, (chunk.x,), chunk.columns)
-            )
-    return diagonal.mean(samples)
+            x, parameters = chunk.x, diagonal.trained
+            squares = summed_squares(chunk.passes, parameters, logits, (x,), chunk.columns)
+            diagonal.add(squares, len(x))
+    return diagonal.mean()
+
+
+def fisher_diagonal(
+    model: nn.Module, names: Collection[str], batches: Iterable[Batch], estimator: Estimator
+) -> State:
+    """Return the Fisher diagonal of the parameters ``names``, in float32.
+
+    It is zero for a frozen parameter.
+
+    ``exact`` is the mean over samples of the squared gradient of each sample. ``batch`` is the mean
+    over batches of the squared gradient of each batch's mean log-likelihood. With batches of one
+    size, ``batch`` never exceeds ``exact``. It equals ``exact`` divided by the batch size if the
+    gradients of samples are independent with mean zero, as at an optimum, and is larger far from an
+    optimum. The result is not multiplied by the batch size.
+
+    Args:
+        model: A model with ``log_likelihood(batch)``, see
+            :class:`~flsuite.models.abilities.LikelihoodModel`.
+        names: Names of parameters of the model.
+        batches: Tuples of tensors with one row per sample.
+        estimator: ``exact`` or ``batch``.
+
+    Raises:
+        FlsuiteError: If the log-likelihood is not one number per sample, does not depend on the
+            parameters, or, with ``exact``, cannot be vectorized.
+    """
+    likelihood, diagonal = Outputs(model, "log_likelihood"), Diagonal(model, names)
+    layers = ProductLayers(model, diagonal.trained)
+
+    for batch in batches:
+        if estimator == "batch":
+            diagonal.add(_squared_mean(likelihood, diagonal.trained, batch), 1)
+            continue
+        # The only column is the log-likelihood itself.
+        column = torch.ones(1, len(batch[0]), device=batch[0].device)
+        passes: list[LayerPass] | None = []
+        # Always compute the first batch as a whole, to detect a faulty log-likelihood.
+        if layers.layers or not diagonal.count:
+            passes = layers.passes(partial(likelihood, batch), column.to)
+        if passes is None:
+            raise likelihood.independent()
+        squares = summed_squares(passes, diagonal.trained, likelihood, batch, column)
+        diagonal.add(squares, len(batch[0]))
+
+    return diagonal.mean()
+
+
+def _squared_mean(
+    likelihood: Outputs, parameters: Mapping[str, Tensor], batch: Batch
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the squared gradient of the batch mean, by parameter."""
+    mean = likelihood(batch).mean()
+    gradients: Sequence[Tensor | None] = ()
+    if mean.requires_grad and parameters:
+        gradients = torch.autograd.grad(mean, list(parameters.values()), allow_unused=True)
+
+    if all(g is None for g in gradients):
+        raise likelihood.independent()
+    for (name, p), g in zip(parameters.items(), gradients, strict=True):
+        yield name, torch.zeros_like(p) if g is None else g.square()
 
 
 def kfac_factors(
@@ -95,7 +158,7 @@ def kfac_factors(
         FlsuiteError: If K-FAC does not cover a layer.
     """
     require_kfac(module, layers)
-    logits = Logits(module)
+    logits = Outputs(module)
     trained, samples = _trained(module, layers), 0
     totals = {layer.name: _no_factors(module, layer) for layer in layers}
 
@@ -103,9 +166,8 @@ def kfac_factors(
         for chunk in _chunks(logits, trained, batches, task, expectation, generator):
             samples += len(chunk.x)
             passes = {part.name: part for part in chunk.passes}
-            for name in (layer.name for layer in layers if layer.weight_name in trained):
-                if name not in passes:
-                    raise _refusal(name, chunk.failed.get(name, _NO_PART))
+            _require_passes(layers, trained, passes, chunk.failed)
+            for name in totals.keys() & passes.keys():
                 part = passes[name]
                 has_bias = part.layer.bias is not None
                 totals[name]["a"].add(input_factor(part.layer, part.input, has_bias))
@@ -141,11 +203,22 @@ def require_kfac(module: nn.Module, layers: Sequence[Layer], x: Tensor | None = 
     if not trained:
         return
     products = ProductLayers(module, trained, positions=True)
-    passes = products.passes(partial(Logits(module), (x,)), lambda z: torch.ones_like(z)[None])
+    passes = products.passes(partial(Outputs(module), (x,)), lambda z: torch.ones_like(z)[None])
     # Without a pass, no layer has been used, which the Fisher itself reports.
+    if passes is not None:
+        _require_passes(layers, trained, products.layers, products.failed)
+
+
+def _require_passes(
+    layers: Iterable[Layer],
+    trained: Collection[str],
+    passes: Collection[str],
+    failed: Mapping[str, str],
+) -> None:
+    """Refuse a trained layer without a pass."""
     for name in (layer.name for layer in layers if layer.weight_name in trained):
-        if passes is not None and name not in products.layers:
-            raise _refusal(name, products.failed.get(name, _NO_PART))
+        if name not in passes:
+            raise _refusal(name, failed.get(name, "it is not part of the model"))
 
 
 class _Chunk(NamedTuple):
@@ -165,7 +238,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(
-    logits: Logits,
+    logits: Outputs,
     parameters: Mapping[str, Tensor],
     batches: Iterable[Batch],
     task: Task,
@@ -191,15 +264,12 @@ def _chunks(
 
             passes = layers.passes(partial(logits, (x,)), gradients)
             if passes is None:
-                raise FlsuiteError(
-                    f"the logits of {logits.owner} depend on none of the parameters whose Fisher "
-                    "is requested; compute them from these, with gradients"
-                )
+                raise logits.independent()
             yield _Chunk(x, made[0], passes, layers.failed)
 
 
 def _samples_at_once(
-    logits: Logits, layers: ProductLayers, inputs: Tensor, expectation: Expectation
+    logits: Outputs, layers: ProductLayers, inputs: Tensor, expectation: Expectation
 ) -> int:
     """Return the number of samples whose gradients over all columns fit the bound."""
     with torch.no_grad(), recorded(layers.layers) as calls:
