@@ -76,7 +76,7 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
         ]
 
     while not run.finished:
-        federation.begin_round()
+        federation.open_round()
         engine.submit(requests(schedule.start(clock)))
         for outcome in schedule.arrivals(engine, clock, requests):
             # Injected faults are part of the plan: failures, and messages that arrive twice or in
@@ -225,8 +225,8 @@ def _updates(
     """Return the updates of a round, made again from the kept models."""
     clients = store.clients(round)
     fits = [Fit(n, client, round - 1, 0, 0.0) for n, client in enumerate(clients)]
-    run.federation.begin_round()
-    requests = run.federation.requests(fits)
+    run.federation.open_round()
+    requests = run.federation.send(fits)
     trained = [replace(r, trained=store.read(round, r.client)) for r in requests]
     outcomes = [run.federation.check(o) for request in trained for o in runner.answer([request])]
     return tuple(o.update for o in outcomes if isinstance(o, ClientResult))

@@ -126,7 +126,7 @@ class Run:
     def begin_round(self) -> list[Fit]:
         """Begin the next round, notify the callbacks, and return the fits that start with it."""
         federation = self.federation
-        federation.begin_round()
+        federation.open_round()
         starting = federation.schedule.start(federation.clock)
         clients = [fit.client for fit in starting if fit.version == self.round]
         self.callbacks.notify("on_round_start", self, self.round + 1, clients)
@@ -134,7 +134,7 @@ class Run:
 
     def requests(self, starting: Sequence[Fit]) -> list[FitRequest]:
         """Return the requests of fits that start now."""
-        requests = self.federation.requests(starting, self.callbacks.for_clients)
+        requests = self.federation.send(starting, self.callbacks.for_clients)
         return [self.reuse.with_trained(r) for r in requests] if self.reuse else requests
 
     def accept(self, outcome: Outcome) -> None:
@@ -159,7 +159,7 @@ class Run:
             FederationError: If no usable update came back, if the next version is faulty, or if
                 virtual time is the only limit and does not advance.
         """
-        self.federation.advance()
+        self.federation.aggregate()
         self._refuse_standstill()
 
     def evaluate(self) -> None:

@@ -93,15 +93,15 @@ def good_update(federation: Any) -> dict[str, Any]:
 
 def check(federation: Any, outcome: Any) -> None:
     """Check that the server takes an outcome for the record, or refuses it by name."""
-    federation.begin_round()
-    federation.requests([Fit(number=1, client=1, version=0, repeat=0, started=0.0)])
+    federation.open_round()
+    federation.send([Fit(number=1, client=1, version=0, repeat=0, started=0.0)])
     record = federation.log
     checked = federation.check(outcome)
     assert checked is None or isinstance(checked, ClientResult | ClientFailure)
     dict(record.metrics())
     if not record.updates:
         with pytest.raises(FederationError):
-            federation.advance()
+            federation.aggregate()
 
 
 def test_an_update_without_a_round_is_refused(

@@ -141,7 +141,7 @@ class Arrivals:
         """Clear the expected outcomes, as before the first fit."""
         self._awaited = {}
 
-    def check(self, outcome: Outcome, record: RoundLog) -> tuple[FitRequest, Outcome] | None:
+    def receive(self, outcome: Outcome, record: RoundLog) -> tuple[FitRequest, Outcome] | None:
         """Return an expected outcome as the server reads it, with its request.
 
         A faulty update becomes a failure. The log names the client and the reason.

@@ -160,7 +160,7 @@ class Federation:
         objective = self.aggregator.objective
         return {**private, **objective.own_entries(self.state, received, notes)}
 
-    def begin_round(self) -> None:
+    def open_round(self) -> None:
         """Begin the record of the next round, and the algorithm's part in it."""
         round, declared = self.clock.round + 1, self.schedule.declarations
         self.log = RoundLog(round, declared.is_asynchronous, is_first=round == self.first_round)
@@ -170,9 +170,7 @@ class Federation:
         self._reduction = self.aggregator.begin(self.server)
         self._arrived: list[ClientUpdate] = []  # under secure aggregation
 
-    def requests(
-        self, starting: Sequence[Fit], callbacks: CopyCallbacks = tuple
-    ) -> list[FitRequest]:
+    def send(self, starting: Sequence[Fit], callbacks: CopyCallbacks = tuple) -> list[FitRequest]:
         """Return the requests of fits that start now.
 
         Args:
@@ -195,7 +193,7 @@ class Federation:
         Returns:
             ``None`` for a message that the server does not wait for, such as a second copy.
         """
-        checked = self._arrivals.check(outcome, self.log)
+        checked = self._arrivals.receive(outcome, self.log)
         if checked is None:
             return None
         start, outcome = checked
@@ -214,7 +212,7 @@ class Federation:
         else:
             self._arrived.append(update)  # without its model, until the sum is unmasked
 
-    def advance(self) -> None:
+    def aggregate(self) -> None:
         """Make the updates of the round the next version of the global model.
 
         Raises:
