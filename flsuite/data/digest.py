@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 
 from flsuite.common.arguments import arguments
 from flsuite.common.state import raw_bytes
-from flsuite.data.federated import FederatedData
-from flsuite.data.map_style import StoredSplit, readable
+from flsuite.data.federated import DataSplit, FederatedData
+from flsuite.data.map_style import readable
 from flsuite.data.module import FederatedDataModule
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -58,11 +58,11 @@ def _content(data: FederatedData) -> str:
         if split is None:
             continue
         _add(digest, [len(split), split.classes])
-        _add(digest, _probe(split) if isinstance(split, StoredSplit) else [split.x, split.y])
+        _add(digest, [split.x, split.y] if split.in_memory else _probe(split))
     return digest.hexdigest()[:12]
 
 
-def _probe(split: StoredSplit) -> Any:
+def _probe(split: DataSplit) -> Any:
     step = max(1, len(split) // _PROBED)
     with readable():
         return list(split.batches(torch.arange(0, len(split), step).split(1)))

@@ -6,7 +6,7 @@ one cast. This module is independent of training.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -133,7 +133,8 @@ class DataSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for a checkpoint, the arguments of a spec."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        lists = {"shape": list(self.shape), "class_names": list(self.class_names)}
+        return {**asdict(self), **lists}
 
 
 def unchanged(value: Any) -> Any:
@@ -154,7 +155,10 @@ class DataSplit:
         labels: int64 ``(n,)``, one class per sample for partitions, if ``y`` has no classes.
         rows: The rows of each client. Empty before the data is split over clients, and in a split
             without client rows.
+        in_memory: Whether ``x`` holds the samples themselves, and ``y`` their targets.
     """
+
+    in_memory: ClassVar[bool] = True
 
     x: Tensor
     y: Tensor

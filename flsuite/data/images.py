@@ -90,12 +90,12 @@ def _channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, std.clamp_min(1 / 255)
 
 
-def resize_images(x: Tensor, side: int) -> Tensor:
+def resize_images(x: Tensor, side: int | None) -> Tensor:
     """Resize images uint8 ``(n, h, w, c)`` bilinearly to ``(n, side, side, c)``.
 
-    Tables and images of that size are returned unchanged.
+    Without a side, they are returned unchanged, like tables and images of that size.
     """
-    if x.ndim != 4 or x.shape[1:3] == (side, side):
+    if side is None or x.ndim != 4 or x.shape[1:3] == (side, side):
         return x
     return torch.cat([_resize_chunk(chunk, side) for chunk in x.split(_CHUNK)])
 

@@ -39,6 +39,8 @@ class StoredSplit(DataSplit):
         workers: Processes that prefetch. A process that is itself a worker does not use them.
     """
 
+    in_memory = False
+
     dataset: Any = None
     collate: Callable[[list[Any]], Any] = default_collate
     workers: int = 0

@@ -266,9 +266,9 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         default = 0.0 if has_val else 0.1
         fraction = default if self.val_fraction is None else self.val_fraction
         inside = self.clients - unseen
-        train_rows, val_rows = hold_out(rows[:inside], fraction, self.partition_seed)
+        train_rows, val_rows = hold_out(rows.part(0, inside), fraction, self.partition_seed)
         if unseen:
-            train_rows = Rows.of([*train_rows, *rows[inside:]])
+            train_rows = Rows.of([*train_rows, *rows.part(inside, self.clients)])
         return train_rows, val_rows
 
     def _test_rows(self, train: DataSplit, test: DataSplit, rows: Rows, train_rows: Rows) -> Rows:
@@ -304,8 +304,6 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
 
     def _resized(self, split: DataSplit) -> DataSplit:
         """Return the split with its images in the size of the argument ``resize``."""
-        if self.resize is None:
-            return split
         return replace(split, x=resize_images(split.x, self.resize))
 
 

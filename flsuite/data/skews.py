@@ -65,7 +65,7 @@ def skewed(
         seed: The seed of the partition.
         name: What these rows are for.
     """
-    if not isinstance(split.x, Tensor):
+    if not split.in_memory:
         raise FlsuiteError(
             "data.skew needs samples in memory; leave it out for a map-style dataset"
         )

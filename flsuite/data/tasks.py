@@ -45,10 +45,9 @@ class TaskData(FederatedData):
         """Restrict each client's rows to the classes of its groups."""
         classes = data.spec.num_classes
         met = _marked([_joined(groups) for groups in sequences], classes)
-        restricted = _fields(data)
-        restricted |= {name: _among(restricted[name], met) for name in ("train", "test")}
-        restricted["val"] = _held_out(data.val, met)
-        return cls(**restricted, sequences=tuple(sequences), starts=starts)
+        train, test, val = _among(data.train, met), _among(data.test, met), _held_out(data.val, met)
+        fields = _fields(data) | {"train": train, "test": test, "val": val}
+        return cls(**fields, sequences=tuple(sequences), starts=starts)
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the views from a pickle, because a worker creates its own."""
@@ -86,7 +85,7 @@ class TaskData(FederatedData):
             test=_shrunk(_among(self.test, met), seen),
             val=val if val is None or len(val.rows) else _shrunk(val, seen),
             server=None if self.server is None else _shrunk(self.server, seen),
-            stage=Stage(task, tuple(_places(seen).tolist()), tuple(sorted(past))),
+            stage=Stage(task, tuple(seen.nonzero().flatten().tolist()), tuple(sorted(past))),
         )
 
 
@@ -106,11 +105,6 @@ def _marked(chosen: Sequence[Sequence[int]], classes: int) -> Tensor:
     for client, own in enumerate(chosen):
         marks[client, list(own)] = True
     return marks
-
-
-def _places(mask: Tensor) -> Tensor:
-    """Return the indices at which a mask is true, int64 ``(places,)``."""
-    return mask.nonzero().squeeze(1)
 
 
 def _among(split: DataSplit, allowed: Tensor) -> DataSplit:
@@ -137,7 +131,7 @@ def _shrunk(split: DataSplit, seen: Tensor) -> DataSplit:
     # The new number of a kept row is the count of kept rows before it.
     new_row = kept.cumsum(0) - 1
     rows = Rows(new_row[split.rows.values], split.rows.offsets)
-    return replace(split.take(_places(kept)), rows=rows)
+    return replace(split.take(kept), rows=rows)
 
 
 Arrangement = Literal["disjoint", "shuffled", "heterogeneous"]

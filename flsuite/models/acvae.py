@@ -28,8 +28,8 @@ from flsuite.models.autoencoders import (
     SMALLEST,
     BottleneckDecoder,
     BottleneckEncoder,
-    TableDecoder,
-    TableEncoder,
+    table_decoder,
+    table_encoder,
 )
 from flsuite.models.backbones.base import Norm, Widths
 from flsuite.models.base import ClientModel, require_classes
@@ -289,8 +289,8 @@ class ACVAE(ClientModel):
             )
 
         return (
-            TableEncoder(prod(shape), self.hidden, 2 * self.latent_dim, self.dropout),
-            TableDecoder(shape, self.hidden, self.latent_dim, self.dropout),
+            table_encoder(prod(shape), self.hidden, 2 * self.latent_dim, self.dropout),
+            table_decoder(shape, self.hidden, self.latent_dim, self.dropout),
         )
 
 

@@ -171,26 +171,21 @@ class BottleneckDecoder(nn.Module):
         return h
 
 
-class TableEncoder(nn.Sequential):
-    """Dense layers with BatchNorm, leaky ReLU and dropout, from ``(n, features)``."""
-
-    def __init__(self, features: int, hidden: Sequence[int], outputs: int, dropout: float) -> None:
-        super().__init__(
-            nn.Flatten(),
-            *_dense(features, hidden, dropout),
-            nn.Linear([features, *hidden][-1], outputs),
-        )
+def table_encoder(
+    features: int, hidden: Sequence[int], outputs: int, dropout: float
+) -> nn.Sequential:
+    """Return dense layers with BatchNorm, leaky ReLU and dropout, from ``(n, features)``."""
+    layers = _dense(features, hidden, dropout)
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear([features, *hidden][-1], outputs))
 
 
-class TableDecoder(nn.Sequential):
-    """The layers of :class:`TableEncoder` in reverse order, to ``(n, *shape)``."""
-
-    def __init__(
-        self, shape: Sequence[int], hidden: Sequence[int], latent_dim: int, dropout: float
-    ) -> None:
-        widths = list(reversed(hidden))
-        last = nn.Linear([latent_dim, *widths][-1], prod(shape))
-        super().__init__(*_dense(latent_dim, widths, dropout), last, nn.Unflatten(1, tuple(shape)))
+def table_decoder(
+    shape: Sequence[int], hidden: Sequence[int], latent_dim: int, dropout: float
+) -> nn.Sequential:
+    """Return the layers of :func:`table_encoder` in reverse order, to ``(n, *shape)``."""
+    widths = list(reversed(hidden))
+    last = nn.Linear([latent_dim, *widths][-1], prod(shape))
+    return nn.Sequential(*_dense(latent_dim, widths, dropout), last, nn.Unflatten(1, tuple(shape)))
 
 
 def _dense(inputs: int, widths: Sequence[int], dropout: float) -> list[nn.Module]:

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -120,7 +121,7 @@ class Classifier(ClientModel):
     @property
     def head(self) -> nn.Module:
         """Return the last linear layer of the network."""
-        return [layer for layer in self.network.modules() if isinstance(layer, nn.Linear)][-1]
+        return self.network.get_submodule(_last_linear(self.network))
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits ``(n, outputs)``."""
@@ -212,13 +213,21 @@ def _load_weights(network: nn.Module, weights: Mapping[str, Tensor], source: str
         )
 
 
+def _last_linear(network: nn.Module) -> str:
+    """Return the name of the last linear layer.
+
+    Raises:
+        IndexError: If there is none.
+    """
+    return [name for name, part in network.named_modules() if isinstance(part, nn.Linear)][-1]
+
+
 def _of_last_layer(network: nn.Module) -> set[str]:
     """Return the entries of the last linear layer. Empty if there is none."""
-    linear = [name for name, m in network.named_modules() if isinstance(m, nn.Linear)]
-    if not linear:
-        return set()
-    prefix = f"{linear[-1]}." if linear[-1] else ""
-    return {prefix + name for name in network.get_submodule(linear[-1]).state_dict()}
+    with suppress(IndexError):
+        name = _last_linear(network)
+        return {*network.get_submodule(name).state_dict(prefix=f"{name}." if name else "")}
+    return set()
 
 
 def _some(names: list[str], most: int = 3) -> str:

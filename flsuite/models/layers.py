@@ -140,8 +140,8 @@ def uncovered(layer: nn.Module) -> str | None:
         return f"{kind} is neither Linear nor Conv2d"
     if layer.groups != 1:
         return f"its {kind} has {layer.groups} groups"
-    if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
-        padding = layer.padding if isinstance(layer.padding, str) else layer.padding_mode
+    padding = layer.padding if isinstance(layer.padding, str) else layer.padding_mode
+    if padding != "zeros":
         return f"its {kind} pads by {padding!r} instead of a number of zeros"
     return None
 

@@ -1,10 +1,12 @@
 """Keeps the state of a module that is not in its state dict: modes, and plain attributes."""
 
 import copy
+import pickle
 import random
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import singledispatch
 from typing import Any
 
 import numpy as np
@@ -126,25 +128,26 @@ def _is_of(part: nn.Module, packages: tuple[str, ...]) -> bool:
     return type(part).__module__.startswith(packages)
 
 
+# What shows a change of a hidden module or of a generator. Other data shows it itself.
+_content = singledispatch(lambda value: value)
+_content.register(nn.Module, lambda module: dict(module.state_dict()))
+_content.register(torch.Generator, torch.Generator.get_state)
+_content.register(np.random.Generator, lambda numpy: pickle.dumps(numpy.bit_generator.state))
+_content.register(random.Random, random.Random.getstate)
+
+
 def _differs(now: Any, before: Any) -> bool:
     """Return whether plain data has other values than before. Other objects do not count."""
     if now is before or not _is_kept(before):
         return False
     if now.__class__ != before.__class__:
         return True
+    now, before = _content(now), _content(before)
     if isinstance(before, Tensor):
         is_alike = now.shape == before.shape and now.dtype == before.dtype
         return not (is_alike and torch.equal(now.detach().to(before.device), before.detach()))
-    if isinstance(before, nn.Module):
-        return _differs(dict(now.state_dict()), dict(before.state_dict()))
     if isinstance(before, dict):
         return now.keys() != before.keys() or any(_differs(now[k], before[k]) for k in before)
     if isinstance(before, (list, tuple, deque)):
         return len(now) != len(before) or any(map(_differs, now, before))
-    if isinstance(before, torch.Generator):
-        return not torch.equal(now.get_state(), before.get_state())
-    if isinstance(before, np.random.Generator):
-        return bool(now.bit_generator.state != before.bit_generator.state)
-    if isinstance(before, random.Random):
-        return bool(now.getstate() != before.getstate())
     return bool(now != before)

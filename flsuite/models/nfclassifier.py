@@ -351,25 +351,26 @@ class NFClassifier(ClientModel):
         It adds no callback. This is the first hook with a trainer. Lightning's own checks come
         later and do not name the remedy.
         """
-        if self.trainer.gradient_clip_val:
-            raise FlsuiteError(
-                f"NFClassifier clips the gradients of its two optimizers itself: set model.clip to "
-                f"{self.trainer.gradient_clip_val} and leave trainer.gradient_clip_val unset"
+        trainer, reason = self.trainer, ""
+        if clip := trainer.gradient_clip_val:
+            reason = (
+                f"clips the gradients of its two optimizers itself: set model.clip to {clip} and "
+                "leave trainer.gradient_clip_val unset"
             )
-        if self.trainer.accumulate_grad_batches != 1:
-            raise FlsuiteError(
-                "NFClassifier takes one step per batch: leave trainer.accumulate_grad_batches unset"
+        elif trainer.accumulate_grad_batches != 1:
+            reason = "takes one step per batch: leave trainer.accumulate_grad_batches unset"
+        elif trainer.max_steps != -1:
+            reason = (
+                "has two optimizers, but trainer.max_steps counts the steps of both: limit "
+                "trainer.max_epochs"
             )
-        if self.trainer.max_steps != -1:
-            raise FlsuiteError(
-                "NFClassifier has two optimizers, but trainer.max_steps counts the steps of both: "
-                "limit trainer.max_epochs"
+        elif getattr(trainer.precision_plugin, "scaler", None) is not None:
+            reason = (
+                "cannot clip gradients that 16-mixed has scaled: set trainer.precision to "
+                "bf16-mixed or 32-true"
             )
-        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
-            raise FlsuiteError(
-                "NFClassifier cannot clip gradients that 16-mixed has scaled: "
-                "set trainer.precision to bf16-mixed or 32-true"
-            )
+        if reason:
+            raise FlsuiteError(f"NFClassifier {reason}")
         return []
 
     def _replayed(self) -> Tensor:
@@ -387,11 +388,10 @@ class NFClassifier(ClientModel):
 
     def _check_task(self, task: int, classes: Sequence[int]) -> None:
         count = len(self.previous.met)
-        for c in classes:
-            if not 0 <= c < count:
-                raise FlsuiteError(
-                    f"NFClassifier: there is no class {c}; there are {count} classes"
-                )
+        if unknown := [c for c in classes if not 0 <= c < count]:
+            raise FlsuiteError(
+                f"NFClassifier: there is no class {unknown[0]}; there are {count} classes"
+            )
         if task < 0:
             raise FlsuiteError(f"NFClassifier: there is no task {task}")
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from flsuite import FlsuiteError
-from flsuite.data import Digits, Dirichlet, FeatureSkew, LabelNoise, Skew, Synthetic
+from flsuite.data import Digits, Dirichlet, FeatureSkew, FromDataset, LabelNoise, Skew, Synthetic
 from flsuite.data.federated import FederatedData
 
 
@@ -85,3 +86,10 @@ def test_the_noise_of_a_clients_splits_differs() -> None:
     noise = [images(skewed, 0, name)[:5] - images(plain, 0, name)[:5] for name in ("train", "test")]
     apart = [(one.abs() > 0).float() for one in noise]
     assert not torch.equal(*apart)
+
+
+def test_samples_that_are_read_on_demand_are_refused_and_not_silently_left_as_they_are() -> None:
+    samples = TensorDataset(torch.zeros(20, 2), torch.arange(20) % 2)
+    data = FromDataset(samples, samples, in_memory=False, clients=2, skew=LabelNoise(1.0))
+    with pytest.raises(FlsuiteError, match=r"data\.skew needs samples in memory; leave it out"):
+        data.setup()

@@ -144,14 +144,8 @@ class FEMNIST(FederatedDataModule):
     def load(self) -> PublishedSplits:
         """Read the files.
 
-        Returns:
-            ``train`` and ``test`` with images uint8 ``(n, 28, 28, 1)``, labels int64 ``(n,)`` in
-            the order of the class names (digits, capitals, small letters), and the writers as ids,
-            numbered in the order of their names. There is no ``val``. The background is 255, white,
-            as in LEAF.
-
-        Raises:
-            FlsuiteError: If there is none of the files, or one is damaged.
+        Classes are digits, capitals and small letters. The ids are the writers, numbered in the
+        order of their names. The background is 255, white, as in LEAF.
         """
         folder = self.data_root()
         folder = folder / "femnist" if (folder / "femnist").is_dir() else folder
@@ -173,4 +167,4 @@ class FEMNIST(FederatedDataModule):
         kept = torch.ones(len(whole), dtype=torch.bool)
         kept[held] = False
         spec = DataSpec((1, _SIDE, _SIDE), len(_CLASSES), class_names=_CLASSES)
-        return PublishedSplits(spec, whole.take(kept.nonzero().squeeze(1)), whole.take(held))
+        return PublishedSplits(spec, whole.take(kept), whole.take(held))

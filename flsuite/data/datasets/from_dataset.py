@@ -24,7 +24,6 @@ from flsuite.data.federated import DataSpec, DataSplit, PublishedSplits, Task
 from flsuite.data.images import Scaling
 from flsuite.data.map_style import (
     Field,
-    StoredSplit,
     fetch,
     is_pair,
     read_field,
@@ -312,23 +311,21 @@ def _covers(field: Field | None, split: str) -> bool:
 
 def _with(split: DataSplit, classes: Tensor | None, ids: Tensor | None, task: Task) -> DataSplit:
     """Return a split with its classes and its owners."""
-    if isinstance(split, StoredSplit):
+    if not split.in_memory:
         assert classes is not None
         return replace(split, y=classes, ids=ids)
     y = split.y.long() if task == "multiclass" else split.y
     return replace(split, y=y, labels=classes, ids=ids)
 
 
-def _holds_classes(split: DataSplit) -> bool:
-    """Return whether the targets are in memory and may be classes."""
-    is_read = not isinstance(split, StoredSplit)
-    return is_read and split.y.ndim == 1 and not split.y.is_floating_point()
-
-
 def _numbers(split: DataSplit) -> np.ndarray | None:
     """Return the targets if they are one number per sample and in memory."""
-    is_one = split.y.ndim == 1 and not isinstance(split, StoredSplit)
-    return split.y.numpy() if is_one else None
+    return split.y.numpy() if split.in_memory and split.y.ndim == 1 else None
+
+
+def _holds_classes(split: DataSplit) -> bool:
+    """Return whether the targets are in memory and may be classes."""
+    return _numbers(split) is not None and not split.y.is_floating_point()
 
 
 def _coded(
@@ -351,7 +348,7 @@ def _task(classes: dict[str, Tensor | None], splits: dict[str, DataSplit]) -> Ta
     for name, split in splits.items():
         labels = classes[name]
         assert labels is not None
-        if not isinstance(split, StoredSplit):
+        if split.in_memory:
             if split.y.ndim != 1 or not torch.equal(split.y.long(), labels):
                 return "other"
             continue

@@ -149,12 +149,7 @@ class Synthetic(FederatedDataModule):
             )
 
     def load(self) -> PublishedSplits:
-        """Draw the mixture.
-
-        Returns:
-            Tables float32 ``(n, features)`` with labels int64 ``(n,)``, the last fifth for testing,
-            and ``ids`` if there are owners.
-        """
+        """Draw the mixture. The last fifth is for testing."""
         samples, features, classes = self.samples, self.features, self.classes
         generator = torch_generator(self.data_seed, "synthetic")
 

@@ -118,15 +118,7 @@ class MedMNIST(FederatedDataModule):
     def load(self) -> PublishedSplits:
         """Read the published set, with its validation split.
 
-        An existing file is never replaced.
-
-        Returns:
-            Images uint8 ``(n, size, size, 1 or 3)``, and labels int64 ``(n,)``, or uint8
-            ``(n, 14)`` for ChestMNIST.
-
-        Raises:
-            FlsuiteError: If the name does not exist, or the file is missing, cannot be
-                downloaded, or is damaged.
+        An existing file is never replaced. The labels of ChestMNIST are uint8 ``(n, 14)``.
         """
         info = _info(self.name)
         # The package names keys and files of the original size without a suffix.

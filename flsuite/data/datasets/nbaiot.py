@@ -229,12 +229,10 @@ class NBaIoT(FederatedDataModule):
         check_init(self, NBaIoT)
 
     def load(self) -> PublishedSplits:
-        """Read the files.
+        """Read the files, with the devices' numbers as ids, unless there is a single ``device``.
 
-        Returns:
-            ``train`` and ``test`` as float32 ``(n, 115)``, labels int64 ``(n,)``, and the devices'
-            numbers as ids (no ids with a single ``device``). There is no ``val``. Each feature is
-            scaled to [0.1, 0.9] over the training rows, and clipped to [0, 1] in the test rows.
+        Each feature is scaled to [0.1, 0.9] over the training rows, and clipped to [0, 1] in the
+        test rows.
 
         Raises:
             FlsuiteError: If there are no files, or a file is missing or empty, has another header

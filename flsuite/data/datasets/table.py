@@ -279,12 +279,7 @@ class Table(FederatedDataModule):
             raise FlsuiteError(f"Table: features must not include the label {label!r}")
 
     def load(self) -> PublishedSplits:
-        """Read the table.
-
-        Returns:
-            ``train`` and ``test`` with features float32 ``(n, features)``, scaled by the training
-            rows, and labels int64 ``(n,)`` in the order of the class names. If ``client`` is given,
-            ids are the owners, numbered in the order of their names. There is no ``val``.
+        """Read the table, with the owners as ids, numbered in the order of their names.
 
         Raises:
             FlsuiteError: If a file, a column or a value is missing, a feature is infinite or not a

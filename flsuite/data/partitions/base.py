@@ -136,6 +136,10 @@ class CountPartition(AssignedPartition, Settings):
     Attributes:
         min_samples: Minimum number of samples per client.
         max_redraws: Maximum redraws if a client has fewer. The last table is then leveled.
+
+    Raises:
+        FlsuiteError: If the data cannot give ``min_samples`` to every client, or has too few
+            classes.
     """
 
     min_samples: int = 1
@@ -153,11 +157,7 @@ class CountPartition(AssignedPartition, Settings):
         """
 
     def require_enough(self, samples: int, clients: int) -> None:
-        """Refuse data that cannot give ``min_samples`` to every client.
-
-        Raises:
-            FlsuiteError: If it cannot.
-        """
+        """Refuse data that cannot give ``min_samples`` to every client."""
         if self.min_samples * clients > samples:
             raise FlsuiteError(
                 f"{clients} clients cannot have {self.min_samples} each of {samples} training "

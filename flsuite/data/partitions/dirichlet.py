@@ -28,10 +28,6 @@ class Dirichlet(CountPartition):
             IID.
         min_samples: Minimum number of samples per client, at least 1.
         max_redraws: Redraws before the last table is leveled. 0 levels the first one.
-
-    Raises:
-        FlsuiteError: If a parameter is out of range, or the data cannot give ``min_samples`` to
-            every client.
     """
 
     alpha: PositiveFloat
@@ -110,10 +106,6 @@ class DirichletExtended(CountPartition):
         alpha: Concentration, above 0. A large value approaches ``Pathological``.
         min_samples: Minimum number of samples per client, at least 1.
         max_redraws: Redraws before the last table is leveled. 0 levels the first one.
-
-    Raises:
-        FlsuiteError: If there are fewer classes than ``classes_per_client``, or the data cannot
-            give ``min_samples`` to every client.
     """
 
     classes_per_client: PositiveInt
@@ -150,10 +142,6 @@ class DirichletProportions(Dirichlet):
             approaches IID.
         min_samples: Minimum number of samples per client, at least 1.
         max_redraws: Redraws before the last table is leveled. 0 levels the first one.
-
-    Raises:
-        FlsuiteError: If a parameter is out of range, or the data cannot give ``min_samples`` to
-            every client.
     """
 
     def counts(self, sizes: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:

@@ -129,10 +129,6 @@ class QuantitySkew(CountPartition):
         sigma: Spread of the lognormal, at least 0. With 0, sizes differ by at most one.
         alpha: Concentration of the Dirichlet, above 0. A smaller value gives more unequal sizes.
         min_samples: Minimum number of samples per client, at least 1.
-
-    Raises:
-        FlsuiteError: If a parameter is out of range, or the data cannot give ``min_samples`` to
-            every client.
     """
 
     needs_labels = False

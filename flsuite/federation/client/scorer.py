@@ -20,7 +20,6 @@ from flsuite.common.score_names import score_name
 from flsuite.common.state import State, load_
 from flsuite.data.federated import DataSplit, FederatedData
 from flsuite.data.loader import SplitLoader
-from flsuite.data.map_style import StoredSplit
 from flsuite.federation.client.entries import Resident
 from flsuite.federation.client.trainer import quiet_lightning
 from flsuite.metrics.scores import class_accuracy, scores
@@ -224,7 +223,7 @@ class Scorer:
         self, samples: DataSplit, change: Callable[[Any], Any] | None = None
     ) -> dict[str, Tensor]:
         parts: list[dict[str, Tensor]] = []
-        is_stored = isinstance(samples, StoredSplit)
+        is_stored = not samples.in_memory
         size = self.data.batch_size if is_stored else self.batch_size
 
         for batch in SplitLoader(self.data, samples, size):

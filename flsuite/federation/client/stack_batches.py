@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
-from flsuite.data.map_style import StoredSplit
 from flsuite.federation.client.stack_member import Member
 from flsuite.federation.client.stacked_loss import StackGroup
 from flsuite.federation.client.trainer import ClientTrainer
@@ -37,7 +36,7 @@ class StackBatches:
         self.members, self.view, self.trainer = members, view, trainer
         self._device = trainer.strategy.root_device
         # The batches of a step are read at once, unless each has randomness of its own.
-        self._reads_rows = view.augment is None and not isinstance(view.train, StoredSplit)
+        self._reads_rows = view.augment is None and view.train.in_memory
         self.fills = False
 
     def __iter__(self) -> Iterator[list[StackGroup]]:

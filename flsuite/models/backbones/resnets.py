@@ -215,6 +215,6 @@ def _initialise(network: nn.Module, norm: Norm) -> None:
 
     if norm == "none":
         # Every block starts as its shortcut.
-        for module in network.modules():
-            if isinstance(module, _Block):
-                nn.init.zeros_(module.conv2.weight)
+        for name, weight in network.named_parameters():
+            if name.endswith("conv2.weight"):
+                nn.init.zeros_(weight)
