@@ -34,7 +34,6 @@ from flsuite.federation.server.tools import ServerFit, make_tools
 from flsuite.runs.folder import RunFolder, new_run_dir
 from flsuite.runs.fork import Fork
 from flsuite.runs.hooks import Hooks
-from flsuite.runs.options import Budget, RunOptions
 from flsuite.runs.preparation import (
     compressed,
     make_evaluator,
@@ -46,7 +45,7 @@ from flsuite.runs.reuse import Reuse
 from flsuite.runs.run import Run
 from flsuite.runs.scoring import ScoringTrainer
 from flsuite.runs.session import choose_engine, left_on_cpu, opened, started
-from flsuite.runs.settings import run_settings
+from flsuite.runs.settings import Budget, RunOptions, run_settings
 
 log = logging.getLogger("flsuite")
 

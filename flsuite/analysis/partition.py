@@ -29,7 +29,7 @@ def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
     The bars above show the samples per client.
 
     Args:
-        table: A table from :func:`flsuite.runs.predictions.partition_table`.
+        table: A table from :func:`flsuite.runs.partition.partition_table`.
         split: ``train``, ``val`` or ``test``.
     """
     of_all = class_counts(table, split)
@@ -136,7 +136,7 @@ def task_plan_figure(table: pd.DataFrame) -> Figure:
     Later tasks are darker.
 
     Args:
-        table: A table from :func:`flsuite.runs.predictions.task_table`.
+        table: A table from :func:`flsuite.runs.partition.task_table`.
     """
     shown = table[table["client"] < _MOST_PLANS]
     # In the order of the task pool, if there is one.

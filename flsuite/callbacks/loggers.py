@@ -29,8 +29,8 @@ from flsuite.callbacks.wandb_link import WandbLink
 from flsuite.common.arguments import NonNegativeInt, Settings
 from flsuite.common.score_names import score_of
 from flsuite.federation.server.evaluation import GLOBAL
-from flsuite.runs.predictions import class_probabilities
 from flsuite.runs.run import Run
+from flsuite.runs.scoring import class_probabilities
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -203,7 +203,7 @@ _MOST_CLASSES = 100
 def first_pictures(run: Run) -> dict[str, "Figure"]:
     """Draw the picture that is available before the first round: the partition."""
     from flsuite.analysis.partition import partition_figure
-    from flsuite.runs.predictions import partition_table
+    from flsuite.runs.partition import partition_table
 
     return {"partition": partition_figure(partition_table(run.federation.data))}
 

@@ -15,7 +15,7 @@ from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.common.files import csv_of, make_folder, replace_text
 from flsuite.data.datasets.from_dataset import as_federated
 from flsuite.data.tasks import TaskData
-from flsuite.runs.predictions import partition_table, task_table
+from flsuite.runs.partition import partition_table, task_table
 
 _MOST_SHOWN = 30
 

@@ -113,7 +113,12 @@ _MERGED = {
         "flows": "gaussians replay",
     },
     "models.backbones": {"base": "cnn lenet mlp small", "resnets": "resnet18 resnet20"},
-    "runs": {"checkpoint": "kept", "predictions": "partition", "rounds": "rehearsal"},
+    "runs": {
+        "checkpoint": "kept",
+        "rounds": "rehearsal",
+        "scoring": "predictions",
+        "settings": "options",
+    },
     "studies.inversion": {"attack": "figure gan", "target": "knowledge"},
 }
 _GROUND = "arguments errors files lightning_internals messages random score_names state"

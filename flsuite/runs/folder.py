@@ -20,7 +20,7 @@ from flsuite.common.files import csv_of, locked, make_folder, replace_file, repl
 from flsuite.data.federated import FederatedData
 from flsuite.data.tasks import TaskData
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.predictions import task_table, write_partition
+from flsuite.runs.partition import task_table, write_partition
 from flsuite.runs.record import first_round
 from flsuite.runs.table import MetricsTable, TimelineTable, mark_of
 

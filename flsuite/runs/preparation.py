@@ -26,8 +26,8 @@ from flsuite.models.autoencoders import slice_strides
 from flsuite.models.base import ClientModel
 from flsuite.models.layers import to_channels_last
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.options import RunOptions
 from flsuite.runs.run import Run
+from flsuite.runs.settings import RunOptions
 
 log = logging.getLogger("flsuite")
 

@@ -19,8 +19,8 @@ from flsuite.federation.server.federation import Federation
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import Fork
 from flsuite.runs.hooks import Hooks
-from flsuite.runs.options import RunOptions
 from flsuite.runs.reuse import Reuse
+from flsuite.runs.settings import RunOptions
 from flsuite.runs.store import RunStore
 from flsuite.runs.summary import RunSummary
 from flsuite.runs.table import timeline_rows

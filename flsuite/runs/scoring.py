@@ -1,21 +1,38 @@
 """The part of the trainer that scores and predicts, and gives access to its run."""
 
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch import Tensor
 
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.files import make_folder, replace_tensors
 from flsuite.common.messages import Split
-from flsuite.federation.server.evaluation import GLOBAL
-from flsuite.runs.predictions import predict
+from flsuite.common.random import seed_process
+from flsuite.common.state import plain
+from flsuite.data.federated import FederatedData
+from flsuite.data.loader import SplitLoader
+from flsuite.federation.server.evaluation import GLOBAL, Evaluator
+from flsuite.federation.server.federation import Federation
+from flsuite.models.declarations import has_step, pictures
+from flsuite.models.modes import evaluating
 from flsuite.runs.run import Run
 from flsuite.runs.session import left_on_cpu
 from flsuite.runs.summary import print_scores
 
 if TYPE_CHECKING:
     import pandas as pd
+    from PIL.Image import Image
+
+log = logging.getLogger("flsuite")
+
+_PICTURED = 10  # test samples
+_LEAST_SIDE = 56  # pixels of a picture
+_LETTERS = 18  # pixels of a label's height
 
 
 class ScoringTrainer(Trainer):
@@ -173,3 +190,149 @@ class ScoringTrainer(Trainer):
         if run.options.show and verbose:
             print_scores(whole, split, run.round, run.summary.monitor)
         return [whole, *scores.values()]
+
+
+def predict(
+    federation: Federation, evaluator: Evaluator, folder: Path | None
+) -> tuple[Any, list[Path]]:
+    """Return predictions on the test split, see :meth:`ScoringTrainer.predict`, and their files.
+
+    Args:
+        federation: The federation in its current state.
+        evaluator: Runs the models of the federation.
+        folder: Folder of the table and of the model's pictures. ``None`` writes nothing.
+
+    Raises:
+        FlsuiteError: If the model offers neither a ``predict_step`` nor class probabilities.
+    """
+    own = None
+    if has_step(evaluator.model, "predict_step"):
+        own = _own_predictions(federation, evaluator)
+        if not evaluator.has_classes:
+            return own, [] if folder is None else _write_own(own, folder)
+    elif not evaluator.has_classes:
+        raise FlsuiteError(
+            f"predict: {type(evaluator.model).__name__} offers no class probabilities; add a "
+            "predict_step, or logits(x) for data whose targets are classes"
+        )
+    probabilities = class_probabilities(federation, evaluator)
+    predictions = probabilities if own is None else own
+    if folder is None:
+        return predictions, []
+
+    paths = [_write_probabilities(make_folder(folder), probabilities, federation.data)]
+    for name, grid in _pictures(federation, evaluator).items():
+        paths.append(folder / f"{name}.png")
+        _labelled(grid).save(paths[-1])
+    return predictions, paths
+
+
+def class_probabilities(federation: Federation, evaluator: Evaluator) -> Tensor:
+    """Return the class probabilities ``(n, classes)`` of the test data.
+
+    They are those of the global model, or the mean over the clients' models.
+    """
+    total, clients = torch.zeros(()), _models(federation)
+    for client in clients:
+        evaluator.load(federation.client_state(client))
+        total = total + evaluator.outputs(federation.data.test)["scores"]
+    return total / len(clients)
+
+
+def _models(federation: Federation) -> Sequence[int | None]:
+    """Return the clients whose models predict, or ``None`` alone for the global model."""
+    return federation.present() if federation.entries.personal else [None]
+
+
+def _own_predictions(federation: Federation, evaluator: Evaluator) -> list[Any]:
+    """Return the results of the model's ``predict_step``, one list per client model."""
+    batches = SplitLoader(federation.data, federation.data.test, federation.data.batch_size)
+    by_client = []
+    for client in _models(federation):
+        evaluator.load(federation.client_state(client))
+        by_client.append(evaluator.predictions(batches))
+    return by_client if federation.entries.personal else by_client[0]
+
+
+def _write_own(predictions: Any, folder: Path) -> list[Path]:
+    """Write the results of a model's ``predict_step`` if they are plain data. Return the file."""
+    path = make_folder(folder) / "predictions.pt"
+    try:
+        replace_tensors(plain(predictions, "predictions"), path)
+    except FlsuiteError as error:
+        log.warning("%s was not written: %s", path, one_line(error))
+        return []
+    return [path]
+
+
+def _write_probabilities(folder: Path, probabilities: Tensor, data: FederatedData) -> Path:
+    """Write ``predictions.csv``: sample, target, prediction, and a probability per class.
+
+    Classes are numbers. For multi-label samples, the cells list the labels that are set.
+    """
+    import pandas as pd  # not needed during a run
+
+    def set_labels(samples: Tensor) -> list[str]:
+        return [" ".join(map(str, row.nonzero().flatten().tolist())) for row in samples]
+
+    targets, probabilities = data.test.y, probabilities.cpu()
+    columns = [f"p_{c}" for c in range(data.spec.num_classes)]
+    table, path = (
+        pd.DataFrame(probabilities.double().numpy(), columns=columns),
+        folder / "predictions.csv",
+    )
+    if targets.ndim > 1:
+        cells = [set_labels(targets), set_labels(probabilities >= 0.5)]
+    else:
+        cells = [targets.tolist(), probabilities.argmax(1).tolist()]
+    table.insert(0, "target", cells[0])
+    table.insert(1, "prediction", cells[1])
+    path = folder / "predictions.csv"
+    table.to_csv(path, index_label="sample", float_format="%.6f")
+    return path
+
+
+def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, dict[str, Tensor]]:
+    """Return the model's pictures of the first test samples, on the CPU.
+
+    If each client has its own model, the first client's model is used.
+    """
+    # The same random draws in every run, for comparison.
+    seed_process(0, "pictures", federation.clock.round)
+    evaluator.load(federation.client_state(_models(federation)[0]))
+    data, model, device = evaluator.data, evaluator.model.to(evaluator.device), evaluator.device
+    samples = federation.data.test.take(torch.arange(min(_PICTURED, len(data.test))))
+    x, _ = next(iter(SplitLoader(data, samples, len(samples))))
+    with evaluating(model), torch.inference_mode(), evaluator.precision():
+        grids = pictures(model, x.to(device))
+        return {
+            name: {label: images.float().cpu() for label, images in grid.items()}
+            for name, grid in grids.items()
+        }
+
+
+def _labelled(grid: Mapping[str, Tensor]) -> "Image":
+    """Return a picture with a row of images ``(n, channels, height, width)`` per label."""
+    from PIL import Image, ImageDraw, ImageFont
+    from torchvision.transforms.functional import to_pil_image
+    from torchvision.utils import make_grid
+
+    rows = [_enlarge(images.clamp(0, 1)) for images in grid.values()]
+    images = to_pil_image(make_grid(torch.cat(rows), nrow=len(rows[0]), pad_value=1.0))
+    font = ImageFont.load_default(_LETTERS)
+    width = int(max(font.getlength(label) for label in grid)) + _LETTERS
+    picture = Image.new("RGB", (width + images.width, images.height), "white")
+    picture.paste(images, (width, 0))
+
+    height = images.height / len(rows)
+    for row, label in enumerate(grid):
+        place = width - _LETTERS / 2, (row + 0.5) * height
+        ImageDraw.Draw(picture).text(place, label, "black", font, anchor="rm")
+    return picture
+
+
+def _enlarge(images: Tensor) -> Tensor:
+    """Enlarge small images by repeating their pixels."""
+    # Rounded up, so that the side has at least _LEAST_SIDE pixels.
+    factor = max(1, -(-_LEAST_SIDE // images.shape[-1]))
+    return images.repeat_interleave(factor, -1).repeat_interleave(factor, -2)

@@ -142,7 +142,7 @@ class MetricsRow(NamedTuple):
 
 
 _Time = tuple[int, float, float, int, int]
-_Name = tuple[str, str, str]
+_Name = tuple[str, str, str]  # scope, split, metric
 
 
 class _Rows:
@@ -153,6 +153,7 @@ class _Rows:
         self._names: dict[_Name, int] = {}
         self._time_of, self._name_of = array("I"), array("I")
         self._values = array("d")
+        self.latest: dict[str, float] = {}  # of the global numbers, as <split>/<metric>
 
     def add(self, time: _Time, name: _Name, value: float) -> None:
         if not self._times or self._times[-1] != time:
@@ -160,12 +161,9 @@ class _Rows:
         self._time_of.append(len(self._times) - 1)
         self._name_of.append(self._names.setdefault(name, len(self._names)))
         self._values.append(value)
-
-    def latest(self, scope: str) -> dict[str, float]:
-        """Return the last value of each number of a scope, as ``<split>/<metric>``."""
-        values = dict(zip(self._name_of, self._values, strict=True))
-        places = {name: place for name, place in self._names.items() if name[0] == scope}
-        return {f"{split}/{n}": values[place] for (_, split, n), place in places.items()}
+        scope, split, metric = name
+        if scope == "global":
+            self.latest[f"{split}/{metric}"] = value
 
     def __iter__(self) -> Iterator[MetricsRow]:
         names = list(self._names)
@@ -191,7 +189,7 @@ class MetricsTable(AppendedTable):
     @property
     def latest(self) -> dict[str, float]:
         """Return the last value of each global number, as ``<split>/<metric>``."""
-        return self._rows.latest("global")
+        return self._rows.latest
 
     def by_round(self) -> dict[int, dict[str, float]]:
         """Return the global numbers of each scored round, as ``<split>/<metric>``."""
@@ -205,8 +203,10 @@ class MetricsTable(AppendedTable):
         self._rows = _Rows()
         for number, cells in enumerate(csv.reader(lines), start=2):
             try:
-                row = _metrics_row(cells)
-                self._rows.add(row[:5], row[5:8], row.value)
+                round, virtual, wall, updates, bytes, *names, value = cells
+                time = int(round), float(virtual), float(wall), int(updates), int(bytes)
+                scope, split, metric = map(unescaped, names)
+                self._rows.add(time, (scope, split, metric), float(value))
             except ValueError as error:
                 raise FlsuiteError(
                     f"{self.path}, line {number}: {one_line(error, 200)}; restore the file, or "
@@ -280,11 +280,21 @@ class TimelineTable(AppendedTable):
     """
 
     columns = TimelineRow._fields
+    _digits: ClassVar = {"started_s": 12, "ended_s": 12, "merged_s": 12, "weight": 9}
 
     def add(self, rows: Iterable[TimelineRow]) -> None:
         """Add the fits that ended in the round in progress."""
         if self.path is not None:
-            self._unwritten.extend(_timeline_cells(row) for row in rows)
+            self._unwritten.extend(map(self._cells, rows))
+
+    def _cells(self, row: TimelineRow) -> tuple[object, ...]:
+        """Return the cells of a row. The csv module writes ``None`` as an empty one."""
+        # Virtual times are multiples of a nanosecond. Twelve digits distinguish unequal ones.
+        cells = row._asdict() | {
+            name: None if (value := getattr(row, name)) is None else f"{value:.{digits}g}"
+            for name, digits in self._digits.items()
+        }
+        return tuple(cells.values())
 
 
 def timeline_rows(federation: Federation) -> Iterator[TimelineRow]:
@@ -306,19 +316,3 @@ def timeline_rows(federation: Federation) -> Iterator[TimelineRow]:
         else:
             # A fit that arrived without an accepted update failed or was refused.
             yield TimelineRow(*cells, "failed" if fit.outcome == "arrived" else fit.outcome)
-
-
-def _metrics_row(cells: list[str]) -> MetricsRow:
-    round, virtual, wall, client_updates, bytes, scope, split, metric, value = cells
-    time = (int(round), float(virtual), float(wall), int(client_updates), int(bytes))
-    return MetricsRow(*time, unescaped(scope), unescaped(split), unescaped(metric), float(value))
-
-
-def _timeline_cells(row: TimelineRow) -> tuple[object, ...]:
-    numbers = row[:3]
-    # Virtual times are multiples of a nanosecond. Twelve digits distinguish unequal ones.
-    times = (f"{row.started_s:.12g}", f"{row.ended_s:.12g}")
-    # The csv module writes None as an empty cell.
-    merged = None if row.merged_s is None else f"{row.merged_s:.12g}"
-    weight = None if row.weight is None else f"{row.weight:.9g}"
-    return *numbers, *times, row.outcome, row.round, merged, row.staleness, weight

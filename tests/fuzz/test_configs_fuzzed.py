@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jsonargparse._typehints import get_all_subclass_paths
 
 from flsuite.commands.main import main
-from flsuite.runs.options import Budget
+from flsuite.runs.settings import Budget
 from tests.fuzz.settings import fuzzed
 
 BASE: dict[str, Any] = {

@@ -19,7 +19,7 @@ from flsuite.data.federated import Rows
 from flsuite.federation import Synchronous
 from flsuite.models import MLP, Classifier
 from flsuite.runs import run as run_module
-from flsuite.runs.predictions import partition_table, write_partition
+from flsuite.runs.partition import partition_table, write_partition
 from tests.conftest import trainer
 
 ROWS = torch.arange(20)

@@ -4,7 +4,7 @@ import pytest
 
 from flsuite import FlsuiteError
 from flsuite.federation import Clock
-from flsuite.runs.options import Budget
+from flsuite.runs.settings import Budget
 
 SPENT = Clock(round=5, seconds=2.5, client_updates=20, bytes=10**9)
 
