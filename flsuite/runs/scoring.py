@@ -18,7 +18,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.loader import SplitLoader
 from flsuite.federation.server.evaluation import GLOBAL, Evaluator
 from flsuite.federation.server.federation import Federation
-from flsuite.models.declarations import has_step, pictures
+from flsuite.models.abilities import has_step, pictures
 from flsuite.models.modes import evaluating
 from flsuite.runs.run import Run
 from flsuite.runs.session import left_on_cpu
