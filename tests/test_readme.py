@@ -1,6 +1,7 @@
 """The README, the guide and the result pages show what is true."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from flsuite.commands.sweeps.plan import fit_arguments, samples_of
 from flsuite.commands.sweeps.reading import read_sweep
 from tests.commands.command import Capture, cli
 from tests.conftest import mostly_long
-from tests.docs.generated import KINDS, classes, tables, written
+from tests.docs.generated import KINDS, KNOWN, classes, known_classes, tables, written
 from tests.docs.pages import (
     NOTEBOOKS,
     PAGES,
@@ -80,6 +81,14 @@ def test_generated_tables_are_those_of_today(page: Path) -> None:
     assert page.read_text("utf-8") == written(page.read_text("utf-8")), (
         "run python -m tests.docs.generated"
     )
+
+
+def test_the_known_classes_are_those_of_today() -> None:
+    now, then = json.loads(known_classes()), json.loads(KNOWN.read_text("utf-8"))
+    if now.pop("versions") == then.pop("versions"):
+        assert now == then, "run python -m tests.docs.generated"
+    ours = [{k: v for k, v in f["classes"].items() if k.startswith("flsuite")} for f in (now, then)]
+    assert ours[0] == ours[1], "run python -m tests.docs.generated"
 
 
 @pytest.mark.parametrize(

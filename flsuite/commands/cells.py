@@ -18,11 +18,11 @@ from typing import Any
 
 from flsuite.commands.main import run_command, work_here
 from flsuite.commands.request import import_plugins
-from flsuite.commands.static.typos import TyposError, refuse_typos
 from flsuite.commands.sweeps.plan import Cell, fit_arguments, require_distinct, samples_of
 from flsuite.commands.sweeps.queue import DONE, Queue
 from flsuite.commands.sweeps.reading import Sweep
 from flsuite.commands.sweeps.worker import die_with, fork, run_workers
+from flsuite.commands.typos import TyposError, refuse_typos
 from flsuite.common.errors import FlsuiteError, one_line, with_place
 
 _CELLS_PER_CHECK, _MOST_CHECKS = 8, 8  # each process that checks cells loads their data

@@ -15,7 +15,7 @@ from typing import Any
 from jsonargparse import _typehints, _util
 from jsonargparse._common import ImportDenied
 
-from flsuite.commands.static.modules import exists
+from flsuite.commands.typos import exists
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import read_yaml
 from flsuite.common.moved import moved

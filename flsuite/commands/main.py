@@ -32,7 +32,7 @@ from flsuite.commands.request import (
     require_config,
     with_run_folder,
 )
-from flsuite.commands.static.typos import TyposError, refuse_typos
+from flsuite.commands.typos import TyposError, refuse_typos
 from flsuite.common.errors import (
     FederationError,
     FlsuiteError,
@@ -190,11 +190,13 @@ def dispatch(command: str, args: list[str]) -> None:
     home = f"flsuite.commands.{'fit' if command in _BY_LIGHTNING else command}"
     if command in _READING_CONFIG:
         require_config(command, args)
-        refuse_typos(command, args)
+        needs_imports = refuse_typos(command, args)
         with waiting("loading PyTorch and Lightning"), _collecting_later():
             _prepare_engine(args)
             import_plugins(args)
             importlib.import_module(home)
+            if needs_imports:
+                refuse_typos(command, args, imports=True)
 
     module = importlib.import_module(home)
     if command in _BY_LIGHTNING:

@@ -1,17 +1,12 @@
 """The help of the command and of its keys."""
 
-import ast
 import shutil
-import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from flsuite import __version__
-from flsuite.commands.static.classes import class_names, find_class, kinds_of, public_subclasses
-from flsuite.commands.static.first_keys import TRAINER, first_keys
-from flsuite.commands.static.modules import Definition, last_name, lookup, resolve
-from flsuite.commands.static.signatures import Parameter, first_sentence, signature_of
-from flsuite.commands.static.suggestions import nearest, nearest_key
+from flsuite.commands.known import TRAINER, Argument, Class, classes, find, find_short, first_keys
+from flsuite.commands.typos import nearest, nearest_key
 from flsuite.common.errors import FlsuiteError
 
 SUMMARIES = {
@@ -68,25 +63,7 @@ reclaim a machine. A run that ended with 1, 129, 130 or 143 keeps its last finis
 
 
 _NAME_WIDTH = 26
-_KINDS = {
-    "Path": "PATH",
-    "int": "N",
-    "float": "X",
-    "bool": "true|false",
-    "str": "TEXT",
-    "list": "LIST",
-    "dict": "KEYS",
-}
 _FIRST = ("config", "model", "data", "ckpt_path", "run_dir", "seed_everything", "plugins")
-_WORDS = {
-    "config": "FILE",
-    "ckpt_path": "PATH",
-    "run_dir": "PATH",
-    "output": "PATH",
-    "plugins": "LIST",
-    "seed_everything": "N",
-}
-_LONGEST_KIND = 24
 _EPILOG = """
 more:
   --help=trainer                  Lightning's arguments, which apply to each client's fit
@@ -112,106 +89,99 @@ def help_of(command: str, summary: str, topic: str = "") -> str:
     """
     if not topic:
         return _of_command(command, summary)
+    own, lightnings = _trainer_keys()
     if topic == "trainer":
-        return _of_lightning()
+        title = "keys of Lightning's Trainer for each client's fit, as --trainer.KEY VALUE:"
+        return "\n".join(_table(title, lightnings)) + "\n"
     name = topic.removeprefix("--")
-    bases = _bases_of(command, name)
-    if bases:
-        return _of_key(name, bases)
-    definition = find_class(name)
-    if definition is not None:
-        return _of_class(definition)
-    keys = [f"trainer.{key}" for key in _trainer_parameters()]
-    near = nearest_key(name, first_keys(command).parameters, keys) or nearest(name, class_names())
+    argument = _argument(command, name)
+    listed = _listed(argument) if argument else {}
+    if listed:
+        return _of_key(name, listed)
+    chosen = _class(name)
+    if chosen is not None:
+        return _of_class(chosen)
+    keys = [f"trainer.{key}" for key in own | lightnings]
+    near = nearest_key(name, first_keys(command), keys) or nearest(
+        name, (c.name for c in classes())
+    )
     hint = f" (did you mean {near}?)" if near else ""
     raise FlsuiteError(f"--help={topic}: no such class, and no key that takes one{hint}")
 
 
+def _class(name: str) -> Class | None:
+    """Return a class by its short name or its path, which may be a user's own."""
+    if known := find(name) if "." in name else find_short(name):
+        return known
+    from flsuite.commands.describing import imported  # which takes a while
+
+    return imported(name) if "." in name else None
+
+
 def _of_command(command: str, summary: str) -> str:
-    keys = first_keys(command).parameters
-    own = {f"--{name}": keys[name] for name in (*_FIRST, *keys) if name in keys}
-    own["--KEY VALUE"] = Parameter("", doc="Any key of a config, e.g. --data.partition.alpha 0.1.")
-    del own["--trainer"]
-    federated = {
-        name: parameter
-        for name, parameter in _trainer_parameters().items()
-        if parameter.module == TRAINER[0] and name not in keys
-    }
+    keys = first_keys(command)
+    first = {f"--{name}": keys[name] for name in (*_FIRST, *keys) if name in keys}
+    first["--KEY VALUE"] = Argument(text="Any key of a config, e.g. --data.partition.alpha 0.1.")
+    del first["--trainer"]
+    own, _ = _trainer_keys()
+    federated = {name: argument for name, argument in own.items() if name not in keys}
     lines = [f"usage: flsuite {command} --config FILE [--KEY VALUE ...]", "", summary, ""]
-    lines += _table("options:", own)
+    lines += _table("options:", first)
     lines += ["", *_table("keys of the trainer, as --trainer.KEY VALUE:", federated)]
     return "\n".join(lines) + "\n" + _EPILOG
 
 
-def _of_lightning() -> str:
-    """Return the arguments that the trainer passes on to Lightning's Trainer."""
-    lightning = {k: v for k, v in _trainer_parameters().items() if v.module != TRAINER[0]}
-    title = "keys of Lightning's Trainer for each client's fit, as --trainer.KEY VALUE:"
-    return "\n".join(_table(title, lightning)) + "\n"
-
-
-def _of_key(name: str, bases: Iterable[Definition]) -> str:
+def _of_key(name: str, listed: dict[str, Class]) -> str:
     lines = [f"--{name} takes one of these classes, or my_module.Name of your own:"]
-    rows = {
-        class_name: _summary(found)
-        for base in bases
-        for class_name, module in public_subclasses(base).items()
-        if (found := lookup(module, class_name)) and (found != base or module.startswith("flsuite"))
-    }
-    width = max(map(len, rows), default=0) + 2
-    for class_name, text in sorted(rows.items()):
-        lines += _row(class_name, text, width)
-    example = next(iter(sorted(rows)), "FedProx")
-    return "\n".join([*lines, "", f"The arguments of one: --help={example}"]) + "\n"
+    width = max(map(len, listed)) + 2
+    for class_name, known in sorted(listed.items()):
+        lines += _row(class_name, known.summary, width)
+    return "\n".join([*lines, "", f"The arguments of one: --help={min(listed)}"]) + "\n"
 
 
-def _of_class(found: Definition) -> str:
-    signature = signature_of(found)
-    assert isinstance(found.node, ast.ClassDef)
-    lines = [f"{found.node.name}: {_summary(found)}", ""]
-    lines += _table("arguments:", signature.parameters)
-    if signature.is_open:
-        lines += ["", f"It takes more arguments; --KEY.help {found.node.name} lists them."]
+def _of_class(known: Class) -> str:
+    lines = [f"{known.name}: {known.summary}", "", *_table("arguments:", known.arguments)]
+    if known.is_open:
+        lines += ["", f"It takes more arguments; --KEY.help {known.name} lists them."]
     return "\n".join(lines) + "\n"
 
 
-def _bases_of(command: str, name: str) -> tuple[Definition, ...]:
-    """Return the classes that a key takes, such as ``data.partition``."""
+def _argument(command: str, name: str) -> Argument | None:
+    """Return the argument for a key such as ``data.partition``, of the first class that has it."""
     first, *rest = name.split(".")
-    parameter = first_keys(command).parameters.get(first)
+    argument = first_keys(command).get(first)
     for inner in rest:
-        bases = kinds_of(parameter).bases if parameter else ()
-        parameter = next((p for base in bases if (p := _parameter(base, inner))), None)
-    return kinds_of(parameter).bases if parameter else ()
+        owners = _listed(argument).values() if argument else ()
+        argument = next((o.arguments[inner] for o in owners if inner in o.arguments), None)
+    return argument
 
 
-def _parameter(base: Definition, name: str) -> Parameter | None:
-    """Return an argument of a class, or of its first subclass that has it."""
-    for class_name, module in public_subclasses(base).items():
-        found = lookup(module, class_name)
-        parameter = signature_of(found).parameters.get(name) if found else None
-        if parameter is not None:
-            return parameter
-    return None
+def _listed(argument: Argument) -> dict[str, Class]:
+    """Return the classes that a key takes and a package exports, by name."""
+    return {
+        known.name: known
+        for known in classes()
+        if known.packages
+        and not known.is_abstract
+        and not {*argument.bases}.isdisjoint(known.bases)
+        # Libraries export base classes that cannot be used as they are.
+        and (known.path.startswith("flsuite.") or known.path not in argument.bases)
+    }
 
 
-def _trainer_parameters() -> dict[str, Parameter]:
-    """Return the arguments of the trainer and of Lightning's Trainer, by name."""
-    trainer = lookup(*TRAINER)
-    assert trainer is not None
-    return signature_of(trainer).parameters
+def _trainer_keys() -> tuple[dict[str, Argument], dict[str, Argument]]:
+    """Return the arguments of the trainer, and those that it passes on to Lightning's."""
+    trainer, lightnings = find(TRAINER), find("lightning.pytorch.Trainer")
+    assert trainer and lightnings
+    passed_on = {k: v for k, v in trainer.arguments.items() if v is lightnings.arguments.get(k)}
+    own = {name: v for name, v in trainer.arguments.items() if name not in passed_on}
+    return own, passed_on
 
 
-def _summary(found: Definition) -> str:
-    node = found.node
-    return first_sentence(ast.get_docstring(node) or "") if isinstance(node, ast.ClassDef) else ""
-
-
-def _table(title: str, parameters: Mapping[str, Parameter]) -> list[str]:
+def _table(title: str, arguments: Mapping[str, Argument]) -> list[str]:
     lines = [title]
-    for name, parameter in parameters.items():
-        shown = f"{name} {_WORDS.get(name.removeprefix('--')) or _kind(parameter)}".rstrip()
-        lines += _row(shown, _described(parameter), _NAME_WIDTH)
+    for name, argument in arguments.items():
+        lines += _row(f"{name} {argument.kind}".rstrip(), argument.text, _NAME_WIDTH)
     return lines
 
 
@@ -222,52 +192,3 @@ def _row(name: str, text: str, width: int) -> list[str]:
     head = [f"  {name:{width}}{wrapped[0]}"] if len(name) < width else [f"  {name}"]
     rest = wrapped[1:] if len(name) < width else wrapped
     return [line.rstrip() for line in (*head, *(" " * (width + 2) + line for line in rest))]
-
-
-def _described(parameter: Parameter) -> str:
-    text, _, default = parameter.doc.partition("Default:")
-    node = parameter.default
-    if node is not None and not isinstance(node, ast.Call) and ast.unparse(node) != "None":
-        value = ast.unparse(node).strip("'")
-        default = f"{value.lower() if value in ('True', 'False') else value}."
-    described = first_sentence(text)
-    if default and default.strip() != "None.":
-        described += f" Default: {first_sentence(default)}"
-    return described
-
-
-def _kind(parameter: Parameter) -> str:
-    """Return the placeholder for the value of an argument, such as ``N`` or ``PATH``."""
-    if parameter.annotation is None:
-        return ""
-    kinds = dict.fromkeys(_kinds(parameter.module, parameter.annotation))
-    shown = "|".join(kinds)
-    return shown if len(shown) <= _LONGEST_KIND else "VALUE"
-
-
-def _kinds(module: str, node: ast.AST, depth: int = 5) -> list[str]:
-    if isinstance(node, ast.BinOp):
-        return _kinds(module, node.left, depth) + _kinds(module, node.right, depth)
-    if isinstance(node, ast.Subscript):
-        return _of_subscript(module, node, depth)
-    if isinstance(node, ast.Constant):
-        return []
-    if ast.unparse(node) in _KINDS:
-        return [_KINDS[ast.unparse(node)]]
-    found = resolve(module, node) if depth else None
-    if found and isinstance(found.node, ast.ClassDef):
-        return ["VALUE" if found.module.split(".")[0] in sys.stdlib_module_names else "CLASS"]
-    return _kinds(*found, depth - 1) if found and isinstance(found.node, ast.expr) else ["VALUE"]
-
-
-def _of_subscript(module: str, node: ast.Subscript, depth: int) -> list[str]:
-    name = last_name(node)
-    inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if name == "Literal":
-        return [str(value.value) for value in inner if isinstance(value, ast.Constant)]
-    if name in ("Optional", "Union"):
-        return [kind for part in inner for kind in _kinds(module, part, depth)]
-    if name in ("Annotated", "Callable"):
-        return _kinds(module, inner[0 if name == "Annotated" else -1], depth)
-    is_list = any("CLASS" in _kinds(module, part, depth) for part in inner)
-    return ["CLASS" if is_list else _KINDS.get(name.lower(), "VALUE")]

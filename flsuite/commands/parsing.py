@@ -16,8 +16,8 @@ from jsonargparse._util import import_object
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 
-from flsuite.commands.plain_types import in_words, options_of
-from flsuite.commands.static.suggestions import nearest, nearest_key
+from flsuite.commands.describing import in_words, options_of
+from flsuite.commands.typos import nearest, nearest_key
 from flsuite.common.arguments import create
 from flsuite.common.errors import FlsuiteError, one_line, with_place
 
@@ -147,7 +147,7 @@ def _expected(hint: Any, text: str, message: str) -> str:
     # A wrong number or text is not intended as a class.
     may_be_class = not text.startswith(("Expected a <class", "Unexpected"))
     if not may_be_class or (_NO_CLASS not in message and "Not a valid subclass" not in message):
-        near = nearest(value, options_of(hint))
+        near = nearest(value, (option.words for option in options_of(hint)))
         return f"{wrong} (did you mean {near}?)" if near else wrong
     near = nearest(value, known)
     all_known = f"there are: {', '.join(known)}, or my_module.Name"

@@ -17,7 +17,7 @@ import yaml
 
 from flsuite.commands import fork
 from flsuite.commands.foreign import _is_known
-from flsuite.commands.static.classes import find_class
+from flsuite.commands.known import find
 from flsuite.commands.verify import _workplace
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import locked
@@ -140,10 +140,10 @@ PARTS = ("aggregators", "callbacks", "data", "federation", "metrics", "models")
 def test_what_a_shipped_config_may_name_is_known() -> None:
     modules = [importlib.import_module(f"flsuite.{part}") for part in PARTS]
     named = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
-    classes = {name for name in named if find_class(name)}
+    classes = {name for name in named if find(name)}
     text = "".join(path.read_text() for path in CONFIGS.rglob("*.yaml"))
     dotted = re.findall(r"(?:flsuite|torch|lightning)(?:\.\w+)+", text)
-    classes |= {name for name in dotted if find_class(name)}
+    classes |= {name for name in dotted if find(name)}
     assert len(classes) > 100 and "torch.optim.SGD" in classes
     unknown = {name for name in classes if not _is_known(name)}
     assert unknown == {"flsuite.federation.Ray"}

@@ -1,10 +1,13 @@
-"""Writes the tables of the pages that follow from the code: ``python -m tests.docs.generated``.
+"""Writes what follows from the code: ``python -m tests.docs.generated``.
 
-A page has a table between ``<!-- generated: NAME -->`` and ``<!-- /generated -->``.
+These are the tables of the pages, and the classes that the command knows before it imports them. A
+page has a table between ``<!-- generated: NAME -->`` and ``<!-- /generated -->``.
 """
 
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
@@ -28,7 +31,7 @@ from flsuite.federation.client.callbacks import LRDecay
 from flsuite.federation.engines.base import EngineChoice
 from flsuite.models import Backbone, ClientModel
 from tests.composition.table import pairs_table, summary_table
-from tests.docs.pages import PAGES
+from tests.docs.pages import PAGES, ROOT
 
 KINDS: dict[str, tuple[type, Sequence[str]]] = {  # what its classes extend, and who exports them
     "aggregators": (Aggregator, ["aggregators"]),
@@ -64,6 +67,7 @@ INSIDE = {  # the rows of the README's table
     "runs": ["engines", "learning rates over rounds", "callbacks"],
 }
 PASSED_ON = {"parts", "kwargs", "params"}  # to a base class
+KNOWN = ROOT / "flsuite" / "commands" / "known.json"
 _MARKED = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(<!-- /generated -->)", flags=re.S)
 
 
@@ -166,6 +170,13 @@ def tables(text: str) -> list[str]:
     return [match[2] for match in _MARKED.finditer(text)]
 
 
+def known_classes() -> str:
+    """Return ``known.json`` for today's classes, from a process that loads no others."""
+    command = [sys.executable, "-m", "tests.docs.known"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
 if __name__ == "__main__":
     for page in PAGES:
         page.write_text(written(page.read_text("utf-8")))
+    KNOWN.write_text(known_classes(), "utf-8")

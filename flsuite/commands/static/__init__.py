@@ -1,1 +1,0 @@
-"""Checks of a request from source code alone, before torch and Lightning are imported."""
