@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -62,7 +63,7 @@ def _complete_loggers(config: Any, run_dir: Path) -> None:
 def run(command: str, args: list[str]) -> None:
     """Parse the arguments, build trainer, model and data, and call the trainer's method."""
     _speak()
-    _FederatedCLI(command, args=[command, *args])
+    _FederatedCLI(command, args)
 
 
 def build(args: list[str]) -> tuple[FederatedTrainer, LightningModule, LightningDataModule]:
@@ -72,16 +73,17 @@ def build(args: list[str]) -> tuple[FederatedTrainer, LightningModule, Lightning
         FlsuiteError: If the request cannot be met.
     """
     _speak()
-    cli = _Builder("fit", args=["fit", *args])
+    cli = _FederatedCLI("fit", args, runs=False)
     return cli.trainer, cli.model, cli.datamodule
 
 
 class _FederatedCLI(LightningCLI):
     trainer: FederatedTrainer
 
-    def __init__(self, command: str, **kwargs: Any) -> None:
-        _FederatedCLI._command = command
+    def __init__(self, command: str, args: list[str], runs: bool = True) -> None:
+        _FederatedCLI._command, self._runs = command, runs
         super().__init__(
+            args=[command, *args],
             model_class=LightningModule,
             datamodule_class=LightningDataModule,
             trainer_class=FederatedTrainer,
@@ -93,7 +95,6 @@ class _FederatedCLI(LightningCLI):
             auto_configure_optimizers=False,
             # The trainer exports models. The hook would tie each optimizer to the CLI.
             load_from_checkpoint_support=False,
-            **kwargs,
         )
 
     _command = "fit"
@@ -132,8 +133,9 @@ class _FederatedCLI(LightningCLI):
         config = self.config[self.subcommand]
         if config.trainer is None:
             raise FlsuiteError("trainer: expected keys, got null; leave the key out for defaults")
-        dump = self._parser(self.subcommand).dump(config, skip_unset=True)
-        self._resolved = _without(dump, ("config", "run_dir", "ckpt_path"))
+        content = parse_yaml(self._parser(self.subcommand).dump(config, skip_unset=True))
+        resolved = {k: v for k, v in content.items() if k not in ("config", "run_dir", "ckpt_path")}
+        self._resolved = yaml.safe_dump(resolved, sort_keys=False)
 
         run_dir = config.run_dir or config.trainer.run_dir or str(self._default_run_dir(config))
         config.run_dir = config.trainer.run_dir = run_dir
@@ -150,6 +152,10 @@ class _FederatedCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         self.trainer.config = self._resolved
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if self._runs:
+            super()._run_subcommand(subcommand)
 
     def after_fit(self) -> None:
         """Write pictures of the curves, partition and timeline to the run's folder."""
@@ -199,11 +205,6 @@ class _FederatedCLI(LightningCLI):
         return new_run_dir(name, int(config.seed_everything))
 
 
-class _Builder(_FederatedCLI):
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Do nothing: only the built objects are needed."""
-
-
 def _speak() -> None:
     """Send the federation's messages to the terminal as plain lines."""
     logger = logging.getLogger("flsuite")
@@ -214,10 +215,3 @@ def _speak() -> None:
         logger.addHandler(handler)
     # "Seed set to 1", on stderr.
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
-
-
-def _without(dump: str, keys: tuple[str, ...]) -> str:
-    import yaml
-
-    content = parse_yaml(dump)
-    return yaml.safe_dump({k: v for k, v in content.items() if k not in keys}, sort_keys=False)

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from typing import Any, get_args
+from typing import get_args
 
 import pandas as pd
 from rich.box import SIMPLE_HEAD
@@ -80,10 +80,8 @@ def _sorted(runs: pd.DataFrame, by: str) -> pd.DataFrame:
     """Return the sorted runs, with the best score, the most rounds or the newest first."""
     if by == "run":
         return runs
-    if by == "age":
-        return runs.sort_values("modified", ascending=False)
-    if by == "rounds":
-        return runs.sort_values("rounds", ascending=False)
+    if by in ("age", "rounds"):
+        return runs.sort_values("modified" if by == "age" else by, ascending=False)
     # Scores are compared in the round picked on validation data, if there is one.
     scores = runs["picked"].fillna(runs["last"]).astype(float)
     signs = runs["score"].map(lambda name: -1 if lower_is_better(str(name)) else 1)
@@ -111,11 +109,13 @@ def _table(runs: pd.DataFrame) -> Table:
     now = pd.Timestamp.now(tz="UTC")
     for run in runs.to_dict("records"):
         name = f"{run['score']} " if len(scores) > 1 and pd.notna(run["last"]) else ""
+        text = {key: "" if pd.isna(value) else str(value) for key, value in run.items()}
+        rounds = [f"{run[key]:.0f}" for key in ("rounds", "of") if text[key]]
         cells = [
             short_path(run["run"]),
-            _text(run["method"]),
-            f"{_text(run['data'])} {_text(run['partition'])}".strip(),
-            _rounds(run["rounds"], run["of"]),
+            text["method"],
+            f"{text['data']} {text['partition']}".strip(),
+            "/".join(rounds if text["rounds"] else []),
             f"{name}{_number(run['last'])}",
             _number(run["picked"]),
         ]
@@ -124,16 +124,6 @@ def _table(runs: pd.DataFrame) -> Table:
         # Text is not parsed for markup, which a folder's name may resemble.
         table.add_row(*map(Text, cells), state, Text(age))
     return table
-
-
-def _text(value: Any) -> str:
-    return "" if pd.isna(value) else str(value)
-
-
-def _rounds(done: float, of: float) -> str:
-    if pd.isna(done):
-        return ""
-    return f"{done:.0f}" if pd.isna(of) else f"{done:.0f}/{of:.0f}"
 
 
 def _number(value: float) -> str:

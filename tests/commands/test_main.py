@@ -20,7 +20,6 @@ import yaml
 
 from flsuite import __version__
 from flsuite.aggregators import SecondSteps
-from flsuite.commands.main import main
 from flsuite.data import Digits, Dirichlet
 from flsuite.models import MLP, Classifier
 from flsuite.runs.table import MetricsTable
@@ -56,13 +55,8 @@ def final_state(folder: Path, name: str = "last.ckpt") -> dict[str, torch.Tensor
 
 def score(folder: Path, split: str, metric: str, round: int) -> float:
     table = pd.read_csv(folder / "metrics.csv")
-    chosen = (
-        (table["scope"] == "global")
-        & (table["split"] == split)
-        & (table["metric"] == metric)
-        & (table["round"] == round)
-    )
-    return float(table[chosen]["value"].item())
+    named = table.set_index(["scope", "split", "metric", "round"])["value"]
+    return float(named["global", split, metric, round])
 
 
 # The folder that a run leaves
@@ -71,18 +65,10 @@ def score(folder: Path, split: str, metric: str, round: int) -> float:
 def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
     date, _, seed = finished.name.rpartition("-")
     assert time.strptime(date, "%Y%m%d-%H%M%S-%f") and seed == "1"
-    assert {str(path.relative_to(finished)) for path in finished.rglob("*") if path.is_file()} == {
-        "config.yaml",
-        "settings.yaml",
-        "partition.csv",
-        "versions.txt",
-        "metrics.csv",
-        "timeline.csv",
-        "curves.png",
-        "partition.png",
-        "checkpoints/last.ckpt",
-        "checkpoints/best.ckpt",
-        "checkpoints/model.ckpt",
+    assert files(finished).keys() == {
+        *("config.yaml", "settings.yaml", "versions.txt", "curves.png", "partition.png"),
+        *("metrics.csv", "partition.csv", "timeline.csv"),
+        *(f"checkpoints/{name}.ckpt" for name in ("last", "best", "model")),
     }
     header, *rows = (finished / "metrics.csv").read_text().splitlines()
     assert header == ",".join(MetricsTable.columns)
@@ -98,20 +84,16 @@ def test_short_names_are_resolved_in_the_saved_config(finished: Path) -> None:
     assert config["model"]["init_args"]["backbone"]["class_path"] == "flsuite.models.MLP"
     assert config["data"]["init_args"]["partition"]["class_path"] == "flsuite.data.Dirichlet"
     assert config["trainer"]["aggregator"]["class_path"] == "flsuite.aggregators.FedAvg"
-    assert (
-        config["trainer"]["rounds"] == 3
-        and config["trainer"]["max_epochs"] == 2
-        and config["seed_everything"] == 1
-    )
+    numbers = (config["trainer"]["rounds"], config["trainer"]["max_epochs"])
+    assert (*numbers, config["seed_everything"]) == (3, 2, 1)
 
 
 def test_the_saved_config_makes_the_same_weights(finished: Path, tmp_path: Path) -> None:
     assert cli("fit", "--config", str(finished / "config.yaml"), "--run_dir", "again") == 0
     assert [path.name for path in tmp_path.iterdir()] == ["again"]
     assert equal_states(final_state(tmp_path / "again"), final_state(finished))
-    assert (tmp_path / "again" / "config.yaml").read_bytes() == (
-        finished / "config.yaml"
-    ).read_bytes()
+    ours, theirs = ((run / "config.yaml").read_bytes() for run in (tmp_path / "again", finished))
+    assert ours == theirs
 
 
 @pytest.mark.parametrize(
@@ -180,17 +162,8 @@ def test_partition_draws_the_split_of_a_run(
 
 
 def test_print_config_is_a_config(capsys: Capture, tmp_path: Path) -> None:
-    assert (
-        cli(
-            *SHORT,
-            "--trainer.aggregator",
-            "FedAdam",
-            "--trainer.aggregator.lr",
-            "0.5",
-            "--print_config",
-        )
-        == 0
-    )
+    adam = ("--trainer.aggregator", "FedAdam", "--trainer.aggregator.lr", "0.5")
+    assert cli(*SHORT, *adam, "--print_config") == 0
     config = yaml.safe_load(capsys.readouterr().out)
     assert config["trainer"]["rounds"] == 1
     assert config["trainer"]["aggregator"]["class_path"].endswith("FedAdam")
@@ -274,9 +247,8 @@ def test_a_users_own_classes_go_by_their_short_names(tmp_path: Path) -> None:
         }
         assert config["data"]["init_args"]["partition"]["class_path"] == "my_own_classes.Stripes"
         counts = pd.read_csv(tmp_path / "run" / "partition.csv").groupby("client")["samples"].sum()
-        assert counts.max() - counts.min() < 45, (
-            "stripes are even but for the test samples' rounding"
-        )
+        # Stripes are even but for the test samples' rounding.
+        assert counts.max() - counts.min() < 45
         sys.modules.pop("my_own_classes")
         assert cli("test", "--config", "run/config.yaml") == 0
     finally:
@@ -295,75 +267,78 @@ class Unfinished(SecondSteps):
 
 BAD_ARGUMENTS = {
     "part_of_a_rule": (
-        ("--trainer.aggregator", "Krum", "--trainer.aggregator.objective", "Proximal"),
+        "--trainer.aggregator Krum --trainer.aggregator.objective Proximal",
         "Krum has its own; class_path Aggregator takes all four",
     ),
     "not_a_number": (
-        ("--trainer.max_epochs", "x"),
+        "--trainer.max_epochs x",
         "trainer.max_epochs: expected a whole number, got 'x'",
     ),
     "not_a_number_or_tensor": (
-        ("--model.optimizer.lr", "abc"),
+        "--model.optimizer.lr abc",
         "model.optimizer.lr: expected a number or Tensor, got 'abc'",
     ),
     "not_one_of_two_kinds": (
-        ("--trainer.schedule.participation", "x"),
+        "--trainer.schedule.participation x",
         "trainer.schedule.participation: expected a number (a share above 0",
     ),
-    "bare_transform": (
-        ("--trainer.compression", "Transform"),
-        "name a specific Transform: ClipUpdates",
+    "bare_transform": ("--trainer.compression Transform", "name a specific Transform: ClipUpdates"),
+    "half_a_class": ("--trainer.lr_decay.rounds 3", "name a specific LRDecay: "),
+    "no_argument_of_a_class": (
+        "--data.partition Pathological",
+        "data.partition: the following arguments are required: classes_per_client",
     ),
     "unfinished_objective": (
-        ("--trainer.aggregator.objective", "tests.commands.test_main.Unfinished"),
+        "--trainer.aggregator.objective tests.commands.test_main.Unfinished",
         "Unfinished lacks direction, end; write what its base class asks for",
     ),
-    "unknown_model": (("--model", "Klassifier"), "did you mean Classifier?"),
-    "no_plugin": (
-        ("--plugins", "[my_missing_package]"),
-        "plugins: cannot import 'my_missing_package'",
-    ),
-    "alpha_zero": (("--data.partition.alpha", "0"), "Dirichlet: alpha must be positive"),
+    "unknown_model": ("--model Klassifier", "did you mean Classifier?"),
+    "no_plugin": ("--plugins [my_missing_package]", "plugins: cannot import 'my_missing_package'"),
+    "alpha_zero": ("--data.partition.alpha 0", "Dirichlet: alpha must be positive"),
     "a nested argument": (
-        ("--trainer.aggregator", "FedFisher", "--trainer.aggregator.noise.noise_multiplier", "-2"),
+        "--trainer.aggregator FedFisher --trainer.aggregator.noise.noise_multiplier -2",
         "SampleNoise: noise_multiplier must be positive, got -2",
     ),
+    # The key takes an algorithm too, and the parser lists a reason for each of the two.
+    "a_rule": (
+        "--trainer.aggregator Krum --trainer.aggregator.byzantine -1",
+        "flsuite: error: Krum: byzantine must be at least 0",
+    ),
+    "no_argument_of_a_rule": (
+        "--trainer.aggregator Bucketing",
+        "flsuite: error: trainer.aggregator: the following arguments are required: rule",
+    ),
     "more_clients_than_samples": (
-        ("--data.clients", "5000"),
+        "--data.clients 5000",
         "5000 clients cannot share 1437 training samples",
     ),
     "more_classes_than_classes": (
-        ("--data.partition", "Pathological", "--data.partition.classes_per_client", "11"),
+        "--data.partition Pathological --data.partition.classes_per_client 11",
         "Pathological.classes_per_client is 11, but the training data has 10 classes",
     ),
     "nobody_takes_part": (
-        ("--trainer.schedule.participation", "0.01"),
+        "--trainer.schedule.participation 0.01",
         "0.01 of 10 clients comes to 0 clients",
     ),
     "participation_zero": (
-        ("--trainer.schedule.participation", "0"),
+        "--trainer.schedule.participation 0",
         "participation must be a share above 0 and at most 1.0, or a whole number of clients",
     ),
-    "no_rounds": (("--trainer.rounds", "0"), "trainer: rounds must be at least 1"),
-    "unknown_monitor": (("--trainer.monitor", "acc"), "trainer: monitor must be one of accuracy"),
-    "negative_seed": (("--seed_everything", "-1"), "seed_everything"),
-    "no_such_checkpoint": (("--ckpt_path", "nowhere.ckpt"), "there is no checkpoint nowhere.ckpt"),
-    "image_too_small": (("--model.backbone", "LeNet5"), "LeNet5 takes images"),
+    "no_rounds": ("--trainer.rounds 0", "trainer: rounds must be at least 1"),
+    "unknown_monitor": ("--trainer.monitor acc", "trainer: monitor must be one of accuracy"),
+    "negative_seed": ("--seed_everything -1", "seed_everything"),
+    "no_such_checkpoint": ("--ckpt_path nowhere.ckpt", "there is no checkpoint nowhere.ckpt"),
+    "image_too_small": ("--model.backbone LeNet5", "LeNet5 takes images"),
+    "no_client_can_train": (
+        "--trainer.aggregator SCAFFOLD --model.optimizer.momentum 0.9",
+        "momentum",
+    ),
     "data_not_there": (
-        (
-            "--data",
-            "MedMNIST",
-            "--data.name",
-            "breastmnist",
-            "--data.root",
-            "nowhere",
-            "--data.download",
-            "false",
-        ),
+        "--data MedMNIST --data.name breastmnist --data.root nowhere --data.download false",
         "breastmnist.npz is not in nowhere",
     ),
     "unknown_data_set": (
-        ("--data", "MedMNIST", "--data.name", "brestmnist"),
+        "--data MedMNIST --data.name brestmnist",
         "organsmnist, got 'brestmnist'",
     ),
 }
@@ -371,17 +346,15 @@ BAD_ARGUMENTS = {
 
 # Their reasons are those of classes that have tests of their own.
 LONG = {
-    "more_clients_than_samples",
-    "more_classes_than_classes",
-    "participation_zero",
-    "no_rounds",
+    *("more_clients_than_samples", "more_classes_than_classes", "participation_zero"),
+    *("no_rounds", "no_client_can_train"),
 }
 
 
 @pytest.mark.parametrize("case", mostly_long(BAD_ARGUMENTS, *BAD_ARGUMENTS.keys() - LONG))
-def test_a_bad_argument_is_one_line(case: tuple[tuple[str, ...], str], capsys: Capture) -> None:
+def test_a_bad_argument_is_one_line(case: tuple[str, str], capsys: Capture) -> None:
     args, words = case
-    assert words in refused(capsys, *SHORT, *args)
+    assert words in refused(capsys, *SHORT, *args.split())
 
 
 BAD_LINES = {
@@ -533,12 +506,6 @@ def test_resuming_with_another_config_names_the_difference(
 
 
 @pytest.mark.long
-def test_a_setting_that_no_client_can_train_with_leaves_no_folder(capsys: Capture) -> None:
-    scaffold = ("--trainer.aggregator", "SCAFFOLD", "--model.optimizer.momentum", "0.9")
-    assert "momentum" in refused(capsys, *SHORT, *scaffold)
-
-
-@pytest.mark.long
 def test_the_command_itself_prints_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "flsuite", *SHORT, "--trainer.rounds", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
@@ -552,37 +519,3 @@ def test_the_usual_logger_writes_into_the_runs_folder(tmp_path: Path) -> None:
     assert cli(*SHORT, *SMALL, "--trainer.logger", "true", "--run_dir", "run") == 0
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert list((tmp_path / "run" / "lightning_logs").glob("version_0/*"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (
-            ["--data.partition", "Pathological"],
-            "data.partition: the following arguments are required: classes_per_client",
-        ),
-        (["--trainer.lr_decay.rounds", "3"], "name a specific LRDecay: "),
-    ],
-)
-def test_a_class_that_is_half_given_is_named(
-    arguments: list[str], words: str, capsys: Capture
-) -> None:
-    with pytest.raises(SystemExit) as done:
-        main(["fit", "--config", QUICKSTART, *arguments])
-    assert done.value.code == 2
-    assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (("Krum", "--trainer.aggregator.byzantine", "-1"), "Krum: byzantine must be at least 0"),
-        (("Bucketing",), "trainer.aggregator: the following arguments are required: rule"),
-    ],
-)
-def test_a_rule_that_is_named_alone_gives_its_own_reason(
-    options: tuple[str, ...], reason: str, capsys: Capture
-) -> None:
-    """The key takes an algorithm too, and the parser lists a reason for each of the two."""
-    line = refused(capsys, *SHORT, "--trainer.aggregator", *options)
-    assert line.startswith(f"flsuite: error: {reason}")

@@ -25,12 +25,11 @@ from flsuite.analysis.report import target_markdown
 from flsuite.analysis.results import only, results_of
 from flsuite.analysis.runs import curve
 from flsuite.callbacks import GradientDissimilarity, RoundEarlyStopping, RoundProgress
-from flsuite.commands.main import main
 from flsuite.common.errors import FlsuiteError
 from flsuite.data import FederatedDataModule, TaskSequence
 from flsuite.federation import InProcess
 from flsuite.runs.table import MetricsTable
-from tests.commands.command import Capture
+from tests.commands.command import Capture, cli, refused
 from tests.conftest import classifier, digits, trainer
 
 
@@ -69,6 +68,22 @@ def write(
     table.to_csv(folder / "metrics.csv", index=False)
 
 
+def ran(capsys: Capture, *args: str) -> str:
+    """Return what the command prints."""
+    capsys.readouterr()
+    assert cli("report", *args) == 0
+    return capsys.readouterr().out
+
+
+def words(capsys: Capture, *args: str) -> str:
+    """Return what the command prints, on one line."""
+    return " ".join(ran(capsys, *args).split())
+
+
+def labels(folder: Path) -> list[str]:
+    return [group.label for group in group_runs(find_runs([folder]))]
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     write(tmp_path / "a1", settings(1), [0.1, 0.9, 0.4], [0.5, 0.2, 0.5])
@@ -101,7 +116,7 @@ def test_groups_and_figures_by_hand(runs: Path) -> None:
 def test_a_parameter_tells_groups_of_one_class_apart(tmp_path: Path) -> None:
     write(tmp_path / "slow", settings(1, lr=0.01), [0.1])
     write(tmp_path / "fast", settings(1, lr=0.1), [0.1])
-    assert [group.label for group in group_runs(find_runs([tmp_path]))] == ["lr=0.01", "lr=0.1"]
+    assert labels(tmp_path) == ["lr=0.01", "lr=0.1"]
 
 
 def test_a_parameter_of_another_class_is_not_compared(tmp_path: Path) -> None:
@@ -109,7 +124,7 @@ def test_a_parameter_of_another_class_is_not_compared(tmp_path: Path) -> None:
     other["model"] = {"class_path": "flsuite.models.ACVAE", "init_args": {"lr": 0.3, "depth": 2}}
     write(tmp_path / "one", settings(1), [0.1])
     write(tmp_path / "two", other, [0.1])
-    assert [group.label for group in group_runs(find_runs([tmp_path]))] == ["ACVAE", "Classifier"]
+    assert labels(tmp_path) == ["ACVAE", "Classifier"]
 
 
 def test_a_value_of_several_lines_is_shown_on_one(tmp_path: Path, capsys: Capture) -> None:
@@ -120,9 +135,7 @@ def test_a_value_of_several_lines_is_shown_on_one(tmp_path: Path, capsys: Captur
     table = report_table(group_runs(find_runs([tmp_path])))
     first, *_, last = report_markdown(table).splitlines()
     assert len(report_markdown(table).splitlines()) == 4 and last.count(" | ") == first.count(" | ")
-    with pytest.raises(SystemExit):
-        main(["report", str(tmp_path)])
-    assert "sgd" in capsys.readouterr().out
+    assert "sgd" in ran(capsys, str(tmp_path))
 
 
 def test_times_that_are_measured_within_faults_are_noted(tmp_path: Path) -> None:
@@ -137,7 +150,7 @@ def test_a_mapping_is_named_as_a_whole(tmp_path: Path) -> None:
     for name, ranges in (("a", "maxima"), ("b", {"network.0": 30.0, "": 1.0}), ("c", {"": 2.0})):
         masks = {"class_path": "flsuite.aggregators.PairwiseMasks", "init_args": {"ranges": ranges}}
         write(tmp_path / name, settings(1, secure_sum=masks), [0.1])
-    assert [group.label for group in group_runs(find_runs([tmp_path]))] == [
+    assert labels(tmp_path) == [
         "ranges=maxima",
         "ranges={'': 1.0, 'network.0': 30.0}",
         "ranges={'': 2.0}",
@@ -153,12 +166,8 @@ def test_the_command_prints_and_writes(runs: Path, tmp_path: Path, capsys: Captu
     (tmp_path / "short" / "metrics.csv").unlink()
     write(tmp_path / "shorter", settings(9, "FedYogi", rounds=1), [0.3])
     assert ": mean" not in ran(capsys, str(runs))
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "comparison.csv",
-        "report.csv",
-        "report.md",
-        "report.png",
-    }
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"comparison.csv", "report.csv", "report.md", "report.png"}
 
 
 @pytest.mark.parametrize(
@@ -176,11 +185,8 @@ def test_the_command_prints_and_writes(runs: Path, tmp_path: Path, capsys: Captu
     ],
 )
 def test_bad_requests_are_one_line(runs: Path, args: list[str], said: str, capsys: Capture) -> None:
-    with pytest.raises(SystemExit) as done:
-        main(["report", *(arg.replace("RUNS", str(runs)) for arg in args)])
-    assert done.value.code == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    request = (arg.replace("RUNS", str(runs)) for arg in args)
+    assert said in refused(capsys, "report", *request)
 
 
 def test_a_target_needs_a_score_that_is_known_to_be_good_when_high_or_low(runs: Path) -> None:
@@ -203,9 +209,8 @@ def test_a_folder_without_settings_is_named(runs: Path) -> None:
 
 def test_a_line_that_is_cut_is_not_read(runs: Path) -> None:
     with (runs / "a1" / "metrics.csv").open("a") as file:
-        file.write(
-            "4,0.0,0.0,0,0,global,test,accuracy,0.7"
-        )  # of 0.75: the run was killed, or writes
+        # Of 0.75: the run was killed, or writes.
+        file.write("4,0.0,0.0,0,0,global,test,accuracy,0.7")
     (group,) = (g for g in group_runs(find_runs([runs])) if g.label == "FedAvg")
     scores = curve(group.runs[(runs / "a1").resolve()], "accuracy", "test")
     assert scores.tolist() == [0.1, 0.9, 0.4]
@@ -279,11 +284,8 @@ def test_a_run_that_diverged_has_no_last_score_and_no_mean(tmp_path: Path, capsy
     (row,) = report_table(group_runs(find_runs([tmp_path])), ["mse"], last=2).to_dict("records")
     assert pd.isna([row["last"], row["last_std"], row["mean_last"]]).all()
     assert row["picked"] == pytest.approx((2.0 + 0.5 + 2.0) / 3)
-    with pytest.raises(SystemExit):
-        main(["report", str(tmp_path), "--metric", "mse"])
-    assert "mse is undefined in the last round of 2 of 3 runs" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    said = words(capsys, str(tmp_path), "--metric", "mse")
+    assert "mse is undefined in the last round of 2 of 3 runs" in said
 
 
 def test_of_tasks_only_the_last_one_is_compared(tmp_path: Path) -> None:
@@ -293,12 +295,8 @@ def test_of_tasks_only_the_last_one_is_compared(tmp_path: Path) -> None:
             f"{n + 1},0,0,0,0,global,train,task,{task}\n" for n, task in enumerate([0, 0, 1, 1])
         )
     (row,) = report_table(group_runs([tmp_path / "a"])).to_dict("records")
-    assert (row["last"], row["picked"], row["best_on_test"], row["mean_last"]) == (
-        0.4,
-        0.3,
-        0.4,
-        0.35,
-    )
+    scores = [row[name] for name in ("last", "picked", "best_on_test", "mean_last")]
+    assert scores == [0.4, 0.3, 0.4, 0.35]
 
 
 def fitted(folder: Path, data: FederatedDataModule, **kwargs: Any) -> None:
@@ -363,7 +361,7 @@ def test_a_setting_that_only_some_have_is_in_every_label(tmp_path: Path) -> None
     some["data"]["init_args"]["train_samples"] = 500
     write(tmp_path / "some", some, [0.1])
     write(tmp_path / "all", settings(1), [0.1])
-    assert [g.label for g in group_runs(find_runs([tmp_path]))] == [
+    assert labels(tmp_path) == [
         "train_samples=500",
         "train_samples=None",
     ]
@@ -373,22 +371,15 @@ def test_a_run_counts_once_and_a_seed_twice_is_said(runs: Path, capsys: Capture)
     assert len(find_runs([runs, runs / "a1"])) == 3
     write(runs / "again", settings(1), [0.1, 0.2, 0.3])
     write(runs / "unborn", settings(5), [])
-    with pytest.raises(SystemExit) as done:
-        main(["report", str(runs)])
-    assert done.value.code == 0 and "FedAvg: seed 1 more than once" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "FedAvg: seed 1 more than once" in words(capsys, str(runs))
 
 
 def test_a_setting_left_open_is_one_that_is_not_there(tmp_path: Path) -> None:
     """Compare a run that is older than the setting with runs that have it."""
     write(tmp_path / "before", settings(1), [0.1])
     write(tmp_path / "since", settings(2, lr_decay=None), [0.1])
-    write(
-        tmp_path / "falling",
-        settings(1, lr_decay={"class_path": "flsuite.CosineDecay", "init_args": {"rounds": 3}}),
-        [0.1],
-    )
+    decay = {"class_path": "flsuite.CosineDecay", "init_args": {"rounds": 3}}
+    write(tmp_path / "falling", settings(1, lr_decay=decay), [0.1])
     groups = {group.label: len(group.runs) for group in group_runs(find_runs([tmp_path]))}
     assert sorted(groups.values()) == [1, 2] and any("CosineDecay" in label for label in groups)
 
@@ -426,13 +417,6 @@ def races(tmp_path: Path) -> Path:
     timed(root / "b1", settings(1, "FedAdam"), [1.0, 2.0, 3.0], test=[0.5, 0.8, 0.8])
     timed(root / "c1", settings(1, "FedYogi"), [1.0, 2.0, 3.0], test=[0.1, 0.1, 0.1])
     return root
-
-
-def ran(capsys: Capture, *args: str) -> str:
-    with pytest.raises(SystemExit) as done:
-        main(["report", *args])
-    assert done.value.code == 0
-    return capsys.readouterr().out
 
 
 def test_the_way_to_a_target_by_hand(races: Path) -> None:
@@ -572,17 +556,13 @@ def test_runs_of_equal_work_may_differ_in_rounds(tmp_path: Path, capsys: Capture
     write_run("waits", waits, [11, 22])  # its last round goes beyond the limit
     write_run("flows", flows, [5, 10, 15, 20])
 
-    with pytest.raises(SystemExit):
-        main(["report", str(tmp_path), "--x", "virtual_s"])
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = words(capsys, str(tmp_path), "--x", "virtual_s")
     assert "ends with round" not in printed
     assert printed.count("its virtual seconds were measured") == 1
     assert "virtual seconds were measured" in printed
 
     write_run("short", flows, [5, 10])
-    with pytest.raises(SystemExit):
-        main(["report", str(tmp_path)])
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = words(capsys, str(tmp_path))
     assert "1 run is not finished and left out:" in printed and "ends with round 2" in printed
     assert "were measured" not in printed and "short" not in printed.split("not finished")[0]
 
@@ -594,7 +574,7 @@ def test_pairs_are_compared_and_written(tmp_path: Path, capsys: Capture) -> None
     for seed, more in ((1, 0.01), (2, 0.02), (3, 0.03)):
         write(tmp_path / f"a{seed}", settings(seed), [0.1, 0.5])
         write(tmp_path / f"b{seed}", settings(seed, "FedAdam"), [0.1, 0.5 + more])
-    out = " ".join(ran(capsys, str(tmp_path), "--output", str(tmp_path / "out")).split())
+    out = words(capsys, str(tmp_path), "--output", str(tmp_path / "out"))
     # Differences 0.01, 0.02, 0.03: mean 0.02, standard error 0.01 / sqrt(3), t = 2 sqrt(3) with two
     # degrees of freedom, where p = 1 - t / sqrt(t^2 + 2) and the quantile is 4.302653.
     assert "FedAdam - FedAvg" in out
@@ -612,12 +592,10 @@ def test_against_compares_with_one_method(tmp_path: Path, capsys: Capture) -> No
     for seed in (1, 2):
         for n, method in enumerate(("FedAvg", "FedAdam", "FedYogi")):
             write(tmp_path / f"{method}{seed}", settings(seed, method), [0.1, 0.1 * n * seed])
-    out = " ".join(ran(capsys, str(tmp_path), "--against", "FedAvg").split())
+    out = words(capsys, str(tmp_path), "--against", "FedAvg")
     assert "over 2 pairs" in out
-    with pytest.raises(SystemExit) as done:
-        main(["report", str(tmp_path), "--against", "FedSGD"])
-    assert done.value.code == 2
-    assert "there is no method 'FedSGD'" in capsys.readouterr().err
+    line = refused(capsys, "report", str(tmp_path), "--against", "FedSGD")
+    assert "there is no method 'FedSGD'" in line
 
 
 def test_the_budget_of_the_tuning_is_shown(tmp_path: Path, capsys: Capture) -> None:
@@ -630,29 +608,22 @@ def test_the_budget_of_the_tuning_is_shown(tmp_path: Path, capsys: Capture) -> N
     for place in (tmp_path, tmp_path / "FedProx-0a1b2c3d"):
         out = ran(capsys, str(place))
         row = next(line for line in out.splitlines() if '{"mu": 2}' in line)
-        assert [cell.strip() for cell in row.split("│")[1:-1]] == [
-            "FedProx",
-            "alpha=0.3",
-            "3",
-            '{"mu": 2}',
-            "0.2",
-        ]
+        cells = [cell.strip() for cell in row.split("│")[1:-1]]
+        assert cells == ["FedProx", "alpha=0.3", "3", '{"mu": 2}', "0.2"]
         assert "0.900" not in out, "a trial is not a result"
 
 
 def test_a_table_that_is_not_the_tunings_is_named(tmp_path: Path, capsys: Capture) -> None:
     write(tmp_path / "a", settings(1), [0.5])
     (tmp_path / "tuning.csv").write_text("lr,score\n0.1,0.5\n")
-    with pytest.raises(SystemExit) as done:
-        main(["report", str(tmp_path)])
-    assert done.value.code == 2
+    assert cli("report", str(tmp_path)) == 2
     assert "lacks the columns method, grid point" in capsys.readouterr().err
 
 
 def test_runs_that_are_not_finished_are_left_out(tmp_path: Path, capsys: Capture) -> None:
     write(tmp_path / "whole", settings(0), [0.1, 0.2, 0.3])
     write(tmp_path / "killed", settings(0, "FedYogi"), [0.9])
-    out = " ".join(ran(capsys, str(tmp_path)).split())
+    out = words(capsys, str(tmp_path))
     assert "FedYogi" not in out and "0.300" in out
     assert "1 run is not finished and left out: " in out and "ends with round 1" in out
     (tmp_path / "whole" / "metrics.csv").unlink()
@@ -665,7 +636,7 @@ def test_a_run_that_a_callback_ended_is_finished(tmp_path: Path, capsys: Capture
     write(tmp_path / "whole", settings(0), [0.1, 0.2, 0.3])
     write(tmp_path / "stopped", settings(0, "FedYogi", stopping=[stop]), [0.9])
     (tmp_path / "stopped" / "curves.png").touch()  # drawn at the end
-    out = " ".join(ran(capsys, str(tmp_path)).split())
+    out = words(capsys, str(tmp_path))
     assert "FedYogi" in out and "left out" not in out
 
 
@@ -674,7 +645,5 @@ def test_many_short_runs_are_one_line(tmp_path: Path, capsys: Capture) -> None:
     for seed in range(1, 7):
         rounds = 1 + seed % 2
         write(tmp_path / f"short-{seed}", settings(seed, rounds=rounds), [0.1] * rounds)
-    with pytest.raises(SystemExit):
-        main(["report", str(tmp_path)])
-    out = " ".join(capsys.readouterr().out.split())
+    out = words(capsys, str(tmp_path))
     assert "6 of 7 runs end with rounds 1 to 2 of 3" in out and "short-1 ends" not in out

@@ -1,6 +1,5 @@
 """A sweep's state as tables and lines: the grid, failures, and the time left."""
 
-import sys
 import time
 from datetime import timedelta
 from statistics import fmean
@@ -82,7 +81,7 @@ def estimate(queue: Queue) -> str:
 def failures(queue: Queue) -> list[str]:
     """Return a line per failed cell, and per search without a scored trial."""
     lines = [
-        f"failed: {'trial of ' * cell.is_trial}{cell.name} seed {cell.seed}: {queue.reason(cell)}"
+        f"failed: {_run_name(cell)}: {queue.reason(cell)}"
         for cell in queue.known()
         if queue.state(cell) == "failed"
     ]
@@ -123,7 +122,6 @@ class SweepProgress:
         self._queue = queue
         self._finished = {cell for cell in queue.known() if queue.has_ended(cell)}
         self._next = 0.0
-        console = Console(stderr=True)
         columns = (
             TextColumn("cells"),
             BarColumn(),
@@ -131,33 +129,30 @@ class SweepProgress:
             TimeElapsedColumn(),
             TextColumn("{task.fields[note]}"),
         )
-        self._bar = Progress(*columns, console=console) if console.is_terminal else None
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task("cells", total=queue.size, note="")
 
     def __enter__(self) -> "SweepProgress":
-        if self._bar is not None:
-            self._task = self._bar.add_task("cells", total=self._queue.size, note="")
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.look(is_last=True)
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def look(self, is_last: bool = False) -> None:
         """Read the state of the cells, and show the changes."""
         started = time.monotonic()
         if not is_last and started < self._next:
             return
-        counts = self._queue.counts()
-        ended = self._queue.ended
+        counts, ended = self._queue.counts(), self._queue.ended
         self._print_finished(ended)
-        if self._bar is not None:
-            notes = [f"{counts['running']} running"]
-            notes += [f"{counts['failed']} failed"] if counts["failed"] else []
-            if (left := _seconds_left(self._queue)) is not None:
-                notes.append(f"{timedelta(seconds=round(left))} left")
-            self._bar.update(self._task, completed=ended, note=", ".join(notes))
+        notes = [f"{counts['running']} running"]
+        notes += [f"{counts['failed']} failed"] if counts["failed"] else []
+        if (left := _seconds_left(self._queue)) is not None:
+            notes.append(f"{timedelta(seconds=round(left))} left")
+        self._bar.update(self._task, completed=ended, note=", ".join(notes))
         # Reading thousands of cells takes long, and the cells need the cores.
         now = time.monotonic()
         self._next = now + max(self._INTERVAL, 20 * (now - started))
@@ -170,12 +165,8 @@ class SweepProgress:
             self._finished.add(cell)
             outcome = queue.outcome(cell)
             result = _outcome_text(outcome, cell) if outcome else f"failed: {queue.reason(cell)}"
-            kind = "trial of " if cell.is_trial else ""
-            line = f"{ended}/{queue.size}  {kind}{cell.name} seed {cell.seed}: {result}"
-            if self._bar is not None:
-                self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
-            else:
-                print(line, file=sys.stderr, flush=True)
+            line = f"{ended}/{queue.size}  {_run_name(cell)}: {result}"
+            self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _seconds_left(queue: Queue) -> float | None:
@@ -198,6 +189,10 @@ def _seconds_left(queue: Queue) -> float | None:
         times = seconds.get(search.method)
         left += number * (fmean(times) if times else overall)
     return left / queue.sweep.workers
+
+
+def _run_name(cell: Cell) -> str:
+    return f"{'trial of ' * cell.is_trial}{cell.name} seed {cell.seed}"
 
 
 def _cell_text(queue: Queue, cell: Cell) -> str:
