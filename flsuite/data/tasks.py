@@ -4,13 +4,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.common.arguments import PositiveInt, check_init
+from flsuite.common.arguments import PositiveInt, Range, check_init
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import numpy_generator
 from flsuite.data.arguments import plain
@@ -137,6 +137,18 @@ def _shrunk(split: DataSplit, seen: Tensor) -> DataSplit:
 Arrangement = Literal["disjoint", "shuffled", "heterogeneous"]
 
 
+_Rounds = Annotated[
+    list[int], Range("at least 1 in every task", lambda rounds: min(rounds, default=1) >= 1)
+]
+
+
+def _of_data(name: str) -> Any:
+    """Return a property that is an attribute of the wrapped data module."""
+    return property(
+        lambda self: getattr(self.data, name), lambda self, value: setattr(self.data, name, value)
+    )
+
+
 class TaskSequence(FederatedDataModule):
     """Any dataset as class-incremental federated learning: one group of classes per task.
 
@@ -165,12 +177,14 @@ class TaskSequence(FederatedDataModule):
             no sample of a group.
     """
 
+    clients, batch_size = _of_data("clients"), _of_data("batch_size")
+
     def __init__(
         self,
         data: FederatedDataModule,
         tasks: PositiveInt = 5,
         classes_per_task: PositiveInt = 2,
-        rounds_per_task: PositiveInt | list[int] = 10,
+        rounds_per_task: PositiveInt | _Rounds = 10,
         arrangement: Arrangement = "heterogeneous",
         seed: int | None = None,
     ) -> None:
@@ -184,24 +198,6 @@ class TaskSequence(FederatedDataModule):
 
         self._check_arguments()
 
-    @property
-    def clients(self) -> int:
-        """Return the number of clients of the wrapped data module."""
-        return self.data.clients
-
-    @clients.setter
-    def clients(self, clients: int) -> None:
-        self.data.clients = clients
-
-    @property
-    def batch_size(self) -> int:
-        """Return the batch size of the wrapped data module."""
-        return self.data.batch_size
-
-    @batch_size.setter
-    def batch_size(self, batch_size: int) -> None:
-        self.data.batch_size = batch_size
-
     def _check_arguments(self) -> None:
         super()._check_arguments()
         check_init(self, TaskSequence)
@@ -210,10 +206,6 @@ class TaskSequence(FederatedDataModule):
             raise FlsuiteError(
                 f"TaskSequence: rounds_per_task has {len(lengths)} numbers for {self.tasks} tasks; "
                 "give one number per task, or one number for all"
-            )
-        if min(lengths) < 1:
-            raise FlsuiteError(
-                f"TaskSequence: rounds_per_task must be at least 1, got {min(lengths)}"
             )
 
     def load(self) -> PublishedSplits:

@@ -263,19 +263,21 @@ def require_trainable(model: LightningModule, spec: DataSpec) -> None:
             f"model: {kind} cannot be scored; add {own}a test_step and a validation_step that call "
             "self.log, or logits(x) for data with classes"
         )
-    parameters = list(model.parameters())
+    parameters, fault = list(model.parameters()), ""
     if not parameters:
-        raise FlsuiteError(
-            f"model: {kind} has no parameters yet; make its layers in __init__ or in "
-            "configure_model, not in setup"
+        fault = (
+            f"{kind} has no parameters yet; make its layers in __init__ or in configure_model, "
+            "not in setup"
         )
-    if any(map(is_lazy, parameters)):
-        raise FlsuiteError(
-            f"model: {kind} has lazy layers without sizes yet; give the sizes, or call the model "
-            "with a batch in __init__"
+    elif any(map(is_lazy, parameters)):
+        fault = (
+            f"{kind} has lazy layers without sizes yet; give the sizes, or call the model with a "
+            "batch in __init__"
         )
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise FlsuiteError(f"model: all parameters of {kind} are frozen; leave some to train")
+    elif not any(parameter.requires_grad for parameter in parameters):
+        fault = f"all parameters of {kind} are frozen; leave some to train"
+    if fault:
+        raise FlsuiteError(f"model: {fault}")
 
 
 def _patterns(model: LightningModule, name: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flsuite.common.state import Layer
@@ -124,7 +124,8 @@ def read_chain(model: nn.Module, shape: tuple[int, ...]) -> tuple[tuple[Layer, .
         elif not isinstance(module, _ELEMENTWISE):
             return (), f"{full_name} is a {type(module).__name__}"
         try:
-            x = _output(module, x)
+            with torch.no_grad(), evaluating(module):
+                x = module(x.clone())  # some modules work in place
         except (RuntimeError, IndexError, ValueError):  # of Linear, Flatten and pools
             return (), f"{full_name} does not take what comes before it"
     return tuple(chain), ""
@@ -180,9 +181,3 @@ def _flattened(sequence: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{inner}", part) for inner, part in _flattened(module))
         else:
             yield name, module
-
-
-def _output(module: nn.Module, x: Tensor) -> Tensor:
-    """Return the output of a module in evaluation mode, without gradients."""
-    with torch.no_grad(), evaluating(module):
-        return module(x.clone())  # some modules work in place

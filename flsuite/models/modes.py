@@ -60,7 +60,7 @@ class PlainAttributes:
     def __init__(self, module: nn.Module) -> None:
         parts = list(module.modules())
         self._registered = {id(one) for one in (*parts, *module.parameters(), *module.buffers())}
-        self._parts = [part for part in parts if not _is_of(part, _LIBRARIES)]
+        self._parts = [part for part in parts if not type(part).__module__.startswith(_LIBRARIES)]
         self._kept = [
             {name: self._copied(value) for name, value in _plain_of(part).items()}
             for part in self._parts
@@ -105,11 +105,13 @@ class PlainAttributes:
 
 def _plain_of(part: nn.Module) -> dict[str, Any]:
     """Return a part's attributes that count."""
-    is_ours = _is_of(part, ("flsuite.",))
+    is_ours = type(part).__module__.startswith("flsuite.")
     return {
         name: value
         for name, value in vars(part).items()
-        if _is_kept(value) and name not in _OF_LIGHTNING and not (is_ours and name.startswith("_"))
+        if isinstance(value, _KEPT)
+        and name not in _OF_LIGHTNING
+        and not (is_ours and name.startswith("_"))
     }
 
 
@@ -118,14 +120,6 @@ def _changed(part: nn.Module, kept: dict[str, Any]) -> list[str]:
     own = vars(part)
     differing = [name for name, value in kept.items() if _differs(own.get(name), value)]
     return differing + [name for name in _plain_of(part) if name not in kept]
-
-
-def _is_kept(value: Any) -> bool:
-    return isinstance(value, _KEPT)
-
-
-def _is_of(part: nn.Module, packages: tuple[str, ...]) -> bool:
-    return type(part).__module__.startswith(packages)
 
 
 # What shows a change of a hidden module or of a generator. Other data shows it itself.
@@ -138,7 +132,7 @@ _content.register(random.Random, random.Random.getstate)
 
 def _differs(now: Any, before: Any) -> bool:
     """Return whether plain data has other values than before. Other objects do not count."""
-    if now is before or not _is_kept(before):
+    if now is before or not isinstance(before, _KEPT):
         return False
     if now.__class__ != before.__class__:
         return True

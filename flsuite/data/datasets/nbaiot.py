@@ -52,26 +52,18 @@ def _find_files(folder: Path, device: int | None) -> list[tuple[int, str, Path]]
     for number in range(1, len(DEVICES) + 1) if device is None else [device]:
         kinds = TRAFFIC[: -len(_MIRAI)] if number in WITHOUT_MIRAI else TRAFFIC
         places = {traffic: _places(folder, number, traffic) for traffic in kinds}
-        present = {
-            traffic: next((place for place in both if place.is_file()), None)
-            for traffic, both in places.items()
-        }
+        own = {kind: file for kind, both in places.items() for file in both[::-1] if file.is_file()}
         # A device without any file is absent. A device with some files missing is incomplete.
-        if not any(present.values()):
-            continue
-        for traffic, file in present.items():
-            if file is None:
-                flat, nested = places[traffic]
-                raise FlsuiteError(
-                    f"N-BaIoT's device {number} lacks {flat} (or {nested}); {_REMEDY}"
-                )
-            files.append((number, traffic, file))
+        if own and (missing := [kind for kind in kinds if kind not in own]):
+            flat, nested = places[missing[0]]
+            raise FlsuiteError(f"N-BaIoT's device {number} lacks {flat} (or {nested}); {_REMEDY}")
+        files += [(number, kind, own[kind]) for kind in kinds if own]
 
     if not files:
-        missing = "N-BaIoT" if device is None else f"N-BaIoT's device {device}"
+        what = "N-BaIoT" if device is None else f"N-BaIoT's device {device}"
         flat, nested = _places(folder, device or 1, "gafgyt.combo")
         raise FlsuiteError(
-            f"{missing} is not in {folder}: expected {flat.name} or "
+            f"{what} is not in {folder}: expected {flat.name} or "
             f"{nested.relative_to(folder)}; {_REMEDY}"
         )
     return files
