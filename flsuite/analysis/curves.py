@@ -24,7 +24,7 @@ from flsuite.analysis.panels import (
     tidy,
 )
 from flsuite.analysis.results import only, require_results
-from flsuite.analysis.runs import curve, logged_scores, read_metrics, run_scores, score_rows
+from flsuite.analysis.runs import curve, logged, logged_scores, read_metrics, run_scores, score_rows
 from flsuite.common.errors import FlsuiteError, require_one_of
 from flsuite.runs.record import read_settings
 
@@ -237,9 +237,8 @@ def gamma_figure(results: pd.DataFrame, x: str = "round") -> Figure:
 def gamma_parts(results: pd.DataFrame) -> list[str]:
     """Return the names in :data:`GAMMA` that any run has logged."""
     require_results(results)
-    is_train = (results["split"] == "train") & (results["scope"] == "global")
-    logged = set(results.loc[is_train, "metric"].unique())
-    return [name for name in GAMMA if name in logged]
+    names = logged([results], "train")
+    return [name for name in GAMMA if name in names]
 
 
 MOST_SCORES = 4

@@ -46,11 +46,12 @@ def flatten(node: Any, path: str = "") -> Iterable[tuple[str, Any]]:
 
 def _is_plain(node: Any) -> bool:
     """Return whether an argument is a mapping of plain values."""
-    return (
-        isinstance(node, Mapping)
-        and "class_path" not in node
-        and not any(isinstance(value, (Mapping, list)) for value in node.values())
-    )
+    match node:
+        case {"class_path": _}:
+            return False
+        case {}:
+            return not any(isinstance(value, (Mapping, list)) for value in node.values())
+    return False
 
 
 def _names(items: Sequence[Any]) -> list[str]:

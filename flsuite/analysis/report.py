@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from flsuite.analysis.groups import Group
 from flsuite.analysis.panels import AXES, by_experiment, panel_grid, tidy
 from flsuite.analysis.results import only
-from flsuite.analysis.runs import curve, logged_scores, of_last_task, run_scores, score_rows
+from flsuite.analysis.runs import curve, logged, logged_scores, of_last_task, run_scores, score_rows
 from flsuite.common.errors import FlsuiteError, likeliest, require_one_of
 from flsuite.common.score_names import lower_is_better
 
@@ -77,11 +77,7 @@ def group_row(group: Group, metric: str, last: int) -> dict[str, Any] | None:
 
 def require_score(groups: Sequence[Group], metric: str, split: str) -> None:
     """Refuse a global score that no run has on this split."""
-    names: set[str] = set()
-    for group in groups:
-        for table in group.runs.values():
-            is_global = (table["split"] == split) & (table["scope"] == "global")
-            names.update(table[is_global]["metric"])
+    names = logged((table for group in groups for table in group.runs.values()), split)
     if metric not in names:
         alike = [name for name in names if name.count("/") == metric.count("/")]
         near = " or ".join(likeliest(metric, alike, most=3))

@@ -10,6 +10,7 @@ import pandas as pd
 
 from flsuite.analysis.groups import Group, find_runs, group_runs
 from flsuite.analysis.panels import AXES
+from flsuite.analysis.runs import logged
 from flsuite.common.errors import FlsuiteError
 
 _RUN_COLUMNS = ("run", "method", "partition", "seed")
@@ -101,15 +102,13 @@ def only(
         FlsuiteError: If there are no such rows.
     """
     require_results(results)
-    of_split = results["split"] == split
     of_scope = results["scope"] != "global" if scope is None else results["scope"] == scope
-    rows = results[of_split & of_scope & (results["metric"] == metric)]
+    rows = results[(results["split"] == split) & of_scope & (results["metric"] == metric)]
     if rows.empty:
-        names = results.loc[of_split & of_scope, "metric"].unique()
-        whose = "client" if scope is None else f"{scope}"
+        whose, names = scope or "client", sorted(logged([results], split, scope))
         raise FlsuiteError(
             f"no run has the {whose} {split} score {metric!r}; there are "
-            f"{', '.join(sorted(names)) or 'none'}"
+            f"{', '.join(names) or 'none'}"
         )
     return rows
 

@@ -161,6 +161,22 @@ def _are_of_score(table: pd.DataFrame, metric: str, split: str) -> np.ndarray:
     )
 
 
+def logged(tables: Iterable[pd.DataFrame], split: str, scope: str | None = "global") -> list[str]:
+    """Return the names of the numbers that any of these tables has on a split.
+
+    Args:
+        tables: Metrics of runs.
+        split: ``train``, ``val`` or ``test``.
+        scope: ``global``, a client's number, or ``None`` for all clients.
+    """
+    names: dict[str, None] = {}
+    for table in tables:
+        is_own = table["scope"] != "global" if scope is None else table["scope"] == scope
+        rows = (is_own & (table["split"] == split)).to_numpy()
+        names |= dict.fromkeys(table.loc[rows, "metric"].unique())
+    return list(names)
+
+
 def logged_scores(
     tables: Iterable[pd.DataFrame], monitor: str, splits: Sequence[str] = ("test", "val")
 ) -> list[str]:
@@ -168,11 +184,7 @@ def logged_scores(
 
     The monitor comes first, see :func:`~flsuite.common.score_names.main_scores`.
     """
-    names: dict[str, None] = {}
-    for table in tables:
-        rows = table[(table["scope"] == "global").to_numpy()]
-        for split in splits:
-            names |= dict.fromkeys(rows.loc[rows["split"] == split, "metric"].unique())
+    names = dict.fromkeys(n for table in tables for split in splits for n in logged([table], split))
     return score_names.main_scores(names, monitor)
 
 

@@ -87,8 +87,7 @@ class DPSGD(FederationCallback, Settings):
     # One client's fit
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loader = trainer.train_dataloader
-        assert isinstance(loader, TrainLoader)
+        loader: TrainLoader = trainer.train_dataloader  # type: ignore[assignment]
         if trainer.accumulate_grad_batches != 1 or scaler_of(trainer) is not None:
             raise FlsuiteError(
                 "DPSGD clips the gradients of each batch separately and unscaled; leave out "

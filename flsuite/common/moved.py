@@ -100,7 +100,7 @@ _MERGED = {
     "federation.engines": {"wire": "worker"},
     "federation.schedules": {"speeds": "availability"},
     "federation.server": {"evaluation": "adaptation"},
-    "flower": {"server": "strategy"},
+    "flower": {"server": "engine strategy"},
     "metrics": {"scores": "continual"},
     "metrics.fisher": {
         "estimates": "columns full measuring per_sample",

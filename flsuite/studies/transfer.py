@@ -5,7 +5,6 @@ Name the data and the callback in a config: ``flsuite.studies.transfer.CIFAR10Cl
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from typing import Any, ClassVar
 
 import torch
@@ -106,10 +105,12 @@ def distances(models: Sequence[Tensor], start: Tensor) -> dict[str, float]:
         models: One vector per client, at least two.
         start: The vector that all of them started from.
     """
-    pairs = [float((a - b).norm()) for a, b in combinations(models, 2)]
-    ways = [float((model - start).norm()) for model in models]
-    length = float(start.norm())
-    return {"start": sum(ways) / len(ways) / length, "pair": sum(pairs) / len(pairs) / length}
+    all_models, length = torch.stack(list(models)), start.norm()
+    ways = (all_models - start).norm(dim=1)
+    return {
+        "start": float(ways.mean() / length),
+        "pair": float(torch.pdist(all_models).mean() / length),
+    }
 
 
 def _flat(state: State) -> Tensor:

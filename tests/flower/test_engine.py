@@ -12,10 +12,9 @@ from flsuite.aggregators import SCAFFOLD, Centralized, LabelFlip
 from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.flower.app import make_client_app
 from flsuite.flower.client import Site
-from flsuite.flower.engine import NodeEvaluator
 from flsuite.flower.nodes import own_client
 from flsuite.flower.records import pack, read_update, to_arrays, to_state, unpack, write_update
-from flsuite.flower.server import serve
+from flsuite.flower.server import NodeEvaluator, serve
 from tests.conftest import classifier, digits, trainer
 from tests.flower.grid import Nodes, check_round_without_client_1, convolution, node_app, unscaled
 

@@ -1,7 +1,6 @@
 """The target of an inversion, and what the attacker knows."""
 
 import copy
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -64,15 +63,13 @@ def kept_models(run_dir: str | Path, round: int = 1) -> dict[int, State]:
     Raises:
         FlsuiteError: If the run did not keep them.
     """
-    folder = Path(run_dir) / UPDATES
-    named = (re.fullmatch(r"client-(\d+)", p.stem) for p in folder.glob(f"round-{round:04d}/*.pt"))
-    clients = sorted(int(match[1]) for match in named if match)
-    if not clients:
+    store = UpdateStore(Path(run_dir) / UPDATES)
+    fits = {client: store.read(round, client) for client in store.clients(round)}
+    if not fits:
         raise FlsuiteError(
             f"{run_dir} has no clients' models of round {round}; fit it with "
             "--trainer.keep_updates true"
         )
-    fits = {client: UpdateStore(folder).read(round, client) for client in clients}
     return {client: fit.state for client, fit in fits.items() if fit is not None}
 
 

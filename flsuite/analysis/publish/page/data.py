@@ -12,7 +12,7 @@ from flsuite.analysis.panels import AXES
 from flsuite.analysis.partition import class_counts
 from flsuite.analysis.report import target_points
 from flsuite.analysis.results import client_numbers, only
-from flsuite.analysis.runs import read_partition
+from flsuite.analysis.runs import logged, read_partition
 from flsuite.common.errors import FlsuiteError
 
 # The page stays below 2 MB, including 1.2 MB for the chart library.
@@ -80,8 +80,7 @@ def gather(
     }
     if targets:
         tables["targets"] = _targets(results, targets, metric, split)
-    is_score = (results["split"] == "test") & (results["metric"] == metric)
-    if (results.loc[is_score, "scope"] != "global").any():
+    if metric in logged([results], "test", scope=None):
         tables |= {
             "map": _client_rounds(results, metric),
             "spread": _of_first_seeds(final_scores(results, metric)),

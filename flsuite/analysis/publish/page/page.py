@@ -18,6 +18,7 @@ from flsuite.analysis.publish.page.data import gather
 from flsuite.analysis.publish.page.parts import headline
 from flsuite.analysis.report import own_targets, require_score
 from flsuite.analysis.results import results_of, short_path
+from flsuite.analysis.runs import logged
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import parse_yaml, replace_text
 
@@ -173,9 +174,8 @@ def _content(
 
 def _curves_of(results: pd.DataFrame, metrics: Sequence[str], split: str) -> list[str]:
     """Return the scores for the curves: the requested ones, and well-known logged ones."""
-    is_global = (results["scope"] == "global") & (results["split"] == split)
-    logged = set(results.loc[is_global, "metric"].unique())
-    names = dict.fromkeys([*metrics, *(name for name in _ALSO_SHOWN if name in logged)])
+    known = logged([results], split)
+    names = dict.fromkeys([*metrics, *(name for name in _ALSO_SHOWN if name in known)])
     return list(names)[: max(_MOST_CURVES, len(metrics))]
 
 

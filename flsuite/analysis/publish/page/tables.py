@@ -104,14 +104,10 @@ def targets(results: pd.DataFrame, targets: Mapping[str, float], metric: str, sp
     rows = []
     for row in pd.concat(tables).to_dict("records"):
         target = targets[str(row["partition"])]
-        cells = [
-            Entry(row["method"]),
-            Entry(row["partition"]),
-            Entry(f"{target:.4g}", target),
-        ]
-        cells += [Entry(amount_cell(row, x), _known(row[x])) for x in AXES]
-        reached = f"{row['reached']} of {row['runs']}"
-        rows.append([*cells, Entry(reached, row["reached"] / row["runs"])])
+        names = [Entry(row["method"]), Entry(row["partition"]), Entry(f"{target:.4g}", target)]
+        amounts = [Entry(amount_cell(row, x), _known(row[x])) for x in AXES]
+        reached = Entry(f"{row['reached']} of {row['runs']}", row["reached"] / row["runs"])
+        rows.append([*names, *amounts, reached])
     units = [axis.unit for axis in AXES.values()]
     return Table(["method", "partition", "target", *units, "reached"], rows)
 
@@ -148,9 +144,7 @@ def tuning(table: pd.DataFrame) -> Table:
     """Return the trials of each method, and the chosen values."""
     rows = [
         [
-            Entry(row["method"]),
-            Entry(row["grid point"]),
-            Entry(row["values"]),
+            *(Entry(row[name]) for name in ("method", "grid point", "values")),
             Entry(f"{row['trials']}", row["trials"]),
             Entry(row["score"], _number(row["score"])),
         ]
@@ -176,7 +170,7 @@ def _costs(group: Group) -> list[Entry]:
     cells = []
     for x in ("wall_s", "bytes"):
         value = float(pd.Series([table[x].max() for table in group.runs.values()]).mean())
-        cells.append(Entry("") if math.isnan(value) else Entry(AXES[x].number(value), value))
+        cells.append(Entry("" if math.isnan(value) else AXES[x].number(value), _known(value)))
     return cells
 
 
