@@ -12,6 +12,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import flsuite.models.flows as flows
 from flsuite.common.arguments import (
     NonNegativeFloat,
     PositiveFloat,
@@ -24,14 +25,6 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.data.federated import DataSpec
 from flsuite.models.backbones.base import MLP, Backbone, StridedCNN
 from flsuite.models.base import ClientModel, require_classes
-from flsuite.models.flows import (
-    ConditionalFlow,
-    Previous,
-    credibility,
-    draw_classes,
-    frozen_copy,
-    soft_cross_entropy,
-)
 
 
 class NFClassifier(ClientModel):
@@ -154,14 +147,14 @@ class NFClassifier(ClientModel):
         self.extractor = nn.Sequential(*features)
 
         self.head = _Head(self.feature_dim, spec.num_classes)
-        self.flow = ConditionalFlow(
+        self.flow = flows.ConditionalFlow(
             self.feature_dim, spec.num_classes, self.couplings, self.flow_width
         )
         # With weight 0, a copy is never read and would only cost memory at every client.
         kept: dict[str, nn.Module] = {"flow": self.flow} if self.k_flow_last else {}
         if self.k_last:
             kept |= {"extractor": self.extractor, "head": self.head}
-        self.previous = Previous(spec.num_classes, kept)
+        self.previous = flows.Previous(spec.num_classes, kept)
 
     def features(self, x: Tensor) -> Tensor:
         """Return z, ``(n, feature_dim)``."""
@@ -210,7 +203,7 @@ class NFClassifier(ClientModel):
         # The previous flow only samples. The gradient comes from the current flow's density.
         with torch.no_grad():
             flow: Any = self.previous.get_submodule("flow")
-            y = draw_classes(self.previous.past, n)
+            y = flows.draw_classes(self.previous.past, n)
             z = flow.generate(torch.randn(n, self.feature_dim, device=y.device), y)
         return -self.k_flow_last * self.flow.density(z, y)[1].mean()
 
@@ -225,12 +218,12 @@ class NFClassifier(ClientModel):
         with torch.no_grad():
             # Per dimension, because the density of hundreds of numbers under- or overflows.
             density = (log_density / self.feature_dim).exp().mean()
-            classes = draw_classes(self._replayed(), len(y))
+            classes = flows.draw_classes(self._replayed(), len(y))
             # A sample's code is the noise that it is generated from, so comparing codes needs no
             # inverse of the flow.
             drawn = torch.randn_like(codes)
             z = self.flow.generate(drawn, classes)
-            weights = credibility(codes, y, drawn, classes, density)
+            weights = flows.credibility(codes, y, drawn, classes, density)
 
         logits = self.head.hidden_only(z).float()
         loss = (weights * F.cross_entropy(logits, classes, reduction="none")).mean()
@@ -258,7 +251,7 @@ class NFClassifier(ClientModel):
                 teacher_z = extractor(x)
                 teacher_logits = head(teacher_z)
             feature = (z.float() - teacher_z.float()).square().mean()
-            output = soft_cross_entropy(logits, teacher_logits)
+            output = flows.soft_cross_entropy(logits, teacher_logits)
             loss = loss + weight * (self.k_feature * feature + self.k_output * output)
         return loss
 
@@ -324,7 +317,7 @@ class NFClassifier(ClientModel):
         # Set here, because Lightning warns about modules in evaluation mode at the start.
         self.previous.eval()
         if self.k_global:
-            self._received = frozen_copy(self.extractor), frozen_copy(self.head)
+            self._received = flows.frozen_copy(self.extractor), flows.frozen_copy(self.head)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip the gradient after callbacks have changed it.

@@ -136,9 +136,6 @@ class FEMNIST(FederatedDataModule):
 
     Without a test split, a tenth of each writer's samples (LEAF's own default) is held out
     with a fixed seed. A writer with fewer than five samples has no test samples.
-
-    Args:
-        **kwargs: Arguments of ``FederatedDataModule``.
     """
 
     def load(self) -> PublishedSplits:
