@@ -35,7 +35,7 @@ from flsuite.common.state import (
 )
 
 
-class Chain:
+class Pipeline:
     """Packs updates on the client and unpacks them on the server.
 
     Args:
@@ -182,7 +182,7 @@ class Uplink:
     Attributes:
         chain: The transforms, for this model.
         statistics: Templates of an update's statistics after unpacking.
-        held: A template of what a client keeps to be masked. Names and shapes count.
+        unmasked: A template of what a client keeps to be masked. Names and shapes count.
         bytes_clear: Bytes sent in the clear in addition to masked sums.
     """
 
@@ -203,18 +203,18 @@ class Uplink:
         self._own = frozenset(own)
         self._single = [name for name, statistic in own.items() if not statistic.is_sum]
         statistics = aggregator.statistics(layout, state)
-        self.chain = Chain(aggregator.transforms, layout.parameters, state, statistics)
+        self.pipeline = Pipeline(aggregator.transforms, layout.parameters, state, statistics)
         templates = {name: statistic.template for name, statistic in statistics.items()}
-        self.statistics = template_of(templates) | self.chain.added
+        self.statistics = template_of(templates) | self.pipeline.added
 
         # A contribution as a template: names and shapes count.
         self._example: Tree = {}
         if masks:
-            extras = templates | dict.fromkeys(self.chain.added, 0.0)
+            extras = templates | dict.fromkeys(self.pipeline.added, 0.0)
             counts = torch.zeros(classes, dtype=torch.int64)
             update = ClientUpdate(0, 1, 1, 1, counts, state, extras)
             self._example = template_of(self.contribution(update))
-        self.held, integers = _by_kind(self._example)
+        self.unmasked, integers = _by_kind(self._example)
         self._clear = integers, {name: self.statistics[name] for name in self._single}
         self.bytes_clear = nbytes(self._clear)
 
@@ -222,7 +222,7 @@ class Uplink:
     def sums_parts(self) -> bool:
         """Return whether a worker may sum the contributions of a part's clients."""
         is_linear = isinstance(self.aggregator.rule, LinearRule)
-        return is_linear and not (self.masks or self.chain.packs or self._single)
+        return is_linear and not (self.masks or self.pipeline.packs or self._single)
 
     def pack(
         self, update: ClientUpdate, base: State, fit: FitView, notes: dict[str, Any]
@@ -238,18 +238,18 @@ class Uplink:
         Raises:
             ValueError: If a number is not finite.
         """
-        packed = self.chain.pack(update, base, fit, notes)
-        held: State = {}
+        packed = self.pipeline.pack(update, base, fit, notes)
+        unmasked: State = {}
         if self.masks:
-            read = self.chain.unpack(packed, base, fit.received)
-            held, integers = _by_kind(self.contribution(read))
+            read = self.pipeline.unpack(packed, base, fit.received)
+            unmasked, integers = _by_kind(self.contribution(read))
             clear = {name: read.extras[name] for name in self._single}
             # Class counts reveal a client's data, and an algorithm of sums does not need them.
             unknown = update.class_counts.new_zeros(0)
             packed = replace(update, state=integers, extras=clear, class_counts=unknown)
         # The size of the message, as if the client were on another machine.
         packed.bytes_up = nbytes(packed.state) + nbytes(packed.extras)
-        return packed, held
+        return packed, unmasked
 
     def unpack(self, update: ClientUpdate, base: State, received: dict[str, Any]) -> ClientUpdate:
         """Return an update as the server reads it.
@@ -263,7 +263,7 @@ class Uplink:
             if fault := update.mismatch(*self._clear):
                 raise ValueError(fault)
             return update
-        return self.chain.unpack(update, base, received)
+        return self.pipeline.unpack(update, base, received)
 
     def _fault_of_claims(self, update: ClientUpdate) -> str | None:
         """Return what is wrong with what a client says about its data, or ``None``."""
@@ -313,10 +313,10 @@ class Uplink:
         return self.aggregator.contribution(replace(update, part=0), self.layout, self._own)
 
     def summed(self, masked: State, updates: Sequence[ClientUpdate]) -> Iterator[ClientUpdate]:
-        """Return the updates of a round with the unmasked sums of their held tensors.
+        """Return the updates of a round, the last one with the sums of what was masked.
 
         Args:
-            masked: The sums of the held tensors, by name.
+            masked: The sums of the masked tensors, by name.
             updates: The updates, with their integer tensors.
         """
         total, integers = Sums(), Sums()

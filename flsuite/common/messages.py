@@ -307,7 +307,7 @@ class ClientResult:
         update: The message to the server.
         memory: The client's memory for its next round: ``model`` (private entries), ``objective``
             (its notes), ``optimizers``, ``transforms`` (notes by the position of the transform)
-            and, until it is masked, ``held``, if any.
+            and, until it is masked, ``unmasked``, if any.
         training: The metrics of local training alone.
     """
 

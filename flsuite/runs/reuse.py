@@ -130,7 +130,7 @@ class Reuse:
                 "trainer.attack changes them; leave out one of these"
             )
         uplink = federation.uplink
-        if keep and (uplink.masks or uplink.chain.transforms):
+        if keep and (uplink.masks or uplink.pipeline.transforms):
             raise FlsuiteError(
                 "keep_updates stores the clients' models unchanged, but a transform or secure_sum "
                 "changes what the server receives; set trainer.keep_updates to false"

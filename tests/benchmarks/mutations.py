@@ -139,7 +139,7 @@ MUTATIONS = [
     Mutation(
         "an update is not a copy",
         "federation/client/runner.py",
-        'state=clone(shared, "cpu" if setup.uplink.chain.transforms else None),',
+        'state=clone(shared, "cpu" if setup.uplink.pipeline.transforms else None),',
         "state=shared,",
         "federation/client/test_runner.py federation/engines/test_pool.py",
     ),

@@ -87,7 +87,7 @@ class CMGA(LinearRule, Settings):
         share = (counts if self.weighting == "samples" else counts > 0).double()
         return {
             **scaled({"weight": 1.0, "networks": networks}, self.weight(update)),
-            "held": share,
+            "holders": share,
             "centres": priors[means].double() * share[:, None],
             "spreads": priors[log_variances].double() * share[:, None],
         }
@@ -102,7 +102,7 @@ class CMGA(LinearRule, Settings):
         new = move_weights(theta, networks, server.layout.parameters, self.lr)
         momentum = self._momentum(server, sums, theta[means])
         new[means] = separate(momentum, self.delta, self.separation_weight, self.separation_steps)
-        spread = _holder_mean(sums["spreads"], sums["held"], otherwise=theta[log_variances])
+        spread = _holder_mean(sums["spreads"], sums["holders"], otherwise=theta[log_variances])
         new[log_variances] = floor_sigma(spread, self.sigma_floor)
 
         server.metrics["prior_distance_before"] = _smallest_distance(momentum)
@@ -113,15 +113,15 @@ class CMGA(LinearRule, Settings):
     def _momentum(self, server: Server, sums: Tree, current: Tensor) -> Tensor:
         """Apply mechanism 3 to the memory of unseparated centres and the classes seen so far."""
         never = {"centres": current, "seen": torch.zeros(len(current), dtype=torch.bool)}
-        before, held = server.memory or never, sums["held"] > 0
+        before, is_held = server.memory or never, sums["holders"] > 0
         # A class that no client of the round holds has no observation. Its row is ignored below.
-        observed = _holder_mean(sums["centres"], sums["held"], otherwise=before["centres"])
-        momentum = class_momentum(before["centres"], before["seen"], observed, held, self.beta)
-        server.memory.update(centres=momentum, seen=before["seen"] | held)
+        observed = _holder_mean(sums["centres"], sums["holders"], otherwise=before["centres"])
+        momentum = class_momentum(before["centres"], before["seen"], observed, is_held, self.beta)
+        server.memory.update(centres=momentum, seen=before["seen"] | is_held)
 
         # Only for held classes: the drift of the others is 0 by construction.
         drift = (observed - momentum).norm(dim=1).tolist()
-        for c in held.nonzero().flatten().tolist():
+        for c in is_held.nonzero().flatten().tolist():
             server.metrics[f"prior_drift/{c}"] = drift[c]
         return momentum
 

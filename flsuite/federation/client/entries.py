@@ -165,7 +165,7 @@ class _Buffer:
         self.seen = own, own._version
 
 
-class Resident:
+class ResidentModel:
     """The model state outside the state dict, which must not leak from one client to the next.
 
     Args:

@@ -42,11 +42,11 @@ from flsuite.federation.client.callbacks import (
     RoundLearningRate,
 )
 from flsuite.federation.client.devices import on_one_gpu
-from flsuite.federation.client.entries import Resident, entries_of
+from flsuite.federation.client.entries import ResidentModel, entries_of
 from flsuite.federation.client.faults import carry_out
 from flsuite.federation.client.loop import NeedsLightningLoopError, supports_local_loop
 from flsuite.federation.client.scorer import Scorer
-from flsuite.federation.client.setup import Starts, WorkerSetup
+from flsuite.federation.client.setup import StartStates, WorkerSetup
 from flsuite.federation.client.stack import Stack
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models import abilities
@@ -68,13 +68,13 @@ class ClientRunner:
         if setup.channels_last:
             to_channels_last(self.model)
         self.entries = entries_of(setup.model, setup.uplink.aggregator, setup.batchnorm)
-        self._resident = Resident(self.model, self.entries.frozen)
+        self._resident = ResidentModel(self.model, self.entries.frozen)
         self._state_check = StateCheck(setup.uplink.aggregator)
         self._use_local_loop = True
         self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None
         self._counted: tuple[Broadcast, int] | None = None
-        self._starts = Starts(setup, self.entries)
+        self._starts = StartStates(setup, self.entries)
         self._stack = Stack(self._starts, setup) if setup.stack > 1 else None
 
     def run(self, request: FitRequest) -> Outcome:
@@ -237,7 +237,7 @@ class ClientRunner:
             steps=trained.steps,
             class_counts=client.class_counts,
             # Transforms compute on the CPU.
-            state=clone(shared, "cpu" if setup.uplink.chain.transforms else None),
+            state=clone(shared, "cpu" if setup.uplink.pipeline.transforms else None),
             extras=client.extras,
             metrics={**trained.metrics, **_numbers(client.metrics)},
             bytes_down=self._bytes_of(broadcast),
@@ -248,14 +248,14 @@ class ClientRunner:
         notes = copy.deepcopy(request.memory.get("transforms", {}))
         at = client.id, client.round, setup.seed, request.repeat
         fit = FitView(*at, broadcast.extras, metrics=update.metrics)
-        packed, held = setup.uplink.pack(update, broadcast.state, fit, notes)
+        packed, unmasked = setup.uplink.pack(update, broadcast.state, fit, notes)
         packed.seconds = time.perf_counter() - started
         memory = {
             "model": clone(private),
             "objective": client.memory,
             "optimizers": trained.memory.get("optimizers"),
             "transforms": {place: own for place, own in notes.items() if own},
-            "held": held,
+            "unmasked": unmasked,
         }
         # Without empty parts, which a checkpoint does not need.
         return ClientResult(packed, {k: v for k, v in memory.items() if v}, trained.metrics)

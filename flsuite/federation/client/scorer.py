@@ -20,7 +20,7 @@ from flsuite.common.score_names import score_name
 from flsuite.common.state import State, load_
 from flsuite.data.federated import DataSplit, FederatedData
 from flsuite.data.loader import SplitLoader
-from flsuite.federation.client.entries import Resident
+from flsuite.federation.client.entries import ResidentModel
 from flsuite.federation.client.trainer import quiet_lightning
 from flsuite.metrics.scores import class_accuracy, scores
 from flsuite.models.abilities import class_outputs, has_step, scores_by_columns, scores_by_steps
@@ -73,7 +73,7 @@ class _EvaluationSteps:
         trainer, step = self._started_trainer(), self._step(split)
         run = trainer.test if step == "test_step" else trainer.validate
         # Neither modes nor values collected by a step must leak into the next fit.
-        resident = Resident(self.model)
+        resident = ResidentModel(self.model)
         with kept_modes(self.model):
             run(self.model, dataloaders=batches, verbose=False)
         resident.restore()
@@ -94,7 +94,7 @@ class _EvaluationSteps:
 
     def predictions(self, batches: SplitLoader) -> list[Any]:
         """Return what the model's ``predict_step`` returns for each batch."""
-        resident = Resident(self.model)
+        resident = ResidentModel(self.model)
         with kept_modes(self.model):
             predictions = self._started_trainer().predict(self.model, dataloaders=batches)
         resident.restore()

@@ -129,7 +129,7 @@ class WorkerSetup:
         return TrainLoader(data, request.client, self.seed, round, request.batches, request.repeat)
 
 
-class Starts:
+class StartStates:
     """The entries that fits start from.
 
     Those that are the same for all clients of a round are moved to the device once per round.

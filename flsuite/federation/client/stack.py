@@ -23,7 +23,7 @@ from flsuite.common.state import State
 from flsuite.data.federated import FederatedData
 from flsuite.federation.client.callbacks import KeepOptimizers
 from flsuite.federation.client.devices import keep_freed_memory
-from flsuite.federation.client.setup import Starts, WorkerSetup
+from flsuite.federation.client.setup import StartStates, WorkerSetup
 from flsuite.federation.client.stack_batches import StackBatches
 from flsuite.federation.client.stack_member import Member, TrainerOfOne, callbacks_of, stacked
 from flsuite.federation.client.stack_samples import is_mean_over_samples, refuse_mixed_samples
@@ -66,7 +66,7 @@ class Stack:
         setup: The setup of the worker.
     """
 
-    def __init__(self, starts: Starts, setup: WorkerSetup) -> None:
+    def __init__(self, starts: StartStates, setup: WorkerSetup) -> None:
         self.starts, self.setup = starts, setup
         self.model = setup.model
         self._modules: list[LightningModule] = []

@@ -89,7 +89,7 @@ class Faults(Schedule, Settings):
         self.declarations = self._declarations()
         self._seed = seed
         self._mishandled: dict[int, Fit] = {}  # fits in flight whose messages come late or twice
-        self._held: list[ClientUpdate] = []  # late updates of earlier rounds
+        self._late: list[ClientUpdate] = []  # late updates of earlier rounds
 
     @property
     def ended(self) -> Sequence[Fit]:
@@ -111,7 +111,7 @@ class Faults(Schedule, Settings):
         def with_faults(fits: Sequence[Fit]) -> list[FitRequest]:
             return requests(self._with_faults(fits))
 
-        held, self._held = self._held, []
+        held, self._late = self._late, []
         for update in held:
             yield ClientResult(update, {})
         for outcome in self.schedule.arrivals(engine, clock, with_faults):
@@ -124,12 +124,12 @@ class Faults(Schedule, Settings):
         return self.schedule.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        held = [{f.name: getattr(update, f.name) for f in fields(update)} for update in self._held]
+        held = [{f.name: getattr(update, f.name) for f in fields(update)} for update in self._late]
         return {"schedule": self.schedule.state_dict(), "held": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.schedule.load_state_dict(state["schedule"])
-        self._held = [ClientUpdate(**values) for values in state["held"]]
+        self._late = [ClientUpdate(**values) for values in state["held"]]
         self._mishandled = {}
         self._note(self.schedule.in_flight)
 
@@ -168,7 +168,7 @@ class Faults(Schedule, Settings):
             yield second
         else:
             # The server refuses a late message by its number, so its tensors are not kept.
-            self._held.append(outcome.update.without_tensors())
+            self._late.append(outcome.update.without_tensors())
             fit.outcome = "late"
             update, reason = outcome.update, "its update did not arrive in time"
             yield ClientFailure(

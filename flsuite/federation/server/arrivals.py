@@ -216,7 +216,7 @@ class Arrivals:
         step. Once a round has succeeded, clients are known to be able to train.
         """
         failures = record.failures
-        if self.devices is not None and (error := self.devices.failure(held=0)):
+        if self.devices is not None and (error := self.devices.failure(maskable=0)):
             return error
         if not failures:
             return FederationError(f"round {record.round}: no client took part")

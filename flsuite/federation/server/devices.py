@@ -37,10 +37,10 @@ class Devices:
         Raises:
             FederationError: If the cohort is too small.
         """
-        update, held = result.update, result.memory.pop("held", {})
+        update, unmasked = result.update, result.memory.pop("unmasked", {})
         parties = self._of_round(update.round, cohort)
         try:
-            parties.hold(update.client, held)
+            parties.hold(update.client, unmasked)
         except ValueError as error:
             self._faults[update.client] = str(error)
             return ClientFailure(update.client, update.round, str(error))
@@ -65,23 +65,23 @@ class Devices:
             # Report the masking fault if there is one, not the missing clients.
             raise (self.failure(len(arrived)) or error) from None
 
-    def failure(self, held: int) -> Exception | None:
+    def failure(self, maskable: int) -> Exception | None:
         """Return the error of a round in which too few contributions can be masked.
 
         It is ``None`` if all can be masked. If none of the first round can, the settings are to
         blame.
 
         Args:
-            held: The number of clients whose contributions can be masked.
+            maskable: The number of clients whose contributions can be masked.
         """
         if not self._faults:
             return None
         client, fault = next(iter(self._faults.items()))
         what = (
             f"round {self._round}: the contributions of {len(self._faults)} of "
-            f"{len(self._faults) + held} clients cannot be masked, client {client}: {fault}"
+            f"{len(self._faults) + maskable} clients cannot be masked, client {client}: {fault}"
         )
-        if self._round == 1 and not held:
+        if self._round == 1 and not maskable:
             return FlsuiteError(what)
         return FederationError(f"{what}; the state of round {self._round - 1} is kept")
 

@@ -128,11 +128,11 @@ class Federation:
         most = max(sizes) if max_share is None else math.ceil(max_share * sum(sizes))
         classes = data.spec.num_classes
         self.uplink = Uplink(aggregator, layout, self.state, classes, masks, most)
-        self._bytes_up = self.uplink.chain.bytes_up
+        self._bytes_up = self.uplink.pipeline.bytes_up
         self._devices: Devices | None = None
         if secure_sum is not None:
             self._devices = Devices(secure_sum)
-            secure_sum.configure(self.uplink.held, schedule.declarations.cohort)
+            secure_sum.configure(self.uplink.unmasked, schedule.declarations.cohort)
             self._bytes_up = self.uplink.bytes_clear + secure_sum.size()
         self._arrivals = Arrivals(self.uplink, schedule, self._devices)
 

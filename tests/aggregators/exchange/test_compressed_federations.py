@@ -122,7 +122,7 @@ def test_compression_is_a_last_transform() -> None:
 @pytest.mark.parametrize("codec", [Quantize(8), Quantize(5), TopK(0.2)])
 def test_the_bytes_are_those_of_the_message(codec: Transform) -> None:
     trainer = fitted(FedAvg(), codec, network=Normalised, rounds=1)
-    chain = trainer.federation.uplink.chain
+    chain = trainer.federation.uplink.pipeline
     (sent,) = {update.bytes_up for update in trainer.federation.log.updates}
     assert sent == chain.bytes_up < nbytes(trainer.federation.state)
 

@@ -22,7 +22,7 @@ from flsuite.common.messages import Broadcast, ClientUpdate, FitRequest
 from flsuite.common.state import Sums, Tree, moved
 from flsuite.federation import Engine, InProcess, Processes, Vectorized
 from flsuite.federation.client.jobs import JobRunner
-from flsuite.federation.client.setup import Starts
+from flsuite.federation.client.setup import StartStates
 from flsuite.models import ACVAE, MLP, Classifier
 from flsuite.runs.preparation import worker_setup
 from tests.conftest import classifier, digits, equal_states, trainer
@@ -60,7 +60,7 @@ def test_sums_stay_where_their_first_tensors_are(fake: FakeTensorMode) -> None:
 def test_what_all_clients_start_from_is_moved_once(fake: FakeTensorMode) -> None:
     initial = {"w": torch.zeros(2), "own": torch.zeros(3), "mean": torch.zeros(4)}
     setup, entries = SimpleNamespace(initial=initial), SimpleNamespace(reset=["mean"])
-    starts = Starts(cast(Any, setup), cast(Any, entries))
+    starts = StartStates(cast(Any, setup), cast(Any, entries))
     broadcast = Broadcast(1, {"w": torch.ones(2)}, {}, ())
     first, second = (
         starts.of(FitRequest(client, client, broadcast, {"model": own}), GPU)

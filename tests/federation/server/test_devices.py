@@ -103,7 +103,7 @@ def test_the_aggregator_sees_sums_and_no_client(tmp_path: Path) -> None:
     assert all(u.samples and u.steps and "loss" in u.metrics for u in seen)
     # No client data remains where it could be read later.
     memories = [made.federation.clients[client] for client in range(5)]
-    assert all("held" not in memory for memory in memories)
+    assert all("unmasked" not in memory for memory in memories)
     assert not list((tmp_path / "run").rglob("updates"))
 
 
