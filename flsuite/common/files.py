@@ -26,7 +26,6 @@ FAILED = "failed.txt"
 """The file in the folder of a sweep's run that says why it failed."""
 
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # some network disks cannot flush folders
-_FULL_DISK_BYTES = 1 << 16  # a disk without room for them is taken to be full
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")  # how a text begins that a spreadsheet would compute
 
 
@@ -141,20 +140,12 @@ def failure_reason(folder: Path) -> str:
 
 
 def save_tensors(content: Any, path: Path) -> None:
-    """Write plain data with tensors to one file in torch's format.
-
-    Raises:
-        OSError: If the disk is full. torch itself raises a RuntimeError that does not say so.
-    """
+    """Write plain data with tensors to one file in torch's format."""
     import torch  # imported late: commands without torch use this module
 
-    try:
-        torch.save(content, path)
-    except RuntimeError as error:
-        # The system says whether the disk is full, or a file has reached the limit of its size.
-        with naming(path), path.open("ab") as file:
-            file.write(bytes(_FULL_DISK_BYTES))
-        raise OSError(errno.EIO, one_line(error, 200), str(path)) from error
+    # torch would open the file without saying that the disk is full. torch 2.6 would not notice it.
+    with naming(path), path.open("wb") as file:
+        torch.save(content, file)
 
 
 @contextmanager

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch.amp import GradScaler
 
-from flsuite.common.lightning_internals import INTERNALS
+from flsuite.callbacks import FederationCallback
+from flsuite.common.lightning_internals import HOOKS, INTERNALS, hooks_with
 from tests.plain import plain_trainer
 
 PACKAGE = Path(__file__).parents[2] / "flsuite"
@@ -57,6 +58,15 @@ def test_it_is_there(name: str, folder: Path) -> None:
             return
         assert hasattr(value, attribute), f"{name} is gone from Lightning"
         value = getattr(value, attribute)
+
+
+def test_every_hook_is_one_of_lightning_or_of_the_run() -> None:
+    def owners(name: str) -> set[type]:
+        return {kind for kind in (Callback, LightningModule) if hasattr(kind, name)}
+
+    assert not [n for n, meaning in HOOKS.items() if (meaning == "run") == bool(owners(n))]
+    assert {*hooks_with("run")} <= {*vars(FederationCallback)}
+    assert not [name for name in hooks_with("stack") if Callback not in owners(name)]
 
 
 def test_no_other_file_uses_one() -> None:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
-from flsuite.federation.client.stack_member import Member
+from flsuite.federation.client.stack_member import Member, laid_out
 from flsuite.federation.client.stacked_loss import StackGroup
 from flsuite.federation.client.trainer import ClientTrainer
 
@@ -96,9 +96,9 @@ class StackBatches:
         """Return batches of the same size as one, ``(clients, batch, ...)``."""
         if not self._reads_rows:
             moved = map(self.trainer.strategy.batch_to_device, batches)
-            return tree_map(lambda *parts: torch.stack(parts), *moved)
+            return tree_map(lambda *parts: laid_out(torch.stack(parts)), *moved)
         (batch,) = self.view.batches_of(self.view.train, [torch.cat(list(batches))])
-        return tree_map(lambda part: part.unflatten(0, (len(batches), -1)), batch)
+        return tree_map(lambda part: laid_out(part.unflatten(0, (len(batches), -1))), batch)
 
 
 def _filled(batch: Any, size: int, longest: int) -> Any:

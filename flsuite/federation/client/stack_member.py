@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.torch_version import TorchVersion
 
 from flsuite.aggregators.objectives.base import StatedCallback
 from flsuite.common.messages import ClientContext
@@ -89,7 +90,14 @@ def callbacks_of(members: Sequence[Member], kind: type[_Kind]) -> list[_Kind]:
 def stacked(parts: Sequence[Tensor]) -> Tensor:
     """Return tensors along a new first axis, without a copy if they are all the same tensor."""
     is_same = all(part is parts[0] for part in parts)
-    return parts[0].expand(len(parts), *parts[0].shape) if is_same else torch.stack(list(parts))
+    if is_same:
+        return laid_out(parts[0]).expand(len(parts), *parts[0].shape)
+    return laid_out(torch.stack(list(parts)))
+
+
+def laid_out(tensor: Tensor) -> Tensor:
+    """Return a tensor in a layout that torch can normalize in groups under vmap."""
+    return tensor if torch.__version__ >= TorchVersion("2.14") else tensor.contiguous()
 
 
 def stated(members: Sequence[Member], kind: type[StatedCallback]) -> Any:

@@ -83,6 +83,16 @@ RULES: dict[str, tuple[Any, Aggregator]] = {
 }
 
 
+def can_index_fakes() -> bool:
+    """Return whether torch can index a fake tensor of a GPU where there is none."""
+    with FakeTensorMode():
+        try:
+            return torch.ones(1, device=GPU)[:, None].device == GPU
+        except RuntimeError:
+            return False
+
+
+@pytest.mark.skipif(not can_index_fakes(), reason="torch 2.6 asks a driver to index a fake tensor")
 @pytest.mark.parametrize("name", RULES)
 def test_a_client_on_a_gpu_contributes_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, aggregator = RULES[name]
@@ -91,10 +101,10 @@ def test_a_client_on_a_gpu_contributes_there(name: str, monkeypatch: pytest.Monk
     setup, whole = worker_setup(made, run), run.federation.state
     uplink, layout, aggregator = setup.uplink, setup.uplink.layout, setup.uplink.aggregator
     statistics = aggregator.statistics(layout, whole).items()
-    extras = _empty({name: statistic.template for name, statistic in statistics})
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         state = {k: mode.from_tensor(v).to(GPU) for k, v in whole.items()}
         counts = torch.ones(10, dtype=torch.int64)
+        extras = _empty({name: statistic.template for name, statistic in statistics})
         update = ClientUpdate(0, 1, 7, 2, counts, state, extras)
         jobs = JobRunner.__new__(JobRunner)
         jobs._setup = setup
