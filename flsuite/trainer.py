@@ -32,7 +32,7 @@ from flsuite.federation.server.federation import Federation
 from flsuite.federation.server.stores import ClientStore, VersionStore
 from flsuite.federation.server.tools import ServerFit, make_tools
 from flsuite.runs.folder import RunFolder, new_run_dir
-from flsuite.runs.fork import Fork
+from flsuite.runs.fork import Fork, Reuse
 from flsuite.runs.hooks import Hooks
 from flsuite.runs.preparation import (
     compressed,
@@ -41,7 +41,6 @@ from flsuite.runs.preparation import (
     use_precision,
     worker_setup,
 )
-from flsuite.runs.reuse import Reuse
 from flsuite.runs.run import Run
 from flsuite.runs.scoring import ScoringTrainer
 from flsuite.runs.session import choose_engine, left_on_cpu, opened, started

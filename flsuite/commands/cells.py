@@ -84,12 +84,13 @@ def _refuse_other_training(
     settings: dict[str, Any], source: Cell, folder: Path, ready: dict[Cell, dict[str, Any] | None]
 ) -> None:
     """Refuse a cell whose source has other training, or is finished and kept no models."""
-    from flsuite.runs.reuse import refuse_other_training, trained_updates
+    from flsuite.runs.fork import DECIDE_TRAINING, trained_updates
+    from flsuite.runs.settings import refuse_mismatch
 
     if (folder / source.folder / DONE).is_file():
         trained_updates(folder / source.folder, settings)
     elif (theirs := ready[source]) is not None:
-        refuse_other_training(settings, theirs, source.folder)
+        refuse_mismatch(settings, theirs, source.folder, DECIDE_TRAINING)
 
 
 def _make_ready(sweep: Sweep, cell: Cell) -> tuple[int, dict[str, Any]]:

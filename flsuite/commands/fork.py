@@ -18,9 +18,8 @@ from flsuite.commands.request import require_run
 from flsuite.common.arguments import PositiveInt, Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import read_yaml, replace_tensors
-from flsuite.runs.checkpoint import load_checkpoint
+from flsuite.runs.checkpoint import copy_files, load_checkpoint
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import copy_files
 from flsuite.runs.record import (
     Row,
     ends,

@@ -115,6 +115,7 @@ _MERGED = {
     "models.backbones": {"base": "cnn lenet mlp small", "resnets": "resnet18 resnet20"},
     "runs": {
         "checkpoint": "kept",
+        "fork": "reuse",
         "rounds": "rehearsal",
         "scoring": "predictions",
         "settings": "options",

@@ -8,7 +8,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +186,19 @@ def publish_checkpoint(path: Path, others: Mapping[str, Path], needed: Iterable[
             os.replace(written, folder / name)
     os.replace(path, folder / "last.ckpt")
     flush_to_disk([folder])
+
+
+def copy_files(parent: Path, own: Path, names: Iterable[str]) -> None:
+    """Link or copy files of the parent into the folder of a fork. They never change in place."""
+    for name in sorted(names):
+        source, target = parent / name, own / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            replace_file(partial(link_or_copy, source), target)
+        except FileNotFoundError as error:
+            raise FlsuiteError(
+                f"{source} is missing; restore the parent's folder, or begin at another round"
+            ) from error
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -32,9 +32,9 @@ from flsuite.federation.schedules.base import Fit
 from flsuite.federation.schedules.faults import Faults
 from flsuite.federation.server.evaluation import GLOBAL
 from flsuite.runs.checkpoint import load_checkpoint
+from flsuite.runs.fork import UPDATES, UpdateStore
 from flsuite.runs.preparation import worker_setup
 from flsuite.runs.record import kept_rounds
-from flsuite.runs.reuse import UPDATES, UpdateStore
 from flsuite.runs.run import Run
 from flsuite.runs.table import TimelineRow, timeline_rows
 
@@ -66,46 +66,50 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
             "schedule without training; set trainer.schedule.sampling to uniform"
         )
 
-    awaited: set[int] = set()
-
-    def requests(fits: Sequence[Fit]) -> list[FitRequest]:
-        awaited.update(fit.number for fit in fits)
-        return [
-            FitRequest(f.number, f.client, Broadcast(f.version + 1, {}, {}), {}, fault=f.fault)
-            for f in fits
-        ]
-
     while not run.finished:
         federation.open_round()
-        engine.submit(requests(schedule.start(clock)))
-        for outcome in schedule.arrivals(engine, clock, requests):
+        engine.submit(_requests(schedule.start(clock)))
+        for outcome in schedule.arrivals(engine, clock, _requests):
             # Injected faults are part of the plan: failures, and messages that arrive twice or in
             # a later round.
-            number = outcome.number if isinstance(outcome, ClientFailure) else outcome.update.number
-            if number not in awaited:
-                continue
-            awaited.remove(number)
             if isinstance(outcome, ClientFailure):
-                continue
-            outcome.update.staleness = clock.round - (outcome.update.round - 1)
-            federation.log.updates.append(outcome.update)
-            clock.client_updates += 1
-            schedule.accepted(outcome.update)
+                engine.awaited.discard(outcome.number)
+            elif (update := outcome.update).number in engine.awaited:
+                engine.awaited.remove(update.number)
+                update.staleness = clock.round - (update.round - 1)
+                federation.log.updates.append(update)
+                clock.client_updates += 1
+                schedule.accepted(update)
         clock.round += 1
         yield from timeline_rows(federation)
 
 
+def _requests(fits: Sequence[Fit]) -> list[FitRequest]:
+    """Return requests without a model."""
+    return [
+        FitRequest(fit.number, fit.client, Broadcast(fit.version + 1, {}, {}), {}, fault=fit.fault)
+        for fit in fits
+    ]
+
+
 class _NoTraining(Engine):
-    """An engine whose fits all end at once. They succeed unless a fault is injected."""
+    """An engine whose fits all end at once. They succeed unless a fault is injected.
+
+    Attributes:
+        awaited: The fits that were submitted, until their first outcome arrives.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[int, FitRequest] = {}
+        self.awaited: set[int] = set()
 
     def start(self, setup: WorkerSetup) -> None:
         """Do nothing."""
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
-        self._requests.update((request.number, request) for request in requests)
+        own = {request.number: request for request in requests}
+        self._requests |= own
+        self.awaited |= own.keys()
 
     @property
     def pending(self) -> Sequence[int]:
@@ -149,13 +153,13 @@ class KeptRound:
 
         It is the state before the round if no client is left.
         """
-        federation = self._restored()
+        federation: Any = self.run.federation
+        # An aggregator changes its memory and the updates in place.
+        federation.load_state_dict(copy.deepcopy(self.before))
         present = [replace(update) for update in self.updates if update.client not in absent]
-        return (
-            federation.aggregator.aggregate(federation.server, present)
-            if present
-            else federation.state
-        )
+        if not present:
+            return federation.state
+        return federation.aggregator.aggregate(federation.server, present)
 
     def score(self, absent: Collection[int], metric: str, split: Split = "val") -> float:
         """Return a score of the state :meth:`without` these clients."""
@@ -170,12 +174,6 @@ class KeptRound:
                 f"{', '.join(sorted(scores)) or 'none: set data.val_fraction above 0'}"
             )
         return float(scores[metric])
-
-    def _restored(self) -> Any:
-        federation = self.run.federation
-        # An aggregator changes its memory in place.
-        federation.load_state_dict(copy.deepcopy(self.before))
-        return federation
 
 
 def read_rounds(
@@ -209,8 +207,7 @@ def read_rounds(
     for start in trained:
         before = starts.get(start) or load_checkpoint(kept[start])["federation"]
         federation.load_state_dict(copy.deepcopy(before))
-        updates = _updates(run, runner, store, start + 1)
-        rounds.append(KeptRound(start + 1, run, before, updates))
+        rounds.append(KeptRound(start + 1, run, before, _updates(run, runner, store, start)))
     if not rounds:
         raise FlsuiteError(
             f"{folder} has kept no state before the rounds whose models it has kept; fit it with "
@@ -220,15 +217,14 @@ def read_rounds(
 
 
 def _updates(
-    run: Run, runner: JobRunner, store: UpdateStore, round: int
+    run: Run, runner: JobRunner, store: UpdateStore, version: int
 ) -> tuple[ClientUpdate, ...]:
-    """Return the updates of a round, made again from the kept models."""
-    clients = store.clients(round)
-    fits = [Fit(n, client, round - 1, 0, 0.0) for n, client in enumerate(clients)]
+    """Return the updates of the clients that started from a version, made from their models."""
+    clients = enumerate(store.clients(version + 1))
     run.federation.open_round()
-    requests = run.federation.send(fits)
-    trained = [replace(r, trained=store.read(round, r.client)) for r in requests]
-    outcomes = [run.federation.check(o) for request in trained for o in runner.answer([request])]
+    requests = run.federation.send([Fit(n, client, version, 0, 0.0) for n, client in clients])
+    answers = [runner.answer([store.with_trained(request)]) for request in requests]
+    outcomes = [run.federation.check(outcome) for answer in answers for outcome in answer]
     return tuple(o.update for o in outcomes if isinstance(o, ClientResult))
 
 

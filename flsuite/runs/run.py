@@ -17,9 +17,8 @@ from flsuite.federation.schedules.base import Fit
 from flsuite.federation.server.evaluation import GLOBAL, Evaluator, adapted_scores
 from flsuite.federation.server.federation import Federation
 from flsuite.runs.folder import RunFolder
-from flsuite.runs.fork import Fork
+from flsuite.runs.fork import Fork, Reuse
 from flsuite.runs.hooks import Hooks
-from flsuite.runs.reuse import Reuse
 from flsuite.runs.settings import RunOptions
 from flsuite.runs.store import RunStore
 from flsuite.runs.summary import RunSummary

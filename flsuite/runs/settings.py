@@ -11,7 +11,7 @@ import enum
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
@@ -261,8 +261,18 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, A
         yield path.removesuffix(".class_path"), ours, theirs
 
 
-def refuse_mismatch(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Path) -> None:
-    """Refuse to continue a checkpoint with other settings. The message names them."""
+def refuse_mismatch(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Path, names: Iterable[str]
+) -> None:
+    """Refuse to continue a run or a checkpoint with other settings. The message names them.
+
+    Args:
+        ours: The settings of this run.
+        theirs: The settings that were saved.
+        path: The run or the checkpoint that they were saved with.
+        names: The settings that are compared. One that is missing on one side differs.
+    """
+    ours, theirs = ({name: side.get(name) for name in names} for side in (ours, theirs))
     differing = differences(ours, theirs)
     if named := [f"{name} is {now!r} here and {then!r} there" for name, now, then in differing]:
         more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""

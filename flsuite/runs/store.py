@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from flsuite.common.files import (
 )
 from flsuite.common.state import State, mismatch
 from flsuite.federation.server.federation import Federation
+from flsuite.federation.server.stores import ClientStore
 from flsuite.runs.checkpoint import (
     KeptTensors,
+    copy_files,
     load_checkpoint,
     load_own_parts,
     publish_checkpoint,
@@ -25,9 +28,9 @@ from flsuite.runs.checkpoint import (
 )
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import (
+    FROM_TRAINING,
     Fork,
     anew,
-    copy_files,
     is_inherited,
     refuse_other_data,
     refuse_other_privacy,
@@ -41,18 +44,16 @@ from flsuite.runs.record import (
     round_of,
     versions_in_flight,
 )
-from flsuite.runs.reuse import FROM_TRAINING
 from flsuite.runs.settings import WEIGHTS, refuse_mismatch, with_contents
 from flsuite.runs.summary import RunSummary
-from flsuite.runs.table import AppendedTable, MetricsTable, mark_of
+from flsuite.runs.table import MetricsTable, mark_of
 
 log = logging.getLogger("flsuite")
 
 _FROZEN = "frozen.pt"
 
 # Settings that a resumed run may change.
-_LIMITS = (*LIMITS, "stopping")
-_MAY_DIFFER = (*_LIMITS, "forked_from", *WEIGHTS)
+_MAY_DIFFER = (*LIMITS, "stopping", "forked_from", *WEIGHTS)
 _DECIDE_SCORES = ("seed", "model", "data", "batchnorm", "aggregator")  # for a given state
 
 
@@ -89,7 +90,7 @@ class RunStore:
         self.keep_rounds = keep_rounds
         self.parent = parent
         # What the checkpoints that stay need: memories of clients, and versions in flight.
-        self._held: dict[str, tuple[dict[int, int], set[int]]] = {}
+        self._needed: dict[str, tuple[dict[int, int], set[int]]] = {}
         self._tensors = KeptTensors()
         self._publishing = BackgroundTask()
         self.settle()
@@ -156,17 +157,15 @@ class RunStore:
         others = {"best.ckpt": path} if is_best else {}
         if self.keep_rounds is not None and round % self.keep_rounds == 0:
             name, whole = f"round-{round:06d}.ckpt", content["federation"]
-            shared = self._tensors.shared(whole, name)
-            smaller = {**content, "federation": shared}
-            is_smaller = shared is not whole
-            others[name] = (
-                write_checkpoint(smaller, folder.checkpoints, name) if is_smaller else path
-            )
+            shared, others[name] = self._tensors.shared(whole, name), path
+            if shared is not whole:
+                content["federation"] = shared
+                others[name] = write_checkpoint(content, folder.checkpoints, name)
 
         # A kill before the rename leaves the old checkpoint, whose files must still be there.
         now = dict(clients.versions), in_flight
-        self._held |= dict.fromkeys(others, now)
-        used, started = zip(now, *self._held.values(), strict=True)
+        self._needed |= dict.fromkeys(others, now)
+        used, started = zip(now, *self._needed.values(), strict=True)
 
         def publish() -> None:
             publish_checkpoint(path, others, needed)
@@ -202,7 +201,7 @@ class RunStore:
         content = load_checkpoint(checkpoint)
         saved, before = content["settings"], content["federation"]
         self.settings.update(with_contents(self.settings, saved))
-        decide: tuple[str, ...] = _DECIDE_SCORES
+        names = {*self.settings, *saved} - {*_MAY_DIFFER} if to_train else {*_DECIDE_SCORES}
         if is_inherited(content, self.settings):
             if to_train:
                 round, parent = before["clock"]["round"], self.settings["forked_from"]
@@ -212,28 +211,28 @@ class RunStore:
                 )
             # Scores need neither the parent's algorithm nor its training.
             refuse_other_data(self.settings, saved)
-            decide, before = ("batchnorm",), {**before, **anew(self.settings, saved)}
-        # Settings of both sides: a setting that is missing on one side differs.
-        names = [
-            name
-            for name in {**self.settings, **saved}
-            if (name not in _MAY_DIFFER if to_train else name in decide)
-        ]
-        ours, theirs = ({k: s.get(k) for k in names} for s in (self.settings, saved))
-        refuse_mismatch(ours, theirs, checkpoint)
+            names, before = {"batchnorm"}, {**before, **anew(self.settings, saved)}
+        refuse_mismatch(self.settings, saved, checkpoint, names)
         # Settings may not describe the whole network.
         if fault := mismatch(before["state"], self.federation.state):
             raise FlsuiteError(
                 f"the model is not that of {checkpoint}: {fault}; use the run's model, or start a "
                 "new run"
             )
+        self._load(content, before, checkpoint)
+        return content
 
-        self.federation.load_state_dict(before)
-        self.federation.initial |= self._frozen(checkpoint.parent / _FROZEN)
+    def _load(self, content: dict[str, Any], state: dict[str, Any], checkpoint: Path) -> None:
+        """Restore a state of the federation, and what else a checkpoint holds."""
+        federation = self.federation
+        federation.load_state_dict(state)
+        if federation.entries.frozen:
+            federation.initial |= _frozen(checkpoint.parent / _FROZEN, federation.entries.frozen)
         self.summary.load_state_dict(content["summary"])
         self.settle()
-        self._load_callbacks(content)
-        return content
+        for callback in self.callbacks.federation:
+            if callback.state_key in content["callbacks"]:
+                callback.load_state_dict(content["callbacks"][callback.state_key])
 
     def resume(self, checkpoint: Path) -> None:
         """Restore a checkpoint from this run's folder, to continue there.
@@ -261,7 +260,7 @@ class RunStore:
             if kept.stem == "last" or round_of(kept) > self.federation.clock.round:
                 continue
             before = load_own_parts(kept)["federation"]
-            self._held[kept.name] = before["clients"], versions_in_flight(before)
+            self._needed[kept.name] = before["clients"], versions_in_flight(before)
             if kept.stem != "best":
                 self._tensors.shared(before, kept.name)
         log.info("resumed after round %d from %s", self.federation.clock.round, checkpoint)
@@ -272,54 +271,36 @@ class RunStore:
         Raises:
             FlsuiteError: If this run cannot begin there.
         """
-        assert self.parent is not None
-        path, own = self.parent.checkpoint, self.folder.path
-        if path is None:
+        if self.parent is None or (path := self.parent.checkpoint) is None:
             return
-        content = load_checkpoint(path)
-        theirs = content["settings"]
+        content, home = load_checkpoint(path), Path(self.parent.run)
+        theirs, federation = content["settings"], self.federation
         refuse_other_data(self.settings, theirs)
         refuse_other_privacy(self.settings, theirs)
-        federation, home = self.federation, Path(self.parent.run)
         fresh = anew(self.settings, theirs)
         for name in fresh:
             log.info("fork: %s starts anew, because it was another one", name)
         state = {**content["federation"], **fresh}
         if fault := mismatch(state["state"], federation.state):
             raise FlsuiteError(f"trainer.fork: the model is not the parent's: {fault}")
-        if own is not None:
-            copy_files(home, own, memories_of(state))
-        federation.load_state_dict(state)
-        federation.initial |= self._frozen(path.parent / _FROZEN)
+        if self.folder.path is not None:
+            copy_files(home, self.folder.path, memories_of(state))
+        self._load(content, state, path)
         if "aggregator" in fresh:
-            self._forget_the_algorithm()
+            _forget_the_algorithm(federation.clients)
         federation.first_round = federation.clock.round + 1
-        self.summary.load_state_dict(content["summary"])
         if self.settings.get("monitor") != theirs.get("monitor"):
             parents = MetricsTable(home / "metrics.csv")
             parents.resume(*mark_of(content, "table"))
             self.summary.pick_again(parents.by_round())
         self._take_best(home)
-        self.settle()
-        self._load_callbacks(content)
         federation.versions.restore(self.versions_in_flight)
         for name, table in self.folder.tables.items():
-            _copy_table(home, table, *mark_of(content, name))
+            if table.path is not None:
+                size, digest = mark_of(content, name)
+                table.path.write_bytes(type(table)(home / table.path.name).content(size, digest))
+                table.resume(size, digest)
         log.info("forked from %s after round %d", home, federation.clock.round)
-
-    def _load_callbacks(self, content: dict[str, Any]) -> None:
-        """Restore the callbacks that have a state in a checkpoint."""
-        states = content["callbacks"]
-        for callback in self.callbacks.federation:
-            if callback.state_key in states:
-                callback.load_state_dict(states[callback.state_key])
-
-    def _forget_the_algorithm(self) -> None:
-        """Remove what the parent's algorithm keeps with the clients."""
-        clients = self.federation.clients
-        for client in list(clients.versions):
-            memory = clients[client]
-            clients[client] = {k: v for k, v in memory.items() if k in FROM_TRAINING}
 
     def _take_best(self, home: Path) -> None:
         """Take the round picked so far from a run's folder, until a later one is better.
@@ -343,36 +324,26 @@ class RunStore:
             return
         content = load_checkpoint(path)
         federation = content["federation"]
-        self._held["best.ckpt"] = federation["clients"], versions_in_flight(federation)
+        self._needed["best.ckpt"] = federation["clients"], versions_in_flight(federation)
         if home != own.parent:
             copy_files(home, own.parent, memories_of(federation))
         own.mkdir(parents=True, exist_ok=True)
         replace_tensors(content, own / "best.ckpt")
 
-    def _frozen(self, path: Path) -> State:
-        """Read the untrained entries that :meth:`create` wrote."""
-        names = self.federation.entries.frozen
-        if not names:
-            return {}
-        frozen: State = load_tensors(path, "restore the frozen weights, or start a new run")
-        if set(frozen) != set(names):
-            raise FlsuiteError(
-                f"{path} has {len(frozen)} frozen entries, but the model has {len(names)}; freeze "
-                "the same parameters as the run did, or start a new run"
-            )
-        return frozen
+
+def _frozen(path: Path, names: Collection[str]) -> State:
+    """Read the untrained entries that :meth:`RunStore.create` wrote."""
+    frozen: State = load_tensors(path, "restore the frozen weights, or start a new run")
+    if set(frozen) != set(names):
+        raise FlsuiteError(
+            f"{path} has {len(frozen)} frozen entries, but the model has {len(names)}; freeze "
+            "the same parameters as the run did, or start a new run"
+        )
+    return frozen
 
 
-def _copy_table(parent: Path, table: AppendedTable, size: int, digest: str | None) -> None:
-    """Begin a table with the parent's content at a checkpoint.
-
-    Raises:
-        FlsuiteError: If the parent's table is missing or damaged.
-    """
-    if table.path is None:
-        return
-    source = parent / table.path.name
-    if not source.is_file():
-        raise FlsuiteError(f"trainer.fork: {source} is missing; restore it")
-    table.path.write_bytes(type(table)(source).content(size, digest))
-    table.resume(size)
+def _forget_the_algorithm(clients: ClientStore) -> None:
+    """Remove what the parent's algorithm keeps with the clients."""
+    for client in list(clients.versions):
+        memory = clients[client]
+        clients[client] = {k: v for k, v in memory.items() if k in FROM_TRAINING}

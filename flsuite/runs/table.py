@@ -55,13 +55,13 @@ class AppendedTable:
             digest: Its SHA-256. Checkpoints of earlier versions have none.
 
         Raises:
-            FlsuiteError: If the file is shorter, or was changed.
+            FlsuiteError: If the file is missing, shorter, or was changed.
         """
         assert self.path is not None
-        content = b""
-        if self.path.is_file():
-            with self.path.open("rb") as file:
-                content = file.read(size)
+        if not self.path.is_file():
+            raise FlsuiteError(f"{self.path} is missing; restore it, or start a new run")
+        with self.path.open("rb") as file:
+            content = file.read(size)
         if len(content) < size:
             raise FlsuiteError(
                 f"{self.path} has {len(content)} bytes, but had {size} when the checkpoint was "

@@ -24,7 +24,7 @@ from flsuite.metrics.fisher.layers import recorded, unfolded
 from flsuite.metrics.fisher.products import at_positions
 from flsuite.models.abilities import LogitModel
 from flsuite.models.layers import read_layers
-from flsuite.runs.reuse import UPDATES, UpdateStore
+from flsuite.runs.fork import UPDATES, UpdateStore
 
 Knowledge = Literal["client", "mean", "factors"]
 """``client`` is the client's model, ``mean`` the mean of all clients' models, and ``factors`` the
