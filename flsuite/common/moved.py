@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -25,123 +25,101 @@ _PACKAGES = {
 }
 _EXPORTING = ("attacks", "engines", "exchange", "schedules")  # packages with names for users
 
-# Files that have become part of another one, by the folder and the file of today.
-_MERGED = {
-    "aggregators": {
-        "asynchronous": "fedasync fedbuff",
-        "fedavg": "baselines fedprox",
-        "uplink": "chain",
-    },
-    "aggregators.attacks": {
-        "batches": "backdoor label_flip",
-        "updates": "alie collusion compose free_rider inner_product noise scaled_update sign_flip",
-    },
-    "aggregators.exchange": {
-        "quantize": "codes",
-        "secure": "base",
-        "sharing": "ciphers fixed_point shamir",
-    },
-    "aggregators.objectives": {"base": "held proximal"},
-    "aggregators.rules": {
-        "dense": "dense_generator",
-        "fisher_forms": "layer_matrices",
-        "mean": "mixing",
-        "solvers": "solvers.blocks solvers.selection",
-    },
-    "aggregators.rules.robust": {
-        "base": "cohort",
-        "centers": "centered_clipping geometric_median median norm_clipping",
-        "chosen": "bucketing fltrust krum",
-    },
-    "aggregators.transforms": {"base": "clip_updates"},
-    "analysis": {
-        "clients": "confusion contribution",
-        "curves": "run_figure",
-        "groups": "labels",
-        "listing": "notes",
-        "panels": "axes",
-        "report": "target",
-        "runs": "tuning",
-    },
-    "analysis.publish.page": {"parts": "headline"},
-    "callbacks": {
-        "logger_links": "round_numbers",
-        "loggers": "pictures",
-        "monitors": "flow_monitor latent_space probe",
-        "stopping": "early_stopping stop_at",
-        "wandb_link": "wandb_files",
-    },
-    "commands": {
-        "contribution": "shares worlds",
-        "fork": "replay",
-        "report": "report_cross",
-        "request": "run_folder",
-    },
-    "commands.sweeps": {"plan": "tuning", "queue": "outcome"},
-    "data": {"federated": "rows spec"},
-    "data.datasets": {
-        "csv_files": "column_scale",
-        "from_dataset": "from_data_module",
-        "generated": "digits synthetic",
-        "table": "table_files",
-        "vision": "cinic10",
-    },
-    "data.partitions": {
-        "base": "counts",
-        "dirichlet": "dirichlet_balanced dirichlet_extended dirichlet_proportions",
-        "shares": "iid natural owners pathological quantity ranked sole_owner",
-    },
-    "federation.client": {
-        "callbacks": "lr_decay",
-        "devices": "allocator placement precision",
-        "entries": "resident",
-        "setup": "fits",
-    },
-    "federation.engines": {"wire": "worker"},
-    "federation.schedules": {"speeds": "availability"},
-    "federation.server": {"evaluation": "adaptation"},
-    "flower": {"server": "engine strategy"},
-    "metrics": {"scores": "continual"},
-    "metrics.fisher": {
-        "estimates": "columns full measuring per_sample",
-        "forms": "empirical predictive",
-    },
-    "models": {
-        "abilities": "declarations protocols",
-        "autoencoders": "strides",
-        "classifier": "pretrained",
-        "flows": "gaussians replay",
-    },
-    "models.backbones": {"base": "cnn lenet mlp small", "resnets": "resnet18 resnet20"},
-    "runs": {
-        "checkpoint": "kept",
-        "fork": "reuse",
-        "rounds": "rehearsal",
-        "scoring": "predictions",
-        "settings": "options",
-    },
-    "studies.inversion": {"attack": "figure gan", "target": "knowledge"},
-}
+# A file of today, and the files that it was or has taken in: in its folder, or with their folder.
+_MERGED = """
+aggregators.asynchronous: fedasync fedbuff
+aggregators.attacks.batches: backdoor label_flip
+aggregators.attacks.updates: alie collusion compose free_rider inner_product noise scaled_update
+aggregators.attacks.updates: sign_flip
+aggregators.exchange.quantize: codes
+aggregators.exchange.secure: base
+aggregators.exchange.sharing: ciphers fixed_point shamir
+aggregators.fedavg: baselines fedprox
+aggregators.objectives.base: held proximal
+aggregators.objectives.feature_term: aggregators.features
+aggregators.objectives.second_steps: aggregators.second_model
+aggregators.rules.dense: dense_generator
+aggregators.rules.fisher_forms: layer_matrices
+aggregators.rules.mean: mixing
+aggregators.rules.robust.base: cohort
+aggregators.rules.robust.centers: centered_clipping geometric_median median norm_clipping
+aggregators.rules.robust.chosen: bucketing fltrust krum
+aggregators.rules.solvers: aggregators.rules.solvers.blocks aggregators.rules.solvers.selection
+aggregators.scaffold: aggregators.objectives.control_variates
+aggregators.server_optimizers: aggregators.server_optimizers.adaptive
+aggregators.server_optimizers: aggregators.server_optimizers.step
+aggregators.transforms.base: clip_updates
+aggregators.transforms.low_rank: aggregators.exchange.low_rank
+aggregators.transforms.quantize: aggregators.exchange.quantize
+aggregators.transforms.top_k: aggregators.exchange.top_k
+aggregators.uplink: chain
+analysis.clients: confusion contribution
+analysis.curves: run_figure
+analysis.groups: labels
+analysis.listing: notes
+analysis.panels: axes
+analysis.publish.page.parts: headline
+analysis.report: target
+analysis.runs: tuning
+callbacks.logger_links: round_numbers
+callbacks.loggers: pictures
+callbacks.monitors: flow_monitor latent_space probe
+callbacks.stopping: early_stopping stop_at
+callbacks.wandb_link: wandb_files
+commands.contribution: shares worlds
+commands.fork: replay
+commands.report: report_cross
+commands.request: run_folder
+commands.sweeps.plan: tuning
+commands.sweeps.queue: outcome
+data.datasets.csv_files: column_scale
+data.datasets.from_dataset: from_data_module
+data.datasets.generated: digits synthetic
+data.datasets.table: table_files
+data.datasets.vision: cinic10
+data.federated: rows spec
+data.partitions.base: counts
+data.partitions.dirichlet: dirichlet_balanced dirichlet_extended dirichlet_proportions
+data.partitions.shares: iid natural owners pathological quantity ranked sole_owner
+federation.client.callbacks: lr_decay
+federation.client.devices: allocator placement precision
+federation.client.entries: resident
+federation.client.setup: fits
+federation.engines.wire: worker
+federation.schedules.speeds: availability
+federation.server.evaluation: adaptation
+flower.server: engine strategy
+metrics.fisher.estimates: columns full measuring per_sample
+metrics.fisher.forms: empirical predictive
+metrics.scores: continual
+models.abilities: declarations protocols
+models.autoencoders: strides
+models.backbones.base: cnn lenet mlp small
+models.backbones.resnets: resnet18 resnet20
+models.classifier: pretrained
+models.flows: gaussians replay
+runs.checkpoint: kept
+runs.fork: reuse
+runs.rounds: rehearsal
+runs.scoring: predictions
+runs.settings: options
+studies.inversion.attack: figure gan
+studies.inversion.target: knowledge
+"""
 _GROUND = "arguments errors files lightning_internals messages random score_names state"
-_NOW = {
-    **{f"flsuite.{name}": f"flsuite.common.{name}" for name in _GROUND.split()},
-    **_PACKAGES,
-    **{
-        f"flsuite.{folder}.{old}": f"flsuite.{folder}.{file}"
-        for folder, files in _MERGED.items()
-        for file, olds in files.items()
-        for old in olds.split()
-    },
-    **{
-        f"flsuite.aggregators.exchange.{name}": f"flsuite.aggregators.transforms.{name}"
-        for name in ("low_rank", "quantize", "top_k")
-    },
-    "flsuite.aggregators.features": "flsuite.aggregators.objectives.feature_term",
-    "flsuite.aggregators.objectives.control_variates": "flsuite.aggregators.scaffold",
-    "flsuite.aggregators.second_model": "flsuite.aggregators.objectives.second_steps",
-    "flsuite.aggregators.server_optimizers.adaptive": "flsuite.aggregators.server_optimizers",
-    "flsuite.aggregators.server_optimizers.step": "flsuite.aggregators.server_optimizers",
-}
+
+
+def _rows() -> Iterator[tuple[str, str]]:
+    for name in _GROUND.split():
+        yield f"flsuite.{name}", f"flsuite.common.{name}"
+    for line in _MERGED.split("\n")[1:-1]:
+        new, olds = line.split(": ")
+        folder = new.rpartition(".")[0]
+        for old in olds.split():
+            yield f"flsuite.{old if '.' in old else f'{folder}.{old}'}", f"flsuite.{new}"
+
+
+_NOW = {**_PACKAGES, **dict(_rows())}
 
 
 def moved(name: str) -> str:
