@@ -11,7 +11,7 @@ import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,8 +174,7 @@ def _checked_in_forks(sweep: Sweep, folder: Path) -> dict[str, Any]:
     for cells in by_source.values():
         min(parts, key=len).extend(cells)
 
-    children = [_start(partial(check, sweep, folder, cells)) for cells in parts]
-    answers = [_end_of(*child) for child in children]
+    answers = _answers_of(partial(check, sweep, folder, cells) for cells in parts)
     for answer in answers:
         if "error" in answer:
             return answer
@@ -186,20 +185,24 @@ def _checked_in_forks(sweep: Sweep, folder: Path) -> dict[str, Any]:
     }
 
 
-def _start(call: Callable[[], dict[str, Any]]) -> tuple[int, int]:
-    """Run a function in a fork, and return the process and the pipe that its answer comes from."""
-    read, write = os.pipe()
-    child = fork(partial(_answer, call, write))
-    os.close(write)
-    return child, read
+def _answers_of(calls: Iterable[Callable[[], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Run functions in forks at the same time, and return their answers.
 
+    The command limits the wait.
+    """
+    children = []
+    for call in calls:
+        read, write = os.pipe()
+        children.append((fork(partial(_answer, call, write)), read))
+        os.close(write)
 
-def _end_of(child: int, descriptor: int) -> dict[str, Any]:
-    """Wait for the answer of a fork. The command's alarm limits the wait."""
-    with open(descriptor, encoding="utf-8") as file:
-        answer = file.read()
-    os.waitpid(child, 0)
-    return json.loads(answer) if answer else {"error": "the check of the methods was killed"}
+    answers = []
+    for child, descriptor in children:
+        with open(descriptor, encoding="utf-8") as file:
+            answer = file.read() or json.dumps({"error": "the check of the methods was killed"})
+        os.waitpid(child, 0)
+        answers.append(json.loads(answer))
+    return answers
 
 
 def _answer(call: Callable[[], dict[str, Any]], descriptor: int) -> int:

@@ -111,11 +111,10 @@ def import_plugins(args: list[str]) -> None:
     except yaml.YAMLError as error:
         raise FlsuiteError(f"plugins: not a list of modules ({one_line(error)})") from error
     for plugins in [*typed, *(config.get("plugins") for config in read_configs(args))]:
-        if not isinstance(plugins, str | list | None):
+        names = plugins if isinstance(plugins, list) else [plugins] * (plugins is not None)
+        if not all(isinstance(name, str) for name in names):
             raise FlsuiteError(f"plugins: expected a list of modules, got {plugins!r}")
-        for plugin in [plugins] if isinstance(plugins, str) else plugins or []:
-            if not isinstance(plugin, str):
-                raise FlsuiteError(f"plugins: {plugin!r} is not the name of a module")
+        for plugin in names:
             try:
                 importlib.import_module(plugin)
             except Exception as error:  # a module may raise anything while it is imported

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.request import require_run
-from flsuite.common.errors import FederationError, FlsuiteError, one_line
+from flsuite.common.errors import FederationError, FlsuiteError, one_line, require_at_least
 from flsuite.common.files import locked
 from flsuite.runs.record import (
     is_asynchronous,
@@ -41,8 +41,7 @@ def verify(args: list[str]) -> None:
         FederationError: If the record differs from the replay.
     """
     request = parser_of("verify").parse_args(args)
-    if request.rounds < 1:
-        raise FlsuiteError(f"verify: --rounds must be at least 1, got {request.rounds}")
+    require_at_least("verify", 1, **{"--rounds": request.rounds})
     place = Path(request.run)
     with _workplace() as folder, ExitStack() as stack:
         if is_pack := place.is_file():

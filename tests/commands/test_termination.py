@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,15 +66,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / "checkpoints" / "model.ckpt", weights_only=True)["state_dict"]
 
 
-@pytest.fixture
-def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return
-
-
-@pytest.mark.usefixtures("_in_folder")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "number", "status"),
@@ -171,12 +162,9 @@ def test_of_two_processes_that_start_in_one_folder_one_runs(
     places = [tmp_path / str(number) for number in range(4)]
     for place in places:
         place.mkdir()
-    context = multiprocessing.get_context("fork")
-    names = [*map(str, places)]
     # As daemons, they end with this process if one of them hangs.
-    both = [
-        context.Process(target=race, args=(names, name, ckpt_path), daemon=True) for name in "ab"
-    ]
+    make = partial(multiprocessing.get_context("fork").Process, target=race, daemon=True)
+    both = [make(args=([*map(str, places)], name, ckpt_path)) for name in "ab"]
     for process in both:
         process.start()
     for process in both:

@@ -12,7 +12,7 @@ import math
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ _OPEN = (
 _MOST_SAMPLES = 50  # a sample takes a second, and three if it reads a large dataset
 _MOST_COMBINATIONS = 100_000
 _LONGEST_LABEL = 79  # in the name of a folder
+_ODD = re.compile(r"[^\w.=+-]+", re.ASCII)  # characters that such a name does without
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,14 @@ class Cell:
         source: The cell whose trained client models it merges, if it does not train its own.
     """
 
-    method: str
-    point: str
-    seed: int
-    overrides: Overrides
-    folder: Path
-    is_trial: bool
-    source: "Cell | None" = None
-
     # Two cells are the same run if they have the same folder. Overrides cannot be hashed.
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Cell) and self.folder == other.folder
-
-    def __hash__(self) -> int:
-        return hash(self.folder)
+    method: str = field(compare=False)
+    point: str = field(compare=False)
+    seed: int = field(compare=False)
+    overrides: Overrides = field(compare=False)
+    folder: Path
+    is_trial: bool = field(compare=False)
+    source: "Cell | None" = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -146,10 +141,8 @@ def draw(choices: Choices, trials: int, seed: int, method: str) -> list[Override
 
 def grid_points(sweep: Sweep) -> list[Overrides]:
     """Return all combinations of the grid's values, or one empty combination without a grid."""
-    return [
-        dict(zip(sweep.grid, values, strict=True))
-        for values in itertools.product(*sweep.grid.values())
-    ]
+    values = itertools.product(*sweep.grid.values())
+    return [dict(zip(sweep.grid, point, strict=True)) for point in values]
 
 
 def cell(
@@ -277,13 +270,9 @@ def _file_name(label: str) -> str:
     """Return a label as part of a file name, without its last words if it is long."""
     words = label.split()
     # Whole words, because 0.001 truncated to 0.0 would be another value.
-    while len(_plain(" ".join(words))) > _LONGEST_LABEL:
+    while len(name := _ODD.sub("-", " ".join(words)).strip("-")) > _LONGEST_LABEL:
         words.pop()
-    return _plain(" ".join(words))
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[^\w.=+-]+", "-", text, flags=re.ASCII).strip("-")
+    return name
 
 
 def _text(value: Any) -> str:

@@ -22,7 +22,6 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import (
     FAILED,
     escaped,
-    failure_reason,
     is_locked,
     locked,
     make_folder,
@@ -223,10 +222,6 @@ class Queue:
         replace_text(f"{line}\n", self.run_dir(cell) / FAILED)
         if cell.is_trial:
             self.note_tuning()
-
-    def reason(self, cell: Cell) -> str:
-        """Return the reason why a cell failed."""
-        return failure_reason(self.run_dir(cell))
 
     def note_tuning(self) -> None:
         """Write ``tuning.csv``, if there is tuning: each trial, its score and whether it is chosen.

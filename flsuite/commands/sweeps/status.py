@@ -10,6 +10,7 @@ from rich.table import Table
 
 from flsuite.commands.sweeps.plan import Cell
 from flsuite.commands.sweeps.queue import CellOutcome, CellState, Queue
+from flsuite.common.files import failure_reason
 
 _UNDONE: tuple[CellState, ...] = ("running", "failed", "interrupted", "waiting")
 
@@ -81,7 +82,7 @@ def estimate(queue: Queue) -> str:
 def failures(queue: Queue) -> list[str]:
     """Return a line per failed cell, and per search without a scored trial."""
     lines = [
-        f"failed: {_run_name(cell)}: {queue.reason(cell)}"
+        f"failed: {_run_name(cell)}: {failure_reason(queue.run_dir(cell))}"
         for cell in queue.known()
         if queue.state(cell) == "failed"
     ]
@@ -164,7 +165,9 @@ class SweepProgress:
                 continue
             self._finished.add(cell)
             outcome = queue.outcome(cell)
-            result = _outcome_text(outcome, cell) if outcome else f"failed: {queue.reason(cell)}"
+            result = f"failed: {failure_reason(queue.run_dir(cell))}"
+            if outcome:
+                result = _outcome_text(outcome, cell)
             line = f"{ended}/{queue.size}  {_run_name(cell)}: {result}"
             self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
 

@@ -17,8 +17,7 @@ methods:
 
 
 @pytest.fixture(autouse=True)
-def _base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _base() -> None:
     Path("base.yaml").write_text("trainer: {rounds: 3}\n")
 
 
@@ -32,6 +31,14 @@ def test_keys_go_with_and_without_init_args_and_class_path() -> None:
     sweep = read("config: base.yaml\nseeds: [1]\n" + methods)
     assert sweep.methods == {"A": {"trainer.aggregator": "FedProx", "data.clients": 3}}
     assert (sweep.name, sweep.workers, sweep.grid) == ("sweep", 1, {})
+
+
+def test_a_value_stays_as_yaml_reads_it() -> None:
+    """A cell keeps its folder only if no other reader makes a number of the text 1e-3."""
+    methods = "methods: {A: {a.b: 1e-3, a.c: '0.1', a.d: {class_path: B, init_args: {e: null}}}}\n"
+    sweep = read("config: base.yaml\nseeds: [1]\n" + methods)
+    values = [*sweep.methods["A"].values()]
+    assert values == ["1e-3", "0.1", {"class_path": "B", "init_args": {"e": None}}]
 
 
 def test_the_config_is_found_beside_the_sweep_too(tmp_path: Path) -> None:
@@ -76,16 +83,7 @@ WRONG = {
     "grid: {a.b: [1]}\ntune: {trials: 2, seeds: [9], FedAvg: {a.b: [1]}}": "set by tune.FedAvg too",
 }
 
-
-@pytest.mark.parametrize("line", WRONG)
-def test_a_wrong_line_is_named(line: str) -> None:
-    with pytest.raises(FlsuiteError) as error:
-        read(GOOD + line + "\n")
-    message = str(error.value)
-    assert WRONG[line] in message and "sweep.yaml" in message and "\n" not in message
-
-
-WRONG_FILES = {
+WRONG = {GOOD + line + "\n": words for line, words in WRONG.items()} | {
     GOOD.replace("config: base.yaml", "config: [1]"): "config must be the path of a config",
     GOOD.replace("FedAvg: {}", "FedAvg: {1: 2}"): "1 is not a key of a config",
     "config: base.yaml\nseeds: [1]\nmethods: {}\n": "methods must map at least one name",
@@ -106,8 +104,9 @@ WRONG_FILES = {
 }
 
 
-@pytest.mark.parametrize("text", WRONG_FILES)
-def test_a_wrong_file_is_one_line(text: str) -> None:
+@pytest.mark.parametrize(("text", "words"), WRONG.items())
+def test_a_wrong_file_is_one_line(text: str, words: str) -> None:
     with pytest.raises(FlsuiteError) as error:
         read(text)
-    assert WRONG_FILES[text] in str(error.value) and "\n" not in str(error.value)
+    message = str(error.value)
+    assert words in message and "sweep.yaml" in message and "\n" not in message

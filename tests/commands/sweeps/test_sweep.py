@@ -4,7 +4,6 @@ import csv
 import gc
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,13 +33,6 @@ QUICKSTART = str(SWEEPS / "comparison.yaml")
 SMALL = {"trainer.rounds": 6, "trainer.max_epochs": 1, "data.clients": 3}
 SHORT = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
 SHIPPED = sorted(path for path in SWEEPS.glob("*.yaml") if path.stem != "wandb")
-
-
-@pytest.fixture(autouse=True)
-def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +250,25 @@ def test_a_method_that_trains_otherwise_cannot_merge_anothers_models() -> None:
     sweep = read_sweep(write_sweep("s.yaml", methods, "updates_from: A"))
     (line,) = refused_lines(sweep, Path("runs"))
     assert line.startswith("method C") and "model.optimizer.lr is 0.7 here" in line
+
+
+def test_plugins_and_full_names_of_another_version_can_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Path("mine.py").write_text("from flsuite.aggregators import FedAvg\nclass Mine(FedAvg): ...\n")
+    monkeypatch.syspath_prepend(".")
+    names = {
+        "trainer.aggregator": ("Mine", "mine.Mine", "flsuite.aggregators.fedavg.FedAvg"),
+        "trainer.schedule": ("flsuite.schedules.synchronous.Synchronous",),
+        "trainer.attack": (
+            "{class_path: flsuite.attacks.sign_flip.SignFlip, init_args: {fraction: 0.4}}",
+        ),
+        "data.partition": ("flsuite.data.partitions.iid.IID",),
+    }
+    pairs = [(key, name) for key, of_key in names.items() for name in of_key]
+    methods = ", ".join(f"M{n}: {{{key}: {name}}}" for n, (key, name) in enumerate(pairs))
+    sweep = read_sweep(write_sweep("s.yaml", f"{{{methods}}}"), {"plugins": ["mine"]})
+    assert refused_lines(sweep, Path("runs")) == []
 
 
 def test_a_source_that_cannot_start_is_named_once() -> None:
