@@ -175,7 +175,11 @@ def test_wrong_settings_are_one_line_before_training(
         (FedFisher(), {"compression": Quantize()}, "set trainer.compression to LowRank"),
         (RegMean(), {"server_samples": 0}, "data.server_samples"),
         (Mean(), {"compression": LowRank()}, "set trainer.compression to Quantize"),
-        (FisherMerge(), {"private": ["network"]}, "FisherMerge: the clients share no parameters"),
+        (
+            FisherMerge(),
+            {"private": ["network"]},
+            "FisherMerge needs shared parameters",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(

@@ -28,6 +28,7 @@ from flsuite.aggregators.part import (
     Part,
     Server,
     Statistic,
+    model_and_data,
     name_of,
     named,
     refuse_conflicts,
@@ -163,6 +164,7 @@ class Aggregator:
         Raises:
             FlsuiteError: If a part cannot work with it.
         """
+        refuse_conflicts([*self.named_parts(), *model_and_data(server)])
         parts: dict[str, Part] = {"rule": self.rule, "objective": self.objective}
         for name, part in (parts | self._placed()).items():
             part.prepare(server.of(name))

@@ -30,7 +30,8 @@ Capability = Literal[
     "secure aggregation",
     "clients",
     "shared parameters",
-    "a chain of layers",
+    "a chain of Conv2d and Linear",
+    "classes or labels",
 ]
 """A property that one part of a run needs and another part may withhold."""
 
@@ -218,6 +219,30 @@ def withheld_from_codecs(statistics: Mapping[str, Statistic]) -> Mapping[Capabil
             why = f"sends {name}, which rounding would make indefinite"
             return {"rounded matrices": f"{why}; set trainer.compression to LowRank"}
     return {"matrices": "sends none; set trainer.compression to Quantize"}
+
+
+def model_and_data(server: Server) -> list[Named]:
+    """Return what the shared part of the model and the data declare."""
+    layout, of_model = server.layout, dict[Capability, str]()
+    if not layout.parameters:
+        of_model["shared parameters"] = (
+            "keeps all of them with the clients; name fewer entries in model.private, or set "
+            "trainer.aggregator to FedAvg"
+        )
+    if layout.buffers:
+        of_model["only parameters"] = (
+            f"sends {layout.buffers[0]}, which is a buffer, and noise would spoil it; set "
+            "trainer.batchnorm to local, or take a model with GroupNorm"
+        )
+    if not layout.chain:
+        of_model["a chain of Conv2d and Linear"] = f"has none: {layout.no_chain}"
+    of_data: dict[Capability, str] = {}
+    if server.tools.task == "other":
+        of_data["classes or labels"] = "has other targets; choose another trainer.aggregator"
+    return [
+        Named("model", "the model", withholds=of_model),
+        Named("data", "the data", withholds=of_data),
+    ]
 
 
 def refuse_conflicts(parts: Iterable[Named]) -> None:

@@ -64,7 +64,7 @@ class StateLayout:
         outside_layers: Modules with shared parameters outside such layers: each name with its type,
             such as ``BatchNorm2d``.
         chain: The same layers if each feeds the next one through pools, ReLU, dropout and Flatten
-            only. It is empty for any other model, and unless the rule needs a chain of layers.
+            only. It is empty for any other model, and unless the rule needs one.
         no_chain: The reason if there is no chain.
         buffers: Names of the shared entries that are not parameters.
         reset: Names of the shared buffers that every fit starts from their initial values.

@@ -12,6 +12,8 @@ Fusion lowers the dissimilarity if ``R + Phi < 0``, the calibration condition of
 (Di Cecco et al. 2025). All computations are in float64.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -53,10 +55,10 @@ class RunningDissimilarity:
             ZeroDivisionError: If no client was added.
         """
         gamma = self._gradient.spread()
-        values = {
-            "gamma": gamma,
-            "gamma_relative": _relative(gamma, float(self._gradient.mean.square().sum())),
-        }
+        square = float(self._gradient.mean.square().sum())
+        # If the mean is zero, the gradients are all zero, or they cancel.
+        undefined = math.inf if gamma > 0 else 0.0
+        values = {"gamma": gamma, "gamma_relative": gamma / square if square > 0 else undefined}
 
         if self._plain.count:
             spread, cross = self._change.spread(), 2 * self._cross / self._plain.count
@@ -86,10 +88,3 @@ class _Moments:
     def spread(self) -> float:
         """Return the mean squared distance to the mean."""
         return self.squares / self.count
-
-
-def _relative(gamma: float, square: float) -> float:
-    # If the mean is zero, the gradients are all zero, or they cancel.
-    if square > 0:
-        return gamma / square
-    return float("inf") if gamma > 0 else 0.0

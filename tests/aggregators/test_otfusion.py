@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import FedAvg, OTFusion
+from flsuite.aggregators import Aggregator, FedAvg, OTFusion
 from flsuite.aggregators.rules.matching import assign, move_inputs
 from flsuite.aggregators.rules.otfusion import transport_plan
 from flsuite.common.messages import ClientUpdate
@@ -115,8 +115,8 @@ def test_equal_neurons_keep_their_place() -> None:
 def test_it_refuses_models_without_a_chain_and_clients_that_do_not_exist() -> None:
     reason = "Block has a skip connection (network.1)"
     layout = StateLayout((), 3, no_chain=reason)
-    with pytest.raises(FlsuiteError, match=re.escape(reason)):
-        OTFusion().prepare(server_of({}, layout))
+    with pytest.raises(FlsuiteError, match=re.escape(f"but the model has none: {reason}")):
+        Aggregator(OTFusion()).prepare(server_of({}, layout))
 
     layout = replace(chain_layout(random_net("linear")), clients=3)
     with pytest.raises(FlsuiteError, match="below the number of clients, 3, got 3"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import PFNM, OTFusion
+from flsuite.aggregators import PFNM, Aggregator, OTFusion
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.pfnm import (
     Prior,
@@ -246,5 +246,7 @@ def test_growing_needs_one_round_and_a_module() -> None:
 
 def test_it_needs_a_chain() -> None:
     reason = "Block is not one nn.Sequential of layers"
-    with pytest.raises(FlsuiteError, match=f"PFNM needs a chain of Conv2d and Linear; {reason}"):
-        PFNM().prepare(server_of({}, StateLayout((), 3, no_chain=reason)))
+    needed = "PFNM needs a chain of Conv2d and Linear, but the model has none"
+    server = server_of({}, StateLayout((), 3, no_chain=reason))
+    with pytest.raises(FlsuiteError, match=f"{needed}: {reason}"):
+        Aggregator(PFNM()).prepare(server)

@@ -33,7 +33,7 @@ class LabelFlip(Attack):
 
     def poison(self, batch: Any, generator: torch.Generator) -> Any:
         x, y = labelled(type(self).__name__, batch)
-        return batch_like(batch, x, self._flipped(y))
+        return type(batch)((x, self._flipped(y)))
 
     def _flipped(self, y: Tensor) -> Tensor:
         target = self._target.to(y.device)
@@ -53,11 +53,8 @@ class LabelFlip(Attack):
                 raise FlsuiteError(
                     f"{owner}: pairs names class {number}, but the classes are 0 to {classes - 1}"
                 )
-        self._target = torch.arange(classes)
-        if self.pairs is None:
-            self._target = self._target.flip(0)
-        for source, target in (self.pairs or {}).items():
-            self._target[source] = target
+        pairs = {c: classes - 1 - c for c in range(classes)} if self.pairs is None else self.pairs
+        self._target = torch.tensor([pairs.get(c, c) for c in range(classes)])
 
 
 _OTHERS = "choose an attack on updates, such as SignFlip"
@@ -77,11 +74,6 @@ def labelled(owner: str, batch: Any) -> tuple[Tensor, Tensor]:
         )
     x, y = batch
     return x, y
-
-
-def batch_like(batch: Any, x: Tensor, y: Tensor) -> Any:
-    """Return a batch of the same type with new inputs and classes."""
-    return type(batch)((x, y))
 
 
 def first_batch(data: FederatedData) -> Batch:
@@ -128,7 +120,7 @@ class PixelBackdoor(Attack):
         x, y = self._pair(batch)
         number = int(self.share * len(y) + 0.5)
         rows = torch.randperm(len(y), generator=generator)[:number].to(y.device)
-        return batch_like(batch, self._stamped(x, rows), self._marked(y, rows))
+        return type(batch)((self._stamped(x, rows), self._marked(y, rows)))
 
     def alter(self, trained: State, received: State, fit: FitView) -> State:
         return boosted(trained, received, self.boost)
@@ -141,7 +133,7 @@ class PixelBackdoor(Attack):
 
     def _stamped_batch(self, batch: Any) -> Any:
         x, y = self._pair(batch)
-        return batch_like(batch, self._stamped(x, torch.arange(len(x), device=x.device)), y)
+        return type(batch)((self._stamped(x, torch.arange(len(x), device=x.device)), y))
 
     def _stamped(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return images ``(n, channels, height, width)`` with the pattern on these rows."""

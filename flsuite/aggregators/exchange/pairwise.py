@@ -75,9 +75,12 @@ class PairwiseMasks(SecureAggregation, Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        limits = {} if isinstance(self.ranges, str) else self.ranges
-        require_positive("PairwiseMasks", **{f"ranges[{k!r}]": v for k, v in limits.items()})
+        require_positive("PairwiseMasks", **{f"ranges[{k!r}]": v for k, v in self._named.items()})
         require_extra("PairwiseMasks", ("cryptography",), "secure")
+
+    @property
+    def _named(self) -> Mapping[str, float]:
+        return {} if isinstance(self.ranges, str) else self.ranges
 
     def configure(self, template: State, clients: int) -> None:
         try:
@@ -86,7 +89,7 @@ class PairwiseMasks(SecureAggregation, Settings):
             raise FlsuiteError(f"PairwiseMasks: {error}") from error
         self._template: State = template_of(template)
         self._clients = clients
-        self._limits = None if isinstance(self.ranges, str) else self._limits_of(self.ranges)
+        self._limits = None if self.ranges == "maxima" else self._limits_of(self._named)
 
     def size(self) -> int:
         clients, number = self._clients, size_of(0)

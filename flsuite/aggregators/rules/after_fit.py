@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from flsuite.aggregators.part import Server
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientContext
 from flsuite.common.random import torch_generator
@@ -62,15 +61,6 @@ class AfterFit(Callback, ABC):
                 f"replaced them by {type(loader).__name__}"
             )
         self.measure(pl_module, loader)
-
-
-def require_classes(owner: str, server: Server) -> None:
-    """Refuse data whose targets are neither classes nor labels, before the first round."""
-    if server.tools.task == "other":
-        raise FlsuiteError(
-            f"{owner} needs predictions of classes or labels, but the data has other targets; "
-            "choose another aggregator"
-        )
 
 
 class LogitPass(AfterFit):

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from torch import Generator, nn
 
 from flsuite.aggregators.part import Server, Statistic
-from flsuite.aggregators.rules.after_fit import LogitPass, require_classes
+from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.aggregators.rules.fisher_forms import FORMS, FisherForm, FormName
 from flsuite.aggregators.rules.sample_noise import SampleNoise
@@ -106,7 +106,7 @@ class FedFisher(LinearRule, Settings):
     epsilon_inside: bool = False
 
     weighting = "samples"
-    needs = frozenset({"current models"})
+    needs = frozenset({"current models", "classes or labels"})
     withholds = withheld_by("Fisher information")
 
     # The client half
@@ -170,7 +170,6 @@ class FedFisher(LinearRule, Settings):
     # Before the first round
 
     def prepare(self, server: Server) -> None:
-        require_classes("FedFisher", server)
         if self.noise is not None:
             mean, whose = server.layout.samples // server.layout.clients, "a client's mean samples"
             require_small_delta("SampleNoise", self.noise.delta, mean, whose)

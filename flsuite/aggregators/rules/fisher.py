@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from flsuite.aggregators.optimizers import about_to_step
 from flsuite.aggregators.part import ClientHalf, Server, Statistic
-from flsuite.aggregators.rules.after_fit import LogitPass, require_classes
+from flsuite.aggregators.rules.after_fit import LogitPass
 from flsuite.aggregators.rules.base import LinearRule, Weighting, withheld_by
 from flsuite.common.arguments import NonNegativeFloat, PositiveInt, Range, Settings
 from flsuite.common.errors import FlsuiteError
@@ -53,7 +53,7 @@ class FisherMean(LinearRule, Settings):
     by_samples: bool
     weighting: Weighting
 
-    needs = frozenset({"current models"})
+    needs = frozenset({"current models", "shared parameters"})
     withholds = withheld_by("Fisher information")
 
     @abstractmethod
@@ -120,11 +120,6 @@ class FisherMean(LinearRule, Settings):
     def prepare(self, server: Server) -> None:
         """Refuse a model that does not share the parameter groups."""
         layout, owner = server.layout, type(self).__name__
-        if self.groups is None and not layout.parameters:
-            raise FlsuiteError(
-                f"{owner}: the clients share no parameters to average; keep fewer in "
-                "model.private, or set trainer.aggregator to LocalOnly"
-            )
         for group in self.groups or ():
             # A private or empty group has nothing to average.
             if not layout.groups.get(group):
@@ -232,6 +227,8 @@ class FisherMerge(FisherMean):
     by_samples: bool = True
     weighting: Weighting = "samples"
 
+    needs = FisherMean.needs | {"classes or labels"}
+
     def callbacks(self, client: ClientContext) -> list[Callback]:
         names = self.names(client.layout)
 
@@ -250,10 +247,6 @@ class FisherMerge(FisherMean):
     def least(self, clients: float) -> float:
         # The sums are over n_i F_i, which is N times the sum over p_i F_i.
         return self.floor * clients
-
-    def prepare(self, server: Server) -> None:
-        require_classes("FisherMerge", server)
-        super().prepare(server)
 
 
 class _EmpiricalPass(ClientHalf):

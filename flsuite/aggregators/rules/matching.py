@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.state import Layer, State, StateLayout
+from flsuite.common.state import Layer, State
 
 
 class Places(NamedTuple):
@@ -94,9 +94,3 @@ def assign(gains: Tensor) -> Places:
     gains.diagonal().add_(1e-12 * float(gains.abs().max()))
     at = linear_sum_assignment(gains.numpy(), maximize=True)[1]
     return Places(torch.from_numpy(at), gains.shape[1])
-
-
-def require_chain(owner: str, layout: StateLayout) -> None:
-    """Refuse a model whose weight layers do not form a chain."""
-    if not layout.chain:
-        raise FlsuiteError(f"{owner} needs a chain of Conv2d and Linear; {layout.no_chain}")

@@ -17,7 +17,6 @@ from flsuite.aggregators.rules.matching import (
     move,
     neurons,
     read_layer,
-    require_chain,
 )
 from flsuite.common.arguments import NonNegativeInt, Settings
 from flsuite.common.errors import FlsuiteError
@@ -52,7 +51,7 @@ class OTFusion(CohortRule, Settings):
     pivot: Literal["largest"] | NonNegativeInt = "largest"
 
     weighting = "samples"
-    needs = frozenset({"each update", "current models", "a chain of layers"})
+    needs = frozenset({"each update", "current models", "a chain of Conv2d and Linear"})
 
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
         arrived, chain = list(updates), server.layout.chain
@@ -79,8 +78,7 @@ class OTFusion(CohortRule, Settings):
         return next(named, None) or max(updates, key=lambda update: update.samples)
 
     def prepare(self, server: Server) -> None:
-        """Refuse a model that is not a chain, and a pivot that does not exist."""
-        require_chain("OTFusion", server.layout)
+        """Refuse a pivot that does not exist."""
         if self.pivot != "largest" and self.pivot >= server.layout.clients:
             raise FlsuiteError(
                 f"OTFusion: pivot must be below the number of clients, {server.layout.clients}, "

@@ -8,7 +8,7 @@ matching the layers of a convolutional network, from the input to the output.
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.base import CohortRule, timed
-from flsuite.aggregators.rules.matching import Places, assign, neurons, read_layer, require_chain
+from flsuite.aggregators.rules.matching import Places, assign, neurons, read_layer
 from flsuite.common.arguments import NonNegativeInt, PositiveFloat, Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientUpdate
@@ -64,7 +64,7 @@ class PFNM(CohortRule, Settings):
     sweeps: NonNegativeInt = 5
     grow: bool = False
 
-    needs = frozenset({"each update", "current models", "a chain of layers"})
+    needs = frozenset({"each update", "current models", "a chain of Conv2d and Linear"})
 
     def combine(self, server: Server, updates: Iterator[ClientUpdate]) -> State:
         arrived = list(updates)
@@ -81,8 +81,7 @@ class PFNM(CohortRule, Settings):
         return fuse(updates, server.layout.chain, prior, self.sweeps, grow, generator)
 
     def prepare(self, server: Server) -> None:
-        """Refuse a model that is not a chain, and ``grow`` in a run of several rounds."""
-        require_chain("PFNM", server.layout)
+        """Refuse ``grow`` in a run of several rounds, and without the network."""
         if not self.grow:
             return
         if (rounds := server.tools.rounds) != 1:
@@ -170,11 +169,11 @@ def expanded_module(module: nn.Module, chain: Sequence[Layer], weights: State) -
     """
     expanded = copy.deepcopy(module)
     for layer in chain:
-        part = expanded.get_submodule(layer.name)
+        part: Any = expanded.get_submodule(layer.name)
         weight, device = weights[layer.weight_name], next(part.parameters()).device
-        if isinstance(part, nn.Conv2d):
+        if layer.kind == "conv2d":
             part.out_channels, part.in_channels = weight.shape[:2]
-        elif isinstance(part, nn.Linear):
+        else:
             part.out_features, part.in_features = weight.shape
 
         part.weight = nn.Parameter(weight.to(device, copy=True))

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
 from flsuite.common.arguments import PositiveFloat, Settings, SmallProbability
-from flsuite.common.state import State, flatten_tree, nested_like
+from flsuite.common.state import flatten_tree, nested_like
 from flsuite.data.federated import Batch
 from flsuite.metrics.privacy import RandomDraw, Release, epsilon_of
 
@@ -81,13 +81,14 @@ class SampleNoise(Settings):
 
         def shares() -> Iterator[Any]:
             one_by_one = (part for batch in batches() for part in _singles(batch))
-            return (share(one) for one, is_used in zip(one_by_one, used, strict=True) if is_used)
+            drawn = (one for one, is_used in zip(one_by_one, used, strict=True) if is_used)
+            return ({"": share(one)} for one in drawn)  # a share may be a single tensor
 
-        like = share(next(_singles(next(batches()))))  # for names and shapes, drawn or not
-        sums = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in _flat(like).items()}
+        like = {"": share(next(_singles(next(batches()))))}  # for names and shapes, drawn or not
+        sums = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in flatten_tree(like).items()}
         bounds = self._bounds(shares(), list(sums), expected, generator)
         for one in shares():
-            for name, value in _flat(one).items():
+            for name, value in flatten_tree(one).items():
                 norm = float(value.double().norm())
                 sums[name].add_(value, alpha=min(1.0, bounds[name] / max(norm, 1e-300)))
 
@@ -96,7 +97,7 @@ class SampleNoise(Settings):
         for name, total in sums.items():
             noise = torch.randn(total.shape, generator=generator, dtype=torch.float64)
             total.add_(noise, alpha=deviation * bounds[name]).div_(expected)
-        return _like(like, {name: total.float() for name, total in sums.items()})
+        return nested_like(like, {name: total.float() for name, total in sums.items()})[""]
 
     def _bounds(
         self, shares: Iterator[Any], names: Sequence[str], expected: float, generator: Generator
@@ -104,7 +105,7 @@ class SampleNoise(Settings):
         """Return a bound on each tensor's norm from a noisy histogram of all samples' norms."""
         counts = {name: torch.zeros(_MOST - _LEAST + 1).double() for name in names}
         for one in shares:
-            for name, value in _flat(one).items():
+            for name, value in flatten_tree(one).items():
                 power = math.ceil(math.log2(max(float(value.double().norm()), 2.0**_LEAST)))
                 counts[name][min(max(power, _LEAST), _MOST) - _LEAST] += 1
 
@@ -126,11 +127,3 @@ def _singles(batch: Batch) -> Iterator[Batch]:
     """Return the samples of a batch as batches of one."""
     x, y = batch
     return zip(x.split(1), y.split(1), strict=True)
-
-
-def _flat(tree: Any) -> State:
-    return {"": tree} if isinstance(tree, Tensor) else flatten_tree(tree)
-
-
-def _like(tree: Any, flat: State) -> Any:
-    return flat[""] if isinstance(tree, Tensor) else nested_like(tree, flat)

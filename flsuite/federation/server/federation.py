@@ -13,10 +13,10 @@ from lightning.pytorch import LightningModule
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.exchange.secure import SecureAggregation
 from flsuite.aggregators.part import (
-    Capability,
     Named,
     Server,
     ServerTools,
+    model_and_data,
     named,
     refuse_conflicts,
 )
@@ -31,7 +31,7 @@ from flsuite.common.messages import (
     FitRequest,
     Outcome,
 )
-from flsuite.common.state import State, StateLayout, clone, load_, mismatch, nbytes, non_finite
+from flsuite.common.state import State, clone, load_, mismatch, nbytes, non_finite
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import batch_bounds
 from flsuite.federation.client.entries import Entries, layout_of
@@ -111,7 +111,7 @@ class Federation:
         sizes = data.train.rows.lengths()[: data.clients].tolist()
         _refuse_absent(absent, data.clients, aggregator)
         self._absent = absent
-        needs_chain = "a chain of layers" in aggregator.rule.needs
+        needs_chain = "a chain of Conv2d and Linear" in aggregator.rule.needs
         layout = layout_of(model, entries, data.spec.shape, sizes, needs_chain)
         schedule.configure(sizes, seed, self._work, absent)
         own = None if "train" in tools.missing else partial(train, self)
@@ -360,7 +360,7 @@ class Federation:
             [
                 named("trainer.schedule", self.schedule.declarations),
                 *self.aggregator.named_parts(),
-                _shared(self._server.layout),
+                *model_and_data(self._server),
                 named("trainer.secure_sum", secure_sum) if secure_sum else _UNMASKED,
             ]
         )
@@ -397,19 +397,3 @@ _UNMASKED = Named(
     "the server",
     withholds={"secure aggregation": "sees every update; set trainer.secure_sum to PairwiseMasks"},
 )
-
-
-def _shared(layout: StateLayout) -> Named:
-    """Return what the shared entries of the model declare."""
-    withheld: dict[Capability, str] = {}
-    if not layout.parameters:
-        withheld["shared parameters"] = (
-            "keeps all of them with the clients; name fewer entries in model.private, or set "
-            "trainer.aggregator to FedAvg"
-        )
-    if layout.buffers:
-        withheld["only parameters"] = (
-            f"sends {layout.buffers[0]}, which is a buffer, and noise would spoil it; set "
-            "trainer.batchnorm to local, or take a model with GroupNorm"
-        )
-    return Named("model", "the model", withholds=withheld)

@@ -88,13 +88,11 @@ class Outputs(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         samples, is_row = len(batch[0]), self.name == "logits"
         values: Tensor = getattr(self.model, self.name, self.model)(batch[0] if is_row else batch)
-        got = getattr(values, "shape", type(values).__name__)
+        shape = getattr(values, "shape", None)
+        got = type(values).__name__ if shape is None else tuple(shape)
         if len(got) != 1 + is_row or got[0] != samples:
             wanted = "row per sample, ({}, outputs)" if is_row else "number per sample, ({},)"
-            raise FlsuiteError(
-                f"{self.owner} must have one {wanted.format(samples)}, got "
-                f"{got if isinstance(got, str) else tuple(got)}"
-            )
+            raise FlsuiteError(f"{self.owner} must have one {wanted.format(samples)}, got {got}")
         return values
 
     def independent(self) -> FlsuiteError:

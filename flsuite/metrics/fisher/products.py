@@ -11,6 +11,7 @@ bias is a last column of the weight with input 1:
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -198,7 +199,7 @@ def gram_matrices(
     """
     logits = Outputs(module)
     modules = {layer.name: module.get_submodule(layer.name) for layer in layers}
-    covered = {name: layer for name, layer in modules.items() if uncovered(layer) is None}
+    covered: dict[str, Any] = {k: layer for k, layer in modules.items() if uncovered(layer) is None}
     totals: dict[str, Total] = {}
     rows = dict.fromkeys(covered, 0)
 
@@ -208,7 +209,6 @@ def gram_matrices(
         covered = {name: layer for name, layer in covered.items() if len(calls[name]) == 1}
         for name, layer in covered.items():
             call = calls[name][0]
-            assert isinstance(layer, (nn.Linear, nn.Conv2d))
             product = input_factor(layer, call.input, bias and layer.bias is not None)
             totals.setdefault(name, Total(product)).add(product)
             rows[name] += call.outputs // layer.weight.shape[0]

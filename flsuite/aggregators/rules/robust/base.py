@@ -153,7 +153,7 @@ def bucket_of(
 
 def _clients_of(update: ClientUpdate) -> tuple[int, ...]:
     """Return the clients that an update stands for."""
-    return update.clients if isinstance(update, _Bucket) else (update.client,)
+    return getattr(update, "clients", (update.client,))
 
 
 def place(update: ClientUpdate) -> tuple[int, int]:
