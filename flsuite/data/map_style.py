@@ -61,20 +61,17 @@ class StoredSplit(DataSplit):
             (int(torch.randint(1 << 62, (), generator=generator)), self.x[rows].tolist())
             for rows in batch_rows
         ]
-        reader = _Reader(self.dataset, self.collate)
         # A worker process of an engine may not have processes of its own.
-        if not self.workers or multiprocessing.current_process().daemon:
-            return map(reader.__getitem__, orders)
-        return iter(
-            DataLoader(
-                reader,
-                batch_size=None,
-                sampler=orders,
-                num_workers=min(self.workers, len(orders)),
-                collate_fn=unchanged,
-                generator=torch.Generator(),  # otherwise it would draw from the fit's generator
-            )
+        is_worker = multiprocessing.current_process().daemon
+        loader = DataLoader(
+            _Reader(self.dataset, self.collate),
+            batch_size=None,
+            sampler=orders,
+            num_workers=0 if is_worker else min(self.workers, len(orders)),
+            collate_fn=unchanged,
+            generator=torch.Generator(),  # otherwise it would draw from the fit's generator
         )
+        return iter(loader)
 
     def to(self, device: torch.device) -> "StoredSplit":
         """Return the split itself, because batches are moved one by one."""
@@ -220,7 +217,7 @@ def read_field(dataset: Any, field: Field | None, name: str) -> np.ndarray | Non
     if values is None:
         return None
 
-    array = np.asarray([v.item() if getattr(v, "ndim", None) == 0 else v for v in values])
+    array = np.asarray([v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for v in values])
     if array.ndim == 2 and array.shape[1] == 1:  # as in medmnist
         array = array[:, 0]
     if array.ndim == 1 and len(array) == len(dataset):
@@ -283,7 +280,7 @@ def _class_in_pair(sample: Any) -> int | None:
     value = sample[1] if is_pair(sample) else None
     if getattr(value, "ndim", None) == 0:  # a tensor, an array or a NumPy number
         value = value.item()  # type: ignore[union-attr]
-    return value if type(value) is int else None
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _attribute(dataset: Any, names: Sequence[str]) -> Any:

@@ -82,7 +82,7 @@ class PlainAttributes:
 
     def _copied(self, value: Any) -> Any:
         """Return a copy. Registered tensors and modules in it, and other objects, stay the same."""
-        if id(value) in self._registered or isinstance(value, _PLAIN):
+        if id(value) in self._registered:
             return value
         if isinstance(value, Tensor):
             return value.detach().clone().requires_grad_(value.requires_grad)

@@ -101,12 +101,12 @@ def _no_other_download(root: Path, makes: bool) -> Iterator[None]:
 class _Torchvision(FederatedDataModule):
     """A dataset that torchvision reads, in ``root`` or by default in ``~/.cache/flsuite``.
 
+    Its class, or a base class, has the name of torchvision's reader.
+
     Attributes:
-        reader: The name of torchvision's reader.
         selections: The arguments of the reader that select the training and the test split.
     """
 
-    reader: ClassVar[str]
     selections: ClassVar[_Selections] = ({"train": True}, {"train": False})
 
     def load(self) -> PublishedSplits:
@@ -117,8 +117,9 @@ class _Torchvision(FederatedDataModule):
         """
         import torchvision.datasets
 
-        name, root = self.reader, self.data_root()
-        cls = getattr(torchvision.datasets, name)
+        readers, root = vars(torchvision.datasets), self.data_root()
+        name = next(kind.__name__ for kind in type(self).__mro__ if kind.__name__ in readers)
+        cls = readers[name]
         files, make = self._files(cls), partial(cls, root, **self._options())
 
         with _no_other_download(root, self.download):
@@ -152,7 +153,7 @@ class _Torchvision(FederatedDataModule):
 
     def _files(self, cls: Any) -> list[str]:
         """Return the files and folders that a reader's class needs, relative to the root."""
-        return [f"{self.reader}/raw/{Path(name).stem}" for name, _ in cls.resources]
+        return [f"{cls.__name__}/raw/{Path(name).stem}" for name, _ in cls.resources]
 
     def _unpack(self, reader: Any) -> _Unpacked:
         """Return the content of a reader. Gray images may have no channel."""
@@ -163,19 +164,13 @@ class _Torchvision(FederatedDataModule):
 class MNIST(_Torchvision):
     """Handwritten digits: 60000 training and 10000 test images, 28x28 gray, 10 classes."""
 
-    reader = "MNIST"
-
 
 class FashionMNIST(_Torchvision):
     """Articles of clothing: 60000 training and 10000 test images, 28x28 gray, 10 classes."""
 
-    reader = "FashionMNIST"
-
 
 class CIFAR10(_Torchvision):
     """Objects and animals: 50000 training and 10000 test images, 32x32 in color, 10 classes."""
-
-    reader = "CIFAR10"
 
     def _files(self, cls: Any) -> list[str]:
         names = [name for name, _ in cls.train_list + cls.test_list]
@@ -185,8 +180,6 @@ class CIFAR10(_Torchvision):
 class CIFAR100(CIFAR10):
     """Objects and animals: 50000 training and 10000 test images, 32x32 in color, 100 classes."""
 
-    reader = "CIFAR100"
-
 
 class SVHN(_Torchvision):
     """House numbers: 73257 training and 26032 test images, 32x32 in color, 10 classes.
@@ -194,7 +187,6 @@ class SVHN(_Torchvision):
     The extra training images are not used.
     """
 
-    reader = "SVHN"
     selections = ({"split": "train"}, {"split": "test"})
 
     def _files(self, cls: Any) -> list[str]:
@@ -213,8 +205,6 @@ class EMNIST(_Torchvision):
             counted from 0), ``digits`` or ``mnist`` (10 each).
         **kwargs: Arguments of ``FederatedDataModule``.
     """
-
-    reader = "EMNIST"
 
     def __init__(self, split: EMNISTSplit = "balanced", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -246,7 +236,6 @@ class GTSRB(_Torchvision):
         **kwargs: Arguments of ``FederatedDataModule``.
     """
 
-    reader = "GTSRB"
     selections = ({"split": "train"}, {"split": "test"})
 
     def __init__(self, size: PositiveInt = 32, **kwargs: Any) -> None:
