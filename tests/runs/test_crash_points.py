@@ -4,7 +4,7 @@ import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -76,9 +76,10 @@ def count_writes(patch: pytest.MonkeyPatch, last: int = 0) -> list[int]:
             os.truncate(path, (before + path.stat().st_size) // 2)
             os._exit(KILLED)
 
-    def save(content: Any, path: Path, original: Callable[..., Any] = torch.save) -> None:
-        original(content, path)
-        halve(Path(path), before=0)
+    def save(content: Any, file: BinaryIO, original: Callable[..., Any] = torch.save) -> None:
+        original(content, file)
+        file.flush()  # what is not on the disk could not be cut in the middle
+        halve(Path(file.name), before=0)
 
     def append(table: AppendedTable, original: Callable[..., int] = AppendedTable.append) -> int:
         before = table.path.stat().st_size if table.path else 0
