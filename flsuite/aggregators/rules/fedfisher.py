@@ -6,7 +6,7 @@ arXiv:2403.12329.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,9 +198,7 @@ class _FisherPass(LogitPass):
     def __init__(self, client: ClientContext, rule: FedFisher, form: FisherForm) -> None:
         self.form, self.noise = form, rule.noise
 
-        def statistic(
-            module: nn.Module, batches: Iterator[Batch], task: Task, generator: Generator
-        ) -> Any:
+        def statistic(module: nn.Module, batches: Any, task: Task, generator: Generator) -> Any:
             return form.measure(module, (batches, task, rule.expectation, generator))
 
         super().__init__(client, "FedFisher", rule.samples, "fisher", statistic)

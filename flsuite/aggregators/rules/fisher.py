@@ -5,14 +5,14 @@ Matena and Raffel 2022, Merging Models with Fisher-Weighted Averaging, arXiv:211
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 from torch.optim import Optimizer
 
 from flsuite.aggregators.optimizers import about_to_step
@@ -24,7 +24,7 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import skips_step
 from flsuite.common.messages import ClientContext, ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree, clone, divided, scaled
-from flsuite.data.federated import Batch, Task
+from flsuite.data.federated import Task
 from flsuite.metrics.fisher.estimates import Expectation, measuring
 from flsuite.metrics.fisher.forms import Estimator, fisher_diagonal, predictive_diagonal
 from flsuite.models.abilities import LikelihoodModel
@@ -232,15 +232,9 @@ class FisherMerge(FisherMean):
     def callbacks(self, client: ClientContext) -> list[Callback]:
         names = self.names(client.layout)
 
-        def statistic(
-            module: nn.Module, batches: Iterator[Batch], task: Task, generator: Generator
-        ) -> State:
-            diagonal = predictive_diagonal(
-                module, names, batches, task, self.expectation, generator
-            )
-            fisher = clone(diagonal)
-            client.metrics["fisher_mass"] = _mass(fisher)
-            return fisher
+        def statistic(module: Any, batches: Any, task: Task, generator: Generator) -> State:
+            own = predictive_diagonal(module, names, batches, task, self.expectation, generator)
+            return _logged(client, own)
 
         return [LogitPass(client, "FisherMerge", self.samples, "fisher", statistic)]
 
@@ -271,10 +265,8 @@ class _EmpiricalPass(ClientHalf):
         assert estimator != "training"
         # bfloat16 and dropout would add noise to the squared gradients.
         with measuring(pl_module):
-            fisher = clone(fisher_diagonal(pl_module, names, batches, estimator))
-
-        self.client.extras["fisher"] = fisher
-        self.client.metrics["fisher_mass"] = _mass(fisher)
+            fisher = fisher_diagonal(pl_module, names, batches, estimator)
+            self.client.extras["fisher"] = _logged(self.client, fisher)
 
 
 class _TrainingGradients(ClientHalf):
@@ -299,11 +291,13 @@ class _TrainingGradients(ClientHalf):
         self.steps += bool(own)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        fisher = clone({name: total / max(self.steps, 1) for name, total in self.sums.items()})
-        self.client.extras["fisher"] = fisher
-        self.client.metrics["fisher_mass"] = _mass(fisher)
+        fisher = {name: total / max(self.steps, 1) for name, total in self.sums.items()}
+        self.client.extras["fisher"] = _logged(self.client, fisher)
 
 
-def _mass(fisher: State) -> float:
-    """Return the sum of all entries, the trace."""
-    return float(sum(f.sum(dtype=torch.float64) for f in fisher.values()))
+def _logged(client: ClientContext, diagonal: State) -> State:
+    """Return a snapshot of a Fisher diagonal, and log its sum, the trace."""
+    fisher = clone(diagonal)
+    trace = sum(f.sum(dtype=torch.float64) for f in fisher.values())
+    client.metrics["fisher_mass"] = float(trace)
+    return fisher

@@ -4,12 +4,13 @@ Dataless Knowledge Fusion by Merging Weights of Language Models, arXiv:2212.0984
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.after_fit import LogitPass
@@ -18,7 +19,6 @@ from flsuite.aggregators.rules.fisher_forms import columns, entries, matrix, squ
 from flsuite.common.arguments import PositiveInt, Settings, Share
 from flsuite.common.messages import ClientContext, ClientUpdate
 from flsuite.common.state import Layer, State, StateLayout, Tree, cast, clone, divided, scaled
-from flsuite.data.federated import Batch, Task
 from flsuite.metrics.fisher.products import gram_matrices
 
 log = logging.getLogger("flsuite")
@@ -73,9 +73,7 @@ class RegMean(LinearRule, Settings):
     def callbacks(self, client: ClientContext) -> list[Callback]:
         layers = self._layers(client.layout)
 
-        def statistic(
-            module: nn.Module, batches: Iterator[Batch], task: Task, generator: Generator
-        ) -> State:
+        def statistic(module: nn.Module, batches: Any, *_: Any) -> State:
             grams = clone(gram_matrices(module, layers, batches, self.bias))
             # Layers that are called twice have no Gram. Zeros determine nothing.
             for layer in layers:
