@@ -69,23 +69,24 @@ def _workplace() -> Iterator[Path]:
                 _remove_left(path)
         with tempfile.TemporaryDirectory(prefix=_PREFIX) as name, locked(Path(name)):
             yield Path(name)
-    except (OSError, FederationError) as error:
-        cause = error if isinstance(error, OSError) else error.__cause__
-        if not isinstance(cause, OSError):
-            raise
-        is_full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = f"; free some space in {tempfile.gettempdir()}, or set TMPDIR" if is_full else ""
-        raise FlsuiteError(f"verify: nothing was compared: {one_line(cause)}{hint}") from error
+    except OSError as error:
+        raise _no_verdict(error) from error
+
+
+def _no_verdict(error: OSError) -> FlsuiteError:
+    """Return the error of a disk, which says nothing about the record, as one line."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = f"; free some space in {tempfile.gettempdir()}, or set TMPDIR" if is_full else ""
+    return FlsuiteError(f"verify: nothing was compared: {one_line(error)}{hint}")
 
 
 def _remove_left(path: Path) -> None:
     """Remove a folder that no process works in. A new one is not locked for a moment."""
-    is_new = time.time() - path.stat().st_mtime < _NEW
-    if path.is_symlink() or is_new:
-        return
-    with locked(path) as is_ours:
-        if is_ours:
-            shutil.rmtree(path, ignore_errors=True)
+    is_old = time.time() - path.stat().st_mtime >= _NEW
+    if is_old and not path.is_symlink():
+        with locked(path) as is_ours:
+            if is_ours:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
@@ -103,7 +104,7 @@ def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
         replay(run, start, stop, again)
     except FederationError as error:
         if isinstance(error.__cause__, OSError):
-            raise
+            raise _no_verdict(error.__cause__) from error
         raise FederationError(
             f"{run} does not verify: it cannot be done again: {one_line(error)}"
         ) from error
