@@ -264,13 +264,14 @@ def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
     if not names:
         raise FlsuiteError(f"{run_dir} has no scores yet")
     # The monitor itself may have no test scores.
-    scores = [run_scores(table, name, monitor, last=1) for name in names]
-    picked = next((row["picked_round"] for row in scores if "picked_round" in row), None)
+    rows = [run_scores(table, name, monitor, last=1) for name in names]
+    picked = next((row["picked_round"] for row in rows if "picked_round" in row), None)
 
     figure, panels = panel_grid(len(names), (4.6, 3.2))
     for panel, name in zip(panels, names, strict=True):
-        for split in _STYLES:
-            _draw(panel, table, name, split, x)
+        for split, (label, color, style) in _STYLES.items():
+            if len(scores := curve(table, name, split, x=x)):
+                _draw_band(panel, scores.to_frame(), label, x, color, style)
         if picked is not None:
             _mark(panel, table, name, int(picked), x)
         label_axes(panel, name, "", x)
@@ -282,16 +283,6 @@ def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
     handles, labels = [*lines.values()], [*lines]
     legend_outside(figure, "lower center", handles, labels, fontsize=9, ncols=3)
     return figure
-
-
-def _draw(panel: Axes, table: pd.DataFrame, name: str, split: str, x: str) -> None:
-    """Draw a score on one split, if it was logged."""
-    scores = curve(table, name, split, x=x)
-    if len(scores):
-        label, color, line = _STYLES[split]
-        marker = "o" if len(scores) == 1 else None  # a line of one point is invisible
-        points = scores.index * AXES[x].scale
-        panel.plot(points, scores, line, color=color, label=label, marker=marker, linewidth=1.6)
 
 
 def _mark(panel: Axes, table: pd.DataFrame, name: str, picked: int, x: str) -> None:

@@ -222,6 +222,11 @@ class Group:
         return monitor_of(self.settings)
 
 
+def tables_of(groups: Iterable[Group]) -> list[pd.DataFrame]:
+    """Return the metrics of all runs of some groups."""
+    return [table for group in groups for table in group.runs.values()]
+
+
 def find_runs(places: Iterable[str | Path]) -> list[Path]:
     """Return the run folders among and below ``places``.
 

@@ -8,7 +8,15 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from flsuite.analysis.groups import Group, Variation, find_runs, flatten, monitor_of, partition_of
+from flsuite.analysis.groups import (
+    Group,
+    Variation,
+    find_runs,
+    flatten,
+    monitor_of,
+    partition_of,
+    tables_of,
+)
 from flsuite.analysis.panels import aligned
 from flsuite.analysis.runs import curve, read_metrics, run_scores
 from flsuite.common.errors import FlsuiteError, one_line
@@ -179,7 +187,7 @@ def _share_budget(groups: Sequence[Group], setting: str, column: str) -> bool:
     """Return whether all runs have the same limit and reached it."""
     limit = groups[0].settings.get(setting)
     is_common = limit is not None and all(g.settings.get(setting) == limit for g in groups)
-    ends = [table[column].max() for group in groups for table in group.runs.values()]
+    ends = [table[column].max() for table in tables_of(groups)]
     return is_common and min(ends) >= limit
 
 
@@ -265,9 +273,8 @@ def repeated(groups: Sequence[Group]) -> list[str]:
     """Return a line for each group in which a seed appears more than once."""
     lines = []
     for group in groups:
-        seeds = list(group.seeds.values())
-        twice = sorted({str(seed) for seed in seeds if seed is not None and seeds.count(seed) > 1})
-        if twice:
+        seeds = [seed for seed in group.seeds.values() if seed is not None]
+        if twice := sorted({str(seed) for seed in seeds if seeds.count(seed) > 1}):
             which = ", ".join(twice)
             lines.append(f"{group.label}: seed {which} more than once; the spread is too small")
     return lines

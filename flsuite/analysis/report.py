@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from flsuite.analysis.groups import Group
+from flsuite.analysis.groups import Group, tables_of
 from flsuite.analysis.panels import AXES, by_experiment, panel_grid, tidy
 from flsuite.analysis.results import only
 from flsuite.analysis.runs import curve, logged, logged_scores, of_last_task, run_scores, score_rows
@@ -23,7 +23,7 @@ def default_metrics(groups: Sequence[Group], splits: Sequence[str], most: int) -
     monitors = list(dict.fromkeys(group.monitor for group in groups))
     # Where some methods have personal models, the clients' own test data come first.
     monitors.sort(key=lambda name: not name.endswith("_client_mean"))
-    tables = [table for group in groups for table in group.runs.values()]
+    tables = tables_of(groups)
     known = [logged_scores(tables, monitors[0], [split]) for split in splits]
     shared = [name for name in known[0] if all(name in names for names in known)]
     chosen = [name for name in monitors if name in shared] or shared[:1]
@@ -60,8 +60,7 @@ def averaged_scores(groups: Sequence[Group], metric: str, last: int) -> int:
 
     Means over this number of scores are comparable. Runs without the score do not count.
     """
-    tables = [of_last_task(table) for group in groups for table in group.runs.values()]
-    counts = [len(curve(table, metric, "test")) for table in tables]
+    counts = [len(curve(of_last_task(table), metric, "test")) for table in tables_of(groups)]
     return min([last, *(count for count in counts if count)])
 
 
@@ -77,7 +76,7 @@ def group_row(group: Group, metric: str, last: int) -> dict[str, Any] | None:
 
 def require_score(groups: Sequence[Group], metric: str, split: str) -> None:
     """Refuse a global score that no run has on this split."""
-    names = logged((table for group in groups for table in group.runs.values()), split)
+    names = logged(tables_of(groups), split)
     if metric not in names:
         alike = [name for name in names if name.count("/") == metric.count("/")]
         near = " or ".join(likeliest(metric, alike, most=3))
