@@ -54,7 +54,8 @@ class KeptTensors:
 
         def replace(leaf: Any, keys: Keys) -> Any:
             nonlocal is_shared
-            if not _is_large(leaf):
+            is_dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided
+            if not is_dense or leaf.nbytes < _SMALLEST:
                 return leaf
             bits = _digest(leaf)
             file, place = self._places.setdefault(bits, (name, keys))
@@ -87,17 +88,18 @@ def with_shared(content: Any, path: Path) -> Any:
         if not _is_reference(leaf):
             return leaf
         try:
-            held = read(leaf[_FILE])
+            tensor = read(leaf[_FILE])
             for key in leaf[_KEYS]:
-                held = held[key]
+                tensor = tensor[key]
         except (KeyError, IndexError, TypeError):
-            held = None
-        if not isinstance(held, Tensor) or _digest(held) != leaf[_BITS]:
+            tensor = None
+        if not isinstance(tensor, Tensor) or _digest(tensor) != leaf[_BITS]:
+            name = ".".join(map(str, keys))
             raise FlsuiteError(
-                f"{path} shares {_name(keys)} with {leaf[_FILE]}, which does not hold it; restore "
+                f"{path} shares {name} with {leaf[_FILE]}, which does not hold it; restore "
                 "both files, or use another checkpoint"
             )
-        return held.clone()  # entries with equal bits may be changed in place, each for itself
+        return tensor.clone()  # entries with equal bits may be changed in place, each for itself
 
     return _replaced(content, replace)
 
@@ -115,19 +117,11 @@ def _is_reference(tree: Any) -> bool:
     return isinstance(tree, Mapping) and tree.keys() == {_FILE, _KEYS, _BITS}
 
 
-def _is_large(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.nbytes >= _SMALLEST
-
-
 def _digest(tensor: Tensor) -> str:
     """Return a digest of a tensor's type, shape and bits."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     digest.update(raw_bytes(tensor))
     return digest.hexdigest()
-
-
-def _name(keys: Keys) -> str:
-    return ".".join(map(str, keys))
 
 
 _FORMAT = 3

@@ -26,7 +26,7 @@ from flsuite.runs.table import MetricsTable, TimelineTable, mark_of
 
 log = logging.getLogger("flsuite")
 
-_STORES = ("checkpoints", "clients", "in_flight")
+_STORES = ("checkpoints", "clients", "in_flight")  # clients' memories, versions in flight
 _FILES = (
     "config.yaml",
     "settings.yaml",
@@ -138,7 +138,8 @@ class RunFolder:
         """
         if self.checkpoints is None:
             return
-        folders = (*self._stores(), *self.checkpoints.parents)
+        run = self.checkpoints.parent
+        folders = (*(run / name for name in _STORES), run, *run.parents)
         self._made = [folder for folder in folders if not folder.exists()]
         make_folder(self.checkpoints)
 
@@ -223,10 +224,10 @@ class RunFolder:
         """
         if self.path is None:
             return
-        for name, content in (("config.yaml", config), ("settings.yaml", settings)):
-            is_text = isinstance(content, str)
-            text = content if is_text else yaml.safe_dump(content, sort_keys=False)
-            replace_text(str(text), self.path / name, flush=True)
+        text = config if isinstance(config, str) else yaml.safe_dump(config, sort_keys=False)
+        replace_text(text, self.path / "config.yaml", flush=True)
+        text = yaml.safe_dump(settings, sort_keys=False)
+        replace_text(text, self.path / "settings.yaml", flush=True)
 
     def discard(self) -> None:
         """Remove the files of a new run, files of loggers in a new folder, and empty folders."""
@@ -235,10 +236,6 @@ class RunFolder:
         for path in self._files() if self._is_new else ():
             path.unlink()
         self._remove_empty()
-
-    def _stores(self) -> list[Path]:
-        """Return the folders of checkpoints, clients' memories and versions in flight."""
-        return [self.path / name for name in _STORES] if self.path else []
 
     def _files(self) -> list[Path]:
         """Return the files in the folder that a run writes, or a user's files of these names."""

@@ -8,8 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from flsuite.aggregators.attacks.base import Attack
 from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.common.arguments import NonNegativeInt, Settings
@@ -17,7 +15,6 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import (
     load_tensors,
     make_folder,
-    parse_yaml,
     replace_tensors,
 )
 from flsuite.common.messages import ClientContext, ClientResult, FitRequest, TrainedFit
@@ -328,8 +325,7 @@ def trained_updates(run_dir: Path, settings: Mapping[str, Any]) -> UpdateStore:
             "--trainer.keep_updates true, or delete the folder if a sweep made it, which then fits "
             "it again"
         )
-    ours = parse_yaml(yaml.safe_dump(dict(settings)))  # tuples become lists, as in a file
-    refuse_mismatch(ours, read_settings(run_dir), run_dir, DECIDE_TRAINING)
+    refuse_mismatch(settings, read_settings(run_dir), run_dir, DECIDE_TRAINING)
     return UpdateStore(run_dir / UPDATES)
 
 

@@ -184,12 +184,14 @@ def table_fault(run: Path) -> str | None:
     for name in ("metrics.csv", "timeline.csv"):
         if not (run / name).is_file():
             return f"{name} is missing"
+        text = _text(run / name)
+        rows = csv.DictReader(text.splitlines())
         try:
-            line = _cut_off(run / name)
+            is_cut_off = any(None in row.values() for row in rows) or not text.endswith("\n")
         except csv.Error as error:
             return f"{name} is damaged ({error})"
-        if line:
-            return f"{name}, line {line} is cut off"
+        if is_cut_off:
+            return f"{name}, line {rows.line_num} is cut off"
     return None
 
 
@@ -198,16 +200,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise FlsuiteError(f"{path} is damaged at byte {error.start}; restore it") from error
-
-
-def _cut_off(path: Path) -> int | None:
-    """Return the number of the first incomplete line of a table, or ``None`` without one."""
-    text = _text(path)
-    rows = csv.DictReader(text.splitlines())
-    for row in rows:
-        if None in row.values():
-            return rows.line_num
-    return None if text.endswith("\n") else rows.line_num
 
 
 def round_of_row(path: Path, row: Row) -> int:
