@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from flsuite import __version__
 from flsuite.commands.known import TRAINER, Argument, Class, classes, find, find_short, first_keys
-from flsuite.commands.typos import nearest, nearest_key
+from flsuite.commands.typos import did_you_mean, nearest, nearest_key
 from flsuite.common.errors import FlsuiteError
 
 SUMMARIES = {
@@ -105,8 +105,8 @@ def help_of(command: str, summary: str, topic: str = "") -> str:
     near = nearest_key(name, first_keys(command), keys) or nearest(
         name, (c.name for c in classes())
     )
-    hint = f" (did you mean {near}?)" if near else ""
-    raise FlsuiteError(f"--help={topic}: no such class, and no key that takes one{hint}")
+    text = f"--help={topic}: no such class, and no key that takes one"
+    raise FlsuiteError(text + did_you_mean(near))
 
 
 def _class(name: str) -> Class | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pydoc import locate
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args
 
 from jsonargparse import Namespace
 from jsonargparse._typehints import get_all_subclass_paths
@@ -16,8 +16,8 @@ from jsonargparse._util import import_object
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 
-from flsuite.commands.describing import in_words, options_of
-from flsuite.commands.typos import nearest, nearest_key
+from flsuite.commands.describing import in_words, options_of, parameters_of
+from flsuite.commands.typos import did_you_mean, nearest, nearest_key
 from flsuite.common.arguments import create
 from flsuite.common.errors import FlsuiteError, one_line, with_place
 
@@ -83,7 +83,7 @@ class OneLineParser(LightningArgumentParser):
             known = [name.lstrip("-") for name in options]
             key = unknown.split("=")[0].lstrip("-")
             meant = nearest_key(key, [k for k in known if "." not in k], known)
-            hint = f" (did you mean --{meant}?)" if meant else ""
+            hint = did_you_mean(meant and f"--{meant}")
             return _RefusedError(f"unknown key {unknown}{hint}")
 
         reason: BaseException | None = ex
@@ -110,8 +110,7 @@ class OneLineParser(LightningArgumentParser):
         dests = (action.dest for action in self._actions)
         known = [name for name in dests if name != "help" and not name.endswith(".help")]
         meant = nearest_key(key, known, ())
-        others = f"; there are: {', '.join(known) or 'none'}"
-        hint = f" (did you mean {meant}?)" if meant else others
+        hint = did_you_mean(meant, f"; there are: {', '.join(known) or 'none'}")
         return _RefusedError(f"unknown key{hint}", key)
 
 
@@ -148,10 +147,9 @@ def _expected(hint: Any, text: str, message: str) -> str:
     may_be_class = not text.startswith(("Expected a <class", "Unexpected"))
     if not may_be_class or (_NO_CLASS not in message and "Not a valid subclass" not in message):
         near = nearest(value, (option.words for option in options_of(hint)))
-        return f"{wrong} (did you mean {near}?)" if near else wrong
-    near = nearest(value, known)
-    all_known = f"there are: {', '.join(known)}, or my_module.Name"
-    return f"{wrong} ({f'did you mean {near}?' if near else all_known})"
+        return wrong + did_you_mean(near)
+    all_known = f" (there are: {', '.join(known)}, or my_module.Name)"
+    return wrong + did_you_mean(nearest(value, known), all_known)
 
 
 def _shown(value: str) -> str:
@@ -223,21 +221,11 @@ def refuse_nulls(chosen: Any, path: str) -> None:
 
 def _takes_null(cls: Any, name: str) -> bool:
     """Return whether an argument may be ``None``, or its type is unknown."""
-    for kind in inspect.getmro(cls) if inspect.isclass(cls) else ():
-        function = vars(kind).get("__init__")
-        if not inspect.isfunction(function):
-            continue
-        parameter = inspect.signature(function).parameters.get(name)
-        if parameter is None:
-            continue
-        if parameter.default in (None, parameter.empty):
-            return True
-        try:
-            hint = get_type_hints(function).get(name, Any)
-        except Exception:  # a name that exists for type checkers only
-            return True
-        return hint is Any or isinstance(hint, TypeVar) or type(None) in get_args(hint)
-    return True
+    argument = parameters_of(cls).get(name)
+    if argument is None or argument.default in (None, inspect.Parameter.empty):
+        return True
+    hint = argument.annotation
+    return hint is Any or isinstance(hint, TypeVar) or type(None) in get_args(hint)
 
 
 def config_name(paths: Any, default: str) -> str:

@@ -126,10 +126,10 @@ class _Checked:
     def _value(self, at: _KeyPath, argument: Argument, value: Any) -> None:
         if at == ("plugins",):
             self.needs_imports |= bool(value)
+        elif at == ("trainer",):  # its class is fixed
+            self._keys(at, value if isinstance(value, Mapping) else {})
         elif isinstance(value, Mapping):
             self._mapping(at, argument, value)
-        elif at == ("trainer",):
-            return  # its class is fixed
         elif isinstance(value, list):
             for item in value:
                 self._value(at, argument, item)
@@ -175,7 +175,7 @@ class _Checked:
         elif chosen and name in _SPLITS and at == ("data",) and "clients" not in known:
             hint = f"; FromDataModule takes it, with {chosen.name} as its data"
         elif meant is not None:
-            hint = f" (did you mean {self._named((*at, meant) if meant in known else meant)}?)"
+            hint = did_you_mean(self._named((*at, meant) if meant in known else meant))
         elif chosen and at != ("trainer",):
             names = [name for name in known if name != "params"]  # an optimizer gets them later
             hint = f"; {chosen.name} takes {', '.join(names) or 'no arguments'}"
@@ -219,7 +219,7 @@ class _Checked:
     def _refuse_next_to_class(self, at: _KeyPath, name: str) -> None:
         inside = name in self._arguments(at)
         meant = f"init_args: {name}" if inside else nearest(name, _OF_A_CLASS)
-        hint = f" (did you mean {meant}?)" if meant else "; a class has class_path and init_args"
+        hint = did_you_mean(meant, "; a class has class_path and init_args")
         self._refuse(at, f"unknown key {self._named((*at, name))}{hint}")
 
     def _choose(self, at: _KeyPath, argument: Argument, name: str) -> None:
@@ -236,9 +236,7 @@ class _Checked:
         known = subclasses(argument.bases)
         if name not in known and known and is_class:
             near = nearest(name, known)
-            hint = (
-                f" (did you mean {near}?)" if near else "; give its module too, as my_module.Name"
-            )
+            hint = did_you_mean(near, "; give its module too, as my_module.Name")
             bases = " or ".join(base.rpartition(".")[2] for base in argument.bases)
             self.guessed.add(at)
             text = f"{self._named(at)}: there is no {bases} called {name}{hint}"
@@ -266,16 +264,16 @@ class _Checked:
         names = names_in(today, self.imports)
         if top == "flsuite" and not exists(today):
             same = find_short(name)
-            hint = f" (did you mean {same.packages[-1]}.{name}?)" if same else ""
+            hint = did_you_mean(f"{same.packages[-1]}.{name}" if same else None)
             self._refuse(at, f"{key}: there is no module {module}{hint}")
         elif not exists(top):
             near = nearest(top, [*(file.stem for file in Path().glob("*.py")), *_LIBRARIES])
-            hint = f" (did you mean {near}?)" if near else ", nor is it installed"
+            hint = did_you_mean(near, ", nor is it installed")
             self._refuse(at, f"{key}: there is no module {top} in this folder{hint}")
         elif names and name not in names:
             near = nearest(name, (other for other in names if other[0].isupper()))
-            hint = f" (did you mean {near}?)" if near else ""
-            self._refuse(at, f"{key}: {module} has no class {name}{hint}", path)
+            text = f"{key}: {module} has no class {name}{did_you_mean(near)}"
+            self._refuse(at, text, path)
         else:
             self.needs_imports = True
 
@@ -288,6 +286,11 @@ def exists(module: str) -> bool:
         return False
     except (ImportError, ValueError):
         return True
+
+
+def did_you_mean(name: str | None, otherwise: str = "") -> str:
+    """Return the end of a message that suggests a name, or another end if there is no name."""
+    return f" (did you mean {name}?)" if name else otherwise
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None:

@@ -180,6 +180,7 @@ LIKELIEST = {
     "--trainer.engine flsuite.engines.Proceses": "flsuite.engines has no class Proceses (did you m",
     "--trainer.engine flsuite.engine.Processes": "did you mean flsuite.federation.Processes?",
     "--trainer.aggregator flsuite.aggregators.fedprox.FedPrx": "did you mean FedProx?",
+    "--trainer.class_path X": "unknown key --trainer.class_path; see flsuite fit --help",
     "--data.bogus 3": "unknown key --data.bogus; Digits takes clients, partition",
     "--bogus 3": "unknown key --bogus; see flsuite fit --help",
 }
