@@ -276,6 +276,7 @@ class FederatedTrainer(ScoringTrainer):
             secure_sum=self.secure_sum,
             max_share=options.max_share,
             absent=self.without,
+            engine=self.engine,
         )
 
         # The run: what it records, and what it takes from other runs.

@@ -32,6 +32,10 @@ Capability = Literal[
     "shared parameters",
     "a chain of Conv2d and Linear",
     "classes or labels",
+    "worker processes",
+    "a timeout of fits",
+    "rounds",
+    "durations known in advance",
 ]
 """A property that one part of a run needs and another part may withhold."""
 

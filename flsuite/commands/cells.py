@@ -104,7 +104,6 @@ def _make_ready(sweep: Sweep, cell: Cell) -> tuple[int, dict[str, Any]]:
     """
     # Lightning takes a while to import.
     from flsuite.commands.fit import build
-    from flsuite.runs.session import require_engine
 
     gc.collect()  # the last cell's data: its trainer and its run refer to each other
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +111,6 @@ def _make_ready(sweep: Sweep, cell: Cell) -> tuple[int, dict[str, Any]]:
         import_plugins(arguments)
         trainer, model, data = build(arguments)
         run = trainer.prepare(model, data)
-        require_engine(run, trainer.engine)
     return getattr(trainer.engine, "workers", None) or 1, run.settings
 
 

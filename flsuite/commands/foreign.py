@@ -28,7 +28,7 @@ _PLACES = (
     *("flsuite.models", "flsuite.runs.fork.Fork", "flsuite.studies"),
     *("flsuite.federation.schedules", "flsuite.federation.client.callbacks"),
     *("flsuite.federation.engines.auto", "flsuite.federation.engines.base"),
-    *("flsuite.federation.engines.processes", "flsuite.federation.engines.vectorized"),
+    "flsuite.federation.engines.processes",
     *("torch.nn", "torch.optim", "torch.utils.data"),
     *("torchvision.datasets", "torchvision.models", "torchvision.transforms"),
     *("lightning.pytorch.callbacks", "lightning.pytorch.loggers"),

@@ -85,6 +85,8 @@ federation.client.callbacks: lr_decay
 federation.client.devices: allocator placement precision
 federation.client.entries: resident
 federation.client.setup: fits
+federation.engines.auto: vectorized
+federation.engines.ray_cluster: ray_worker
 federation.engines.wire: worker
 federation.schedules.speeds: availability
 federation.server.evaluation: adaptation

@@ -11,11 +11,10 @@ if TYPE_CHECKING:
         LRDecay,
         StepDecay,
     )
-    from flsuite.federation.engines.auto import Auto
+    from flsuite.federation.engines.auto import Auto, Vectorized
     from flsuite.federation.engines.base import Engine, InProcess
     from flsuite.federation.engines.processes import Processes
     from flsuite.federation.engines.ray import Ray
-    from flsuite.federation.engines.vectorized import Vectorized
     from flsuite.federation.schedules.asynchronous import Asynchronous
     from flsuite.federation.schedules.base import (
         Always,

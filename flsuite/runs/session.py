@@ -10,6 +10,7 @@ from typing import Any
 import lightning
 from lightning.pytorch import LightningModule
 
+from flsuite.aggregators.part import named
 from flsuite.common.arguments import arguments
 from flsuite.common.errors import FederationError, FlsuiteError, one_line
 from flsuite.common.files import replace_tensors
@@ -76,12 +77,7 @@ def left_on_cpu(model: LightningModule) -> Iterator[None]:
 
 @contextmanager
 def started(run: Run, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
-    """Start the engine, which trains and scores the clients, and stop it at the end.
-
-    Raises:
-        FlsuiteError: If the engine cannot serve the schedule.
-    """
-    require_engine(run, engine)
+    """Start the engine, which trains and scores the clients, and stop it at the end."""
     try:
         engine.start(setup)
         yield
@@ -117,37 +113,12 @@ def choose_engine(
         setup,
         federation.first_requests(run.callbacks.for_clients, cohort),
         fits=budget.max_client_updates or cohort * (budget.rounds or _ROUNDS),
-        faults=declared.faults,
+        schedule=named("trainer.schedule", declared),
         at_once=declared.at_once if declared.is_asynchronous else None,
-        measures=declared.is_asynchronous and not declared.is_virtual,
         before=before,
     )
     run.settings.update(described_engine(engine))
     return engine
-
-
-def require_engine(run: Run, engine: EngineChoice) -> None:
-    """Refuse an engine that cannot serve the schedule.
-
-    Injected faults must not end the engine, and a resumed run must be able to group fits again.
-    """
-    declared, own = run.federation.schedule.declarations, engine.declarations
-    if own.decides and declared.is_asynchronous and not (own.joins and declared.is_virtual):
-        what = (
-            "in one process; set engine.workers to 1"
-            if declared.is_virtual
-            else "by durations known in advance; give schedule.speeds other ones than Measured"
-        )
-        raise FlsuiteError(
-            f"trainer.engine: with {declared.name}, {type(engine).__name__} groups fits {what}, or "
-            "set trainer.engine to Processes"
-        )
-    if fatal := [fault for fault in declared.faults if fault not in own.survives]:
-        raise FlsuiteError(
-            f"Faults: {type(engine).__name__} does not survive {' and '.join(fatal)} with these "
-            "arguments; set trainer.engine to Processes(timeout=...), which replaces the worker of "
-            "such a client, or set the probability to 0"
-        )
 
 
 @contextmanager

@@ -162,9 +162,9 @@ def run_settings(
 
 def described_engine(engine: EngineChoice) -> dict[str, Any]:
     """Return an engine's class and the arguments that decide the result, if any do."""
-    if not (decides := engine.declarations.decides):
+    if not engine.decides:
         return {}
-    arguments = {name: describe(getattr(engine, name)) for name in decides}
+    arguments = {name: describe(getattr(engine, name)) for name in engine.decides}
     return {"engine": {"class_path": class_name(type(engine)), "init_args": arguments}}
 
 

@@ -434,9 +434,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the engine is not a setting of the record",
-        "federation/engines/vectorized.py",
-        'decides=("clients",)',
-        "decides=()",
+        "federation/engines/auto.py",
+        'decides = ("clients",)',
+        "decides = ()",
         "federation/engines/test_vectorized.py",
     ),
     Mutation(

@@ -119,7 +119,7 @@ UNKNOWN = [
     *("torch.distributed.elastic.multiprocessing.SubprocessContext"),
     *(
         "torch.utils.data.datapipes.iter.RoutedDecoder",
-        "flsuite.federation.engines.processes._Worker",
+        "flsuite.federation.engines.processes._Process",
     ),
     *("torch.package.PackageImporter", "flsuite.data.module.Path"),
     # The same, under names of 0.2.

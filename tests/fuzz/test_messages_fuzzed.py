@@ -133,11 +133,11 @@ def test_bytes_from_a_worker_are_an_answer_or_refused(
     outcome = ClientResult(ClientUpdate(**good_update(federation)), {})
     answer: Any = None
     with contextlib.suppress(Exception):  # what a worker has sent then counts as its death
-        received = pickle.loads(damaged(bytes(dumps([outcome])), place, how))
-        _require_answer(received, [None])  # type: ignore[list-item]
+        received = pickle.loads(damaged(bytes(dumps([[outcome]])), place, how))
+        _require_answer(received, [[None]])  # type: ignore[list-item]
         answer = received
-    if isinstance(answer, list) and isinstance(answer[0], ClientResult):
-        check(federation, answer[0])
+    if isinstance(answer, list) and isinstance(answer[0][0], ClientResult):
+        check(federation, answer[0][0])
 
 
 @pytest.mark.parametrize("codec", [Quantize(bits=4), TopK(0.1), LowRank(rank=2)])

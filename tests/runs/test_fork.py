@@ -322,10 +322,14 @@ def test_the_round_that_was_picked_before_stays_picked(name: str, tmp_path: Path
 def test_a_fork_keeps_the_engine_that_auto_chose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "_seconds_alone", lambda *args: 1.0)
-    monkeypatch.setattr(auto, "_seconds_stacked", lambda *args: 1e-3)
+    def seconds(of_stacks: float) -> None:
+        expected = lambda engine, *args: of_stacks if engine.decides else 10.0  # noqa: E731
+        monkeypatch.setattr(auto, "expected_seconds", expected)
+
+    seconds(of_stacks=5.0)
     parent = fit(tmp_path, "parent", 4, keep_rounds=2, engine=Auto())
-    monkeypatch.setattr(auto, "_seconds_stacked", lambda *args: 1e3)
+    assert parent.run.engine.decides
+    seconds(of_stacks=1e3)
     fork = Fork(str(tmp_path / "parent"), 2)
     assert_same_models(fit(tmp_path, "fork", 4, engine=Auto(), fork=fork), parent)
 

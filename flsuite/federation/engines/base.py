@@ -1,17 +1,17 @@
 """The interface of engines, and the engine that trains clients in this process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
+from flsuite.aggregators.part import Capability
 from flsuite.common.arguments import Settings, Threads
 from flsuite.common.messages import (
     ClientFailure,
-    Fault,
     FitRequest,
     Outcome,
     OwnScores,
@@ -21,31 +21,28 @@ from flsuite.federation.client.devices import require_one_gpu
 from flsuite.federation.client.jobs import JobRunner
 from flsuite.federation.client.setup import WorkerSetup
 
+NO_WORKERS: Mapping[Capability, str] = {
+    "worker processes": "has none; set trainer.engine to Processes, or trainer.schedule.dies to 0"
+}
+NO_TIMEOUT: Mapping[Capability, str] = {
+    "a timeout of fits": "has none; set trainer.engine to Processes(timeout=...), which replaces "
+    "the worker of a client that hangs, or trainer.schedule.hangs to 0"
+}
 
-@dataclass(frozen=True)
-class EngineDeclarations:
-    """Properties of an engine that other parts of a run depend on.
+
+class EngineChoice(ABC):  # noqa: B024  (it has the declarations)
+    """What ``trainer.engine`` can name: an engine, or a way to choose one.
 
     Attributes:
+        needs: What it requires of the other parts of a run, see :class:`flsuite.aggregators.Part`.
+        withholds: What it denies to them, each with the reason.
         decides: Names of the arguments that affect the rounding of results, which are settings of
             the record.
-        joins: Whether fits that start at different times can train together, see
-            :meth:`Engine.join`.
-        survives: The injected faults that lose one client, not the run.
     """
 
+    needs: Collection[Capability] = ()
+    withholds: Mapping[Capability, str] = {}
     decides: tuple[str, ...] = ()
-    joins: bool = False
-    survives: frozenset[Fault] = frozenset({"raises", "nan", "shapes", "late", "twice", "gone"})
-
-
-class EngineChoice(ABC):
-    """What ``trainer.engine`` can name: an engine, or a way to choose one."""
-
-    @property
-    @abstractmethod
-    def declarations(self) -> EngineDeclarations:
-        """Return properties that other parts of a run depend on."""
 
 
 class Engine(EngineChoice):
@@ -55,10 +52,6 @@ class Engine(EngineChoice):
     any order of collection.
     """
 
-    @property
-    def declarations(self) -> EngineDeclarations:
-        return EngineDeclarations()
-
     @abstractmethod
     def start(self, setup: WorkerSetup) -> None:
         """Prepare to train the clients of this run."""
@@ -67,11 +60,14 @@ class Engine(EngineChoice):
     def submit(self, requests: Iterable[FitRequest]) -> None:
         """Queue fits. They may train ahead of their collection, within bounded memory."""
 
-    def join(self, numbers: Collection[int]) -> None:
-        """Let these fits train together, which affects the rounding of their results.
+    def join(self, awaited: Callable[[], Collection[int]]) -> None:
+        """Let fits train together, which affects the rounding of their results.
 
         A fit trains with the others that are pending when its outcome is needed. A call replaces
         the earlier one, and drops outcomes that are not collected.
+
+        Args:
+            awaited: Returns the numbers of the fits. An engine without stacks does not call it.
         """
         return
 
@@ -120,6 +116,8 @@ class InProcess(Engine, Settings):
 
     threads: Threads = 1
 
+    withholds = {**NO_WORKERS, **NO_TIMEOUT}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.stop()
@@ -127,16 +125,16 @@ class InProcess(Engine, Settings):
     def start(self, setup: WorkerSetup) -> None:
         self.stop()
         require_one_gpu(setup.trainer_kwargs)
-        self._sums_parts, self._clients = setup.sums_parts, setup.stack
-        self._runner = JobRunner(setup)
+        self._setup, self._runner = setup, JobRunner(setup)
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
-        for job in jobs_of(requests, self._sums_parts, self._clients):
+        for job in jobs_of(requests, self._setup.sums_parts, self._setup.stack):
             self._jobs.update((request.number, job) for request in job)
 
-    def join(self, numbers: Collection[int]) -> None:
-        self._together = frozenset(numbers)
-        self._outcomes.clear()
+    def join(self, awaited: Callable[[], Collection[int]]) -> None:
+        if self._setup.stack > 1:
+            self._together = frozenset(awaited())
+            self._outcomes.clear()
 
     @property
     def pending(self) -> Sequence[int]:

@@ -3,13 +3,15 @@
 import multiprocessing
 import os
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from itertools import chain
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
-from operator import methodcaller
 from typing import Any
 
-from flsuite.common.arguments import PositiveFloat, PositiveInt, Settings, Threads
+from flsuite.common.arguments import PositiveFloat, PositiveInt, Threads
 from flsuite.common.errors import FederationError
 from flsuite.common.messages import Broadcast, ClientFailure, ClientResult, OwnScores, ScoreRequest
 from flsuite.federation.client.setup import WorkerSetup
@@ -18,47 +20,34 @@ from flsuite.federation.engines.forkserver import (
     prepare_workers_early,
     without_main,
 )
-from flsuite.federation.engines.pool import Backlog, Job, Pool, cores, without_broadcast
-from flsuite.federation.engines.wire import (
-    Fatal,
-    Ready,
-    dump_shared,
-    dump_without_data,
-    receive,
-    send,
-    serve,
-)
+from flsuite.federation.engines.pool import Job, Pool, Worker, cores
+from flsuite.federation.engines.wire import Fatal, Jobs, dump_shared, receive, send, serve, split
 
-_AHEAD = 4  # uncollected outcomes per worker: bounds memory, hides uneven clients
 _SETUP = 600.0  # maximum seconds of a worker's setup, which takes a few
 _END = 5.0  # maximum seconds until a killed process has ended
 
 
-@dataclass
-class _Worker:
-    """A worker process as seen by the engine.
+@dataclass(eq=False, kw_only=True)
+class _Process(Worker):
+    """A worker process.
 
     Attributes:
-        job: The requests that it is working on.
         broadcast: The last broadcast sent to it.
-        is_ready: Whether its setup is complete. A fit's time counts from then.
-        alarm: Kills it when its setup or its fit takes too long.
+        alarm: Kills it when its fit takes too long.
         timed_out: Whether the alarm went off.
-        is_gone: Whether its last job could not be sent to it.
+        is_gone: Whether its last call could not be sent to it.
     """
 
     process: Any
     connection: Connection
-    job: Job = ()
     broadcast: Broadcast | None = None
-    is_ready: bool = False
     alarm: threading.Timer | None = None
     timed_out: bool = False
     is_gone: bool = False
 
 
 @dataclass(eq=False)
-class Processes(Pool, Settings):
+class Processes(Pool):
     """Trains in worker processes.
 
     Workers are forked from a server process that has imported everything and computed nothing, so
@@ -83,177 +72,136 @@ class Processes(Pool, Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._pool: list[_Worker] = []
         self._payload: tuple[int, bytes, list[tuple[int, int]]] | None = None
-        self._backlog = Backlog()
         prepare_workers_early()
 
-    def start(self, setup: WorkerSetup) -> None:
-        self.stop()
+    def _open(self, setup: WorkerSetup) -> int:
         prepare_workers()
-        self._sums_parts, self._clients = setup.sums_parts, setup.stack
         with self._sendable("the model, the aggregator or the data"):
-            descriptor, head, places = dump_shared((setup.data, dump_without_data(setup)))
+            descriptor, head, places = dump_shared(split(setup))
         self._payload = (descriptor, bytes(head), places)
-        self._pool = [self._spawn(worker) for worker in range(self.workers or cores())]
+        return self.workers or cores()
 
-    def stop(self) -> None:
-        for worker in self._pool:
-            _disarm(worker)
-            worker.connection.close()
-        for worker in self._pool:
-            worker.process.join(timeout=1)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join(_END)
-
-        self._pool = []
-        self._backlog = Backlog()
-        if self._payload is not None:
-            os.close(self._payload[0])
-            self._payload = None
-
-    def _workers(self) -> int:
-        return len(self._pool)
-
-    def _wait(self) -> None:
-        busy: dict[Any, _Worker] = {w.connection: w for w in self._pool if w.job}
-        # Without a limit, because a fit takes as long as it does. A worker's alarm ends the wait.
-        for connection in wait(list(busy)):
-            self._take_answer(busy[connection])
-
-    def _hand_out(self, urgent: int | None = None) -> None:
-        for position, worker in enumerate(self._pool):
-            job = self._backlog.first
-            if job is None:
-                return
-            is_full = self._backlog.in_hand >= _AHEAD * len(self._pool) * len(job)
-            if is_full and all(request.number != urgent for request in job):
-                return
-            if not worker.job:
-                if not worker.process.is_alive():
-                    worker = self._replace(position)
-                self._assign(worker, self._backlog.take())
-
-    def _assign(self, worker: _Worker, job: Job) -> None:
-        worker.job = job
-        self._arm(worker)  # before sending, because a worker that hangs does not receive
-        broadcast = job[0].broadcast
-        try:
-            with self._sendable("a callback or what a client keeps"):
-                # Once per round and worker, because the global model dominates the traffic.
-                if worker.broadcast is not broadcast:
-                    send(worker.connection, broadcast)
-                    worker.broadcast = broadcast
-                send(worker.connection, without_broadcast(job))
-        except OSError:  # it just died, which its connection will show
-            worker.is_gone = True
-
-    def _arm(self, worker: _Worker) -> None:
-        """Start an alarm that kills the worker unless it answers in time, even if it hangs."""
-        _disarm(worker)
-        limit = None if isinstance(worker.job[0], ScoreRequest) else self.timeout
-        seconds = limit if worker.is_ready else _SETUP
-        if seconds is None:
-            return
-
-        def kill() -> None:
-            worker.timed_out = True
-            worker.process.kill()
-
-        worker.alarm = threading.Timer(seconds, kill)
-        worker.alarm.daemon = True
-        worker.alarm.start()
-
-    def _take_answer(self, worker: _Worker) -> None:
-        """Store an outcome, or replace the worker if it died."""
-        job = worker.job
-        try:
-            answer = receive(worker.connection)
-            _require_answer(answer, job)
-        except Exception as error:  # the pipe was cut, or the message is invalid
-            # Linux reports this if the other side closed the pipe with unread data.
-            worker.is_gone |= isinstance(error, ConnectionResetError)
-            worker.process.kill()
-            self._take_death(worker)
-            return
-        if isinstance(answer, Ready):
-            worker.is_ready = True
-            self._arm(worker)
-            return
-
-        _disarm(worker)
-        if isinstance(answer, Fatal):
-            raise answer.error()
-        worker.job = ()
-        self._backlog.answer(job, answer)
-        if worker.timed_out:  # the alarm went off just after it answered
-            self._replace(self._pool.index(worker))
-
-    def _take_death(self, worker: _Worker) -> None:
-        _disarm(worker)
-        worker.process.join(_END)
-        if worker.timed_out and not worker.is_ready:
-            raise FederationError(
-                f"Processes: the setup of a worker did not end within {_SETUP:g} seconds; look for "
-                "what waits in the constructors of your model, data and aggregator, or use "
-                "InProcess"
-            )
-        death = None if worker.timed_out else f"exit code {worker.process.exitcode}"
-        # A worker killed before reading the job did not die because of it.
-        self._take_back([worker.job], death, was_read=not worker.is_gone)
-        self._replace(self._pool.index(worker))
-
-    def _replace(self, position: int) -> _Worker:
-        self._pool[position].connection.close()
-        self._pool[position] = self._spawn(position)
-        return self._pool[position]
-
-    def _spawn(self, position: int) -> _Worker:
+    def _spawn(self, number: int) -> _Process:
         assert self._payload is not None
         descriptor, head, places = self._payload
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
-        arguments = (theirs, _Descriptor(descriptor), head, places, self.threads, position)
-
+        arguments = (theirs, head, places, self.threads, number)
         process = context.Process(target=serve, args=arguments, daemon=True)
         with without_main():
             # It waits for the server without a limit. The server imports flsuite only.
             process.start()
         # Leave this end open only in the worker, so its death closes the connection.
         theirs.close()
-        return _Worker(process, ours)
+        with suppress(OSError, RuntimeError):  # it just died, which its connection will show
+            reduction.send_handle(ours, descriptor, process.pid)
+        return _Process(number, process=process, connection=ours)
+
+    def _send(self, worker: _Process, broadcast: Broadcast, jobs: Jobs) -> None:
+        self._arm(worker)  # before sending, because a worker that hangs does not receive
+        # Once per round and worker, because the global model dominates the traffic.
+        newer = None if worker.broadcast is broadcast else broadcast
+        try:
+            send(worker.connection, (newer, jobs))
+            worker.broadcast = broadcast
+        except OSError:  # it just died, which its connection will show
+            worker.is_gone = True
+
+    def _arm(self, worker: _Process) -> None:
+        """Start an alarm that kills the worker unless it answers in time, even if it hangs."""
+        if self.timeout is None or isinstance(worker.calls[0][0][0], ScoreRequest):
+            return
+
+        def kill() -> None:
+            worker.timed_out = True
+            worker.process.kill()
+
+        worker.alarm = threading.Timer(self.timeout, kill)
+        worker.alarm.daemon = True
+        worker.alarm.start()
+
+    def _wait(self) -> None:
+        waiting: dict[Any, _Process] = {
+            worker.connection: worker
+            for worker in self._pool
+            if worker.calls or not worker.is_ready
+        }
+        # A fit takes as long as it does, and a worker's alarm ends the wait. A setup is short.
+        are_ready = all(worker.is_ready for worker in waiting.values())
+        connections = wait(list(waiting), None if are_ready else _SETUP)
+        if not connections:
+            raise FederationError(
+                f"Processes: the setup of a worker did not end within {_SETUP:g} seconds; look for "
+                "what waits in the constructors of your model, data and aggregator, or use "
+                "InProcess"
+            )
+        for connection in connections:
+            self._receive(waiting[connection])
+
+    def _receive(self, worker: _Process) -> None:
+        """Store an outcome, or replace the worker if it died."""
+        try:
+            answer = receive(worker.connection)
+            _require_answer(answer, worker.calls[0] if worker.is_ready else None)
+        except Exception as error:  # the pipe was cut, or the message is invalid
+            # Linux reports a reset if the other side closed the pipe with unread data. A worker
+            # killed before reading the jobs did not die because of them.
+            was_read = not worker.is_gone and not isinstance(error, ConnectionResetError)
+            worker.process.kill()
+            worker.process.join(_END)
+            death = None if worker.timed_out else f"exit code {worker.process.exitcode}"
+            self._replace(worker, death, was_read)
+            return
+
+        _disarm(worker)
+        self._take_answer(worker, answer)
+        if worker.timed_out:  # the alarm went off just after it answered
+            self._replace(worker, None)
+
+    def _kill(self, worker: _Process) -> None:
+        _disarm(worker)
+        worker.connection.close()
+        worker.process.kill()
+
+    def _close(self, pool: Sequence[_Process]) -> None:
+        for worker in pool:
+            _disarm(worker)
+            worker.connection.close()
+        for worker in pool:
+            worker.process.join(timeout=1)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join(_END)
+        if self._payload is not None:
+            os.close(self._payload[0])
+            self._payload = None
 
 
-class _Descriptor:
-    """A file descriptor that can be pickled. It arrives open, with a new number."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return methodcaller("detach"), (reduction.DupFd(self.number),)
-
-
-def _require_answer(answer: Any, job: Job) -> None:
+def _require_answer(answer: Any, jobs: Sequence[Job] | None) -> None:
     """Refuse an invalid answer of a worker.
 
+    Args:
+        answer: The answer.
+        jobs: The jobs of the call. ``None`` stands for the worker's setup.
+
     Raises:
-        TypeError: If it is neither a signal of the worker nor one outcome per request.
+        TypeError: If it is neither :class:`Fatal` nor one outcome per request of each job, or
+            ``None`` after the setup.
     """
-    if isinstance(answer, Ready | Fatal):
+    if isinstance(answer, Fatal) or (answer is None and jobs is None):
         return
-    kinds = (ClientResult, ClientFailure, OwnScores, type(None))
-    is_whole = isinstance(answer, list) and len(answer) == len(job)
-    if not is_whole or not all(isinstance(outcome, kinds) for outcome in answer):
+    if type(answer) is not list or [*map(len, answer)] != [*map(len, jobs or ())]:
         raise TypeError(f"not an answer of a worker: {type(answer).__name__}")
-    for outcome in answer:
+    for outcome in chain.from_iterable(answer):
+        if not isinstance(outcome, ClientResult | ClientFailure | OwnScores | None):
+            raise TypeError(f"not an outcome: {type(outcome).__name__}")
         for part in (outcome, outcome.update) if isinstance(outcome, ClientResult) else ():
             for field in fields(part):
                 getattr(part, field.name)  # raises AttributeError if the field is missing
 
 
-def _disarm(worker: _Worker) -> None:
+def _disarm(worker: _Process) -> None:
     if worker.alarm is not None:
         worker.alarm.cancel()
         worker.alarm = None

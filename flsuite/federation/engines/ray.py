@@ -5,27 +5,26 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from flsuite.common.arguments import PositiveFloat, PositiveInt, Range, Settings, Threads, at_least
-from flsuite.common.errors import FederationError, FlsuiteError, one_line
+from flsuite.common.arguments import PositiveFloat, PositiveInt, Range, Threads, at_least
+from flsuite.common.errors import FederationError, FlsuiteError, one_line, require_extra
 from flsuite.common.messages import Broadcast, ClientResult, ScoreRequest
 from flsuite.common.state import nbytes
 from flsuite.federation.client.setup import WorkerSetup
-from flsuite.federation.engines.pool import Backlog, Job, Pool, Request, without_broadcast
+from flsuite.federation.engines.pool import Pool, Request, Worker
 from flsuite.federation.engines.ray_cluster import (
-    Needs,
-    join,
-    leave,
+    RayWorker,
+    joined,
     number_of_workers,
-    refuse_hidden_gpus,
+    pack,
+    room,
+    unpack,
 )
-from flsuite.federation.engines.ray_worker import SMALL, RayWorker, pack, unpack
-from flsuite.federation.engines.wire import Fatal, dump_without_data
+from flsuite.federation.engines.wire import Jobs, split
 
 log = logging.getLogger("flsuite")
 
@@ -38,46 +37,31 @@ _Gpus = Annotated[
 _SECONDS = 0.1  # minimum training per call: a call costs 1 to 2 ms
 _CLIENTS = 10  # maximum per call
 _BYTES = 2**26  # maximum models returned per call: bounds memory
-_CALLS = 2  # in flight per worker: its next call is ready when one ends
-_AHEAD = 4  # calls per worker in flight or uncollected
-_STARTS = 3  # maximum worker deaths in a row during startup
 _GLANCE = 10.0  # seconds without an answer before the cluster is checked
 _PATIENCE = 6  # checks before a warning that no worker has started
 _FETCH = 600.0  # maximum seconds to fetch an answer that is ready, perhaps from another machine
 
 
-@dataclass(eq=False)
-class _Actor:
-    """A worker as seen by the driver.
+@dataclass(eq=False, kw_only=True)
+class _Actor(Worker):
+    """An actor.
 
     Attributes:
         handle: Ray's handle.
-        is_ready: Whether its setup is complete.
-        calls: Its unanswered calls, oldest first.
+        answers: References of the answers to its setup and its calls, oldest first.
+        sign: Becomes ready when an idle worker starts its only call, of a single client. ``None``
+            for others.
+        ends: Time at which it times out, by the monotonic clock.
     """
 
     handle: Any
-    is_ready: bool = False
-    calls: list["_Call"] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Call:
-    """A call in flight: a list of jobs, answered by the list of their outcomes.
-
-    Attributes:
-        jobs: The jobs, all from one broadcast.
-        sign: Becomes ready when an idle worker starts a single-client call. ``None`` for others.
-        ends: Time at which its worker times out, by the monotonic clock.
-    """
-
-    jobs: Sequence[Job]
+    answers: list[Any] = field(default_factory=list)
     sign: Any = None
     ends: float = math.inf
 
 
 @dataclass(eq=False)
-class Ray(Pool, Settings):
+class Ray(Pool):
     """Trains in the actors of a Ray cluster.
 
     The dataset is in memory once per machine, and a broadcast is sent once to each machine. The
@@ -106,81 +90,52 @@ class Ray(Pool, Settings):
     runtime_env: dict[str, Any] | None = None
     timeout: PositiveFloat | None = None
 
+    calls_at_once = 2  # the next call is there when one ends
+
     def __post_init__(self) -> None:
-        if find_spec("ray") is None:
-            raise FlsuiteError("Ray needs the package ray: pip install 'flsuite[ray]'")
+        require_extra("Ray", ("ray",), "ray")
         super().__post_init__()
-        self._owns_connection = False
-        self._forget()
 
     def _forget(self) -> None:
-        self._backlog = Backlog()
-        self._actors: list[_Actor] = []
-        self._waiting: dict[Any, tuple[_Actor, _Call | None]] = {}
-        self._broadcasts: list[tuple[Broadcast, int, Any]] = []
-        self._setup: Any = None
+        super()._forget()
+        self._cluster = ExitStack()
+        self._payload: Any = None
+        # By the identity of a broadcast, which is therefore kept: its number and its reference.
+        self._broadcasts: dict[int, tuple[Broadcast, int, Any]] = {}
         self._versions = 0
         self._seconds = _SECONDS  # duration of the last fit
-        self._failed_starts = 0
         self._glances = 0
 
-    def start(self, setup: WorkerSetup) -> None:
-        self.stop()
-        refuse_hidden_gpus(setup, self.gpus_per_worker)
-        self._sums_parts, self._clients = setup.sums_parts, setup.stack
+    def _open(self, setup: WorkerSetup) -> int:
+        accelerator = setup.trainer_kwargs.get("accelerator")
+        if accelerator in ("gpu", "cuda") and not self.gpus_per_worker:
+            raise FlsuiteError(
+                f"trainer: accelerator {accelerator} needs engine.gpus_per_worker above 0; workers "
+                "of Ray see only the GPUs that are reserved for them"
+            )
         with self._sendable("the model, the aggregator or the data"):
-            payload = pack((setup.data, dump_without_data(setup)))
+            payload = pack(split(setup))
 
-        try:
-            self._owns_connection = join(self.address, self.runtime_env)
-            import ray
-
-            number = number_of_workers(self.workers, self._needs())
-            self._setup = ray.put(payload)
-            for _ in range(number):
-                self._spawn()
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        actors = self._actors
-        self._forget()
-        if not actors and not self._owns_connection:
-            return
-
+        self._cluster.enter_context(joined(self.address, self.runtime_env))
         import ray
 
-        owned, self._owns_connection = self._owns_connection, False
-        # Without a connection, ray.kill searches for a cluster for minutes.
-        for actor in actors if ray.is_initialized() else ():
-            with suppress(Exception):  # a worker, or the cluster, may be gone
-                ray.kill(actor.handle)
-        if owned:
-            leave()
+        number = number_of_workers(self.workers, self.cpus_per_worker, self.gpus_per_worker)
+        self._payload = ray.put(payload)
+        return number
 
-    # From requests to calls
+    def _spawn(self, number: int) -> _Actor:
+        import ray
 
-    def _workers(self) -> int:
-        return len(self._actors)
-
-    def _hand_out(self, urgent: int | None = None) -> None:
-        while (first := self._backlog.first) is not None:
-            per_call = self._clients_per_call(first[0])
-            workers = max(1, sum(actor.is_ready for actor in self._actors))
-            room = _AHEAD * per_call * workers - self._backlog.in_hand
-            if room < 1 and all(request.number != urgent for request in first):
-                return
-            actor = self._free_actor(idle=self._backlog.has_died(first))
-            if actor is None:
-                return
-
-            # Shorten calls toward the end of the queue, so workers finish together.
-            share = -(-self._backlog.queued // (2 * workers))
-            self._call(actor, self._next_jobs(max(1, min(share, per_call, room))))
+        actor_class = ray.remote(RayWorker).options(
+            num_cpus=self.cpus_per_worker,
+            num_gpus=self.gpus_per_worker,
+            scheduling_strategy="SPREAD",
+        )
+        path = [str(Path(folder).resolve()) for folder in sys.path]
+        handle = actor_class.remote(self.threads, path, self.gpus_per_worker > 0)
+        return _Actor(number, handle=handle, answers=[handle.prepare.remote(self._payload)])
 
     def _clients_per_call(self, request: Request) -> int:
-        """Return the number of clients for a call. Results do not depend on it."""
         # A score takes as long as many fits. A timeout applies to a single fit.
         if isinstance(request, ScoreRequest) or self.timeout is not None:
             return 1
@@ -188,71 +143,28 @@ class Ray(Pool, Settings):
         worthwhile = math.ceil(_SECONDS / max(self._seconds, 1e-4))
         return max(1, min(_CLIENTS, worthwhile, _BYTES // max(1, size)))
 
-    def _free_actor(self, idle: bool) -> _Actor | None:
-        """Return the worker with the fewest calls, if it can accept one more."""
-        most = 1 if idle or self.timeout is not None else _CALLS
-        free = [
-            actor
-            for actor in self._actors
-            if actor.is_ready
-            and len(actor.calls) < most
-            # A suspect of killing a worker runs alone, so no other client is blamed.
-            and not any(self._backlog.has_died(call.jobs[0]) for call in actor.calls)
-        ]
-        return min(free, key=lambda actor: len(actor.calls), default=None)
-
-    def _next_jobs(self, most: int) -> list[Job]:
-        """Take jobs of one broadcast off the queue, with about ``most`` clients.
-
-        A job whose worker died is alone.
-        """
-        backlog = self._backlog
-        jobs = [backlog.take()]
-        clients = len(jobs[0])
-        while clients < most and not backlog.has_died(jobs[0]):
-            following = backlog.first
-            if (
-                following is None
-                or clients + len(following) > most
-                or following[0].broadcast is not jobs[0][0].broadcast
-                or backlog.has_died(following)
-            ):
-                break
-            jobs.append(backlog.take())
-            clients += len(following)
-        return jobs
-
-    def _call(self, actor: _Actor, jobs: Sequence[Job]) -> None:
-        with self._sendable("a callback or what a client keeps"):
-            version, broadcast = self._put(jobs[0][0].broadcast)
-            orders = pack([without_broadcast(job) for job in jobs])
+    def _send(self, worker: _Actor, broadcast: Broadcast, jobs: Jobs) -> None:
+        version, reference = self._put(broadcast)
+        packed = pack(jobs)
 
         # A worker killed before starting a job did not die because of it.
-        is_suspect = not actor.calls and len(jobs) == len(jobs[0]) == 1
-        sign = actor.handle.alive.remote() if is_suspect else None
-        call = _Call(jobs, sign)
+        is_suspect = len(worker.calls) == len(jobs) == len(jobs[0]) == 1
+        worker.sign = worker.handle.alive.remote() if is_suspect else None
         if self.timeout is not None and not isinstance(jobs[0][0], ScoreRequest):
-            call.ends = time.monotonic() + self.timeout
-        actor.calls.append(call)
-        self._waiting[actor.handle.work.remote(version, broadcast, orders)] = (actor, call)
+            worker.ends = time.monotonic() + self.timeout
+        worker.answers.append(worker.handle.work.remote(version, reference, packed))
 
     def _put(self, broadcast: Broadcast) -> tuple[int, Any]:
         """Return the number of a broadcast, and its reference in the object store."""
         import ray
 
-        for known, version, place in self._broadcasts:
-            if known is broadcast:
-                return version, place
-
-        # Keep earlier broadcasts while uncollected requests start from them.
-        needed = {id(earlier) for earlier in self._backlog.broadcasts()}
-        self._broadcasts = [entry for entry in self._broadcasts if id(entry[0]) in needed]
-        self._versions += 1
-        place = ray.put(pack(broadcast, whole=nbytes(broadcast.state) < SMALL))
-        self._broadcasts.append((broadcast, self._versions, place))
-        return self._versions, place
-
-    # From answers to outcomes
+        if id(broadcast) not in self._broadcasts:
+            # Keep earlier broadcasts while uncollected requests start from them.
+            needed = self._backlog.broadcasts()
+            self._broadcasts = {key: v for key, v in self._broadcasts.items() if key in needed}
+            self._versions += 1
+            self._broadcasts[id(broadcast)] = broadcast, self._versions, ray.put(pack(broadcast))
+        return self._broadcasts[id(broadcast)][1:]
 
     def _wait(self) -> None:
         """Wait until a worker answers, becomes ready, dies, or times out.
@@ -262,130 +174,80 @@ class Ray(Pool, Settings):
         """
         import ray
 
-        if not self._waiting:
-            raise FederationError("Ray: no worker is left")
-        ends = min((call.ends for _, call in self._waiting.values() if call), default=math.inf)
+        waiting = {answer: worker for worker in self._pool for answer in worker.answers}
+        ends = min(worker.ends for worker in self._pool)
         patience = min(_GLANCE, max(0.0, ends - time.monotonic()))
-        ready, _ = ray.wait(list(self._waiting), timeout=patience)
-        if not ready and ends <= time.monotonic():
-            self._replace_overdue()
-            return
-        if not ready:
+        ready, _ = ray.wait(list(waiting), timeout=patience)
+        if ready:
+            self._receive(waiting[ready[0]])
+        elif ends <= time.monotonic():
+            for overdue in [worker for worker in self._pool if worker.ends <= time.monotonic()]:
+                self._replace(overdue, None)
+        else:
             self._look_at_cluster()
-            return
 
-        actor, call = self._waiting.pop(ready[0])
+    def _receive(self, worker: _Actor) -> None:
+        """Store the oldest answer of a worker, or replace the worker if it died."""
+        import ray
+
+        worker.ends = math.inf
         try:
-            answer = unpack(ray.get(ready[0], timeout=_FETCH))
+            answer = unpack(ray.get(worker.answers.pop(0), timeout=_FETCH))
         except ray.exceptions.RayTaskError as error:
             raise RuntimeError(f"a worker failed:\n{error}") from error
         except ray.exceptions.RayError as error:  # the worker, its node or the answer is lost
-            self._take_death(actor, error)
+            # The last line of Ray's message has the cause.
+            cause = one_line(str(error).split("\n")[-1].split(". ")[0], 200)
+            self._replace(worker, cause, was_read=_was_read(worker))
             return
 
-        if isinstance(answer, Fatal):
-            raise answer.error()
-        if call is None:
-            actor.is_ready = True
-            self._failed_starts = 0
-            return
-        actor.calls.remove(call)
-        for job, outcomes in zip(call.jobs, answer, strict=True):
-            self._backlog.answer(job, outcomes)
+        self._take_answer(worker, answer)
+        worker.sign = None
+        for outcomes in answer or ():
             for outcome in outcomes:
                 if isinstance(outcome, ClientResult):
                     self._seconds = outcome.update.seconds
-
-    def _replace_overdue(self) -> None:
-        """Replace workers that have timed out. Their clients fail."""
-        overdue = [
-            (actor, call)
-            for actor, call in self._waiting.values()
-            if call is not None and call.ends <= time.monotonic()
-        ]
-        for actor, call in overdue:
-            self._remove(actor)
-            self._take_back(call.jobs, death=None)
-            self._spawn()
-
-    def _remove(self, actor: _Actor) -> None:
-        """Kill a worker, and forget it and its calls."""
-        import ray
-
-        with suppress(Exception):  # Ray reports some workers as unavailable that would come back
-            ray.kill(actor.handle)
-        self._actors.remove(actor)
-        self._waiting = {
-            ref: entry for ref, entry in self._waiting.items() if entry[0] is not actor
-        }
-
-    def _take_death(self, actor: _Actor, error: Exception) -> None:
-        """Requeue a dead worker's clients, and start a new worker."""
-        self._remove(actor)
-        reason = _reason(error)
-        if not actor.is_ready:
-            self._take_failed_start(reason)
-            return
-
-        # The answer to the oldest call may be lost with the worker.
-        jobs = [job for call in actor.calls for job in call.jobs]
-        self._take_back(jobs, reason, was_read=all(_was_read(call) for call in actor.calls))
-        self._spawn()
-
-    def _take_failed_start(self, reason: str) -> None:
-        self._failed_starts += 1
-        log.warning("a worker died while it started (%s)", reason)
-        if self._failed_starts < _STARTS:
-            self._spawn()
-        elif not self._actors:
-            raise FederationError(
-                f"Ray: {_STARTS} workers in a row died while they started; the last one: {reason}"
-            )
 
     def _look_at_cluster(self) -> None:
         """Report why no worker has answered, if none has started."""
         import ray
 
-        if any(actor.is_ready for actor in self._actors):
+        if any(worker.is_ready for worker in self._pool):
             return
-        if not self._needs().room(ray.nodes()):
+        if not room(ray.nodes(), self.cpus_per_worker, self.gpus_per_worker):
             raise FederationError(
-                f"Ray: no node of the cluster has room for a worker any more ({self._needs()})"
+                "Ray: no node of the cluster has room for a worker any more "
+                f"({self.cpus_per_worker:g} CPUs and {self.gpus_per_worker:g} GPUs each)"
             )
         self._glances += 1
         if self._glances == _PATIENCE:
             log.warning("no worker of Ray has started yet; others may be using the cluster")
 
-    def _needs(self) -> Needs:
-        return Needs(self.cpus_per_worker, self.gpus_per_worker)
-
-    def _spawn(self) -> None:
+    def _kill(self, worker: _Actor) -> None:
         import ray
 
-        actor_class = ray.remote(RayWorker).options(
-            num_cpus=self.cpus_per_worker,
-            num_gpus=self.gpus_per_worker,
-            scheduling_strategy="SPREAD",
-        )
-        path = [str(Path(folder).resolve()) for folder in sys.path]
-        actor = _Actor(actor_class.remote(self.threads, path, self.gpus_per_worker > 0))
-        self._actors.append(actor)
-        self._waiting[actor.handle.prepare.remote(self._setup)] = (actor, None)
+        with suppress(Exception):  # Ray reports some workers as unavailable that would come back
+            ray.kill(worker.handle)
+
+    def _close(self, pool: Sequence[_Actor]) -> None:
+        if pool:
+            import ray
+
+            # Without a connection, ray.kill searches for a cluster for minutes.
+            if ray.is_initialized():
+                for worker in pool:
+                    self._kill(worker)
+        self._cluster.close()
 
 
-def _reason(error: Exception) -> str:
-    """Return the first sentence of the last line of Ray's message, which has the cause."""
-    return one_line(str(error).split("\n")[-1].split(". ")[0], 200)
-
-
-def _was_read(call: _Call) -> bool:
-    """Return whether a dead worker had started this call."""
+def _was_read(worker: _Actor) -> bool:
+    """Return whether a dead worker had started its only call."""
     import ray
 
-    if call.sign is None:
+    if worker.sign is None:
         return True
     try:
-        ray.get(call.sign, timeout=_GLANCE)
+        ray.get(worker.sign, timeout=_GLANCE)
     except ray.exceptions.RayError:  # also raised if the answer is lost
         return False
     return True

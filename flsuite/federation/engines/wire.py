@@ -12,11 +12,12 @@ import pickle
 import signal
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.reduction import recv_handle
+from typing import Any, TypeVar
 
 import cloudpickle
 import torch
@@ -24,12 +25,18 @@ from torch import Tensor
 
 from flsuite.common.errors import FlsuiteError, is_out_of_memory, one_line
 from flsuite.common.messages import Broadcast
+from flsuite.data.federated import FederatedData
 from flsuite.federation.client.jobs import JobRunner
 from flsuite.federation.client.setup import WorkerSetup
 from flsuite.models.layers import has_gradient_hooks
 
 CANNOT_PICKLE = (TypeError, AttributeError, pickle.PicklingError)
 """Errors raised for an object that cannot be serialized."""
+
+Jobs = Sequence[Sequence[Any]]
+"""Lists of requests. A worker may sum the models of a list."""
+
+_Packed = TypeVar("_Packed")
 
 _ALIGNMENT = 64
 
@@ -72,19 +79,27 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def dumps(obj: Any, buffers: list[pickle.PickleBuffer] | None = None) -> memoryview:
+def dumps(obj: Any, buffers: list[pickle.PickleBuffer] | None = None, least: int = 0) -> memoryview:
     """Serialize an object.
 
-    With ``buffers``, the memory of plain tensors is collected there instead of being copied.
+    With ``buffers``, the memory of plain tensors is collected there instead of being copied, except
+    for tensors of fewer than ``least`` bytes.
     """
+
+    def collect(buffer: pickle.PickleBuffer) -> bool:
+        """Return whether to copy the memory."""
+        if buffers is None or buffer.raw().nbytes < least:
+            return True
+        buffers.append(buffer)
+        return False
+
     stream = io.BytesIO()
-    collect = None if buffers is None else buffers.append
     _Pickler(stream, protocol=5, buffer_callback=collect).dump(obj)
     return stream.getbuffer()
 
 
-def dump_without_data(setup: WorkerSetup) -> bytes:
-    """Serialize a setup without its data, which workers share.
+def split(setup: WorkerSetup) -> tuple[FederatedData, bytes]:
+    """Return the data of a setup, which workers share, and the serialized rest.
 
     Every worker has its own model, which it may change.
 
@@ -94,7 +109,13 @@ def dump_without_data(setup: WorkerSetup) -> bytes:
     if has_gradient_hooks(setup.model):
         raise pickle.PicklingError("hooks on the gradients of parameters would get lost")
     setup.model.cpu()  # workers may see other GPUs or none
-    return bytes(dumps(replace(setup, data=None)))  # type: ignore[arg-type]
+    return setup.data, bytes(dumps(replace(setup, data=None)))  # type: ignore[arg-type]
+
+
+def load_runner(setup: tuple[FederatedData, bytes], worker: int = 0) -> JobRunner:
+    """Return the runner of a worker for a setup that :func:`split` has split."""
+    data, rest = setup
+    return JobRunner(replace(pickle.loads(rest), data=data), worker)
 
 
 def send(connection: Connection, obj: Any) -> None:
@@ -163,10 +184,6 @@ def _anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
-class Ready:
-    """The first message of a worker: its setup is complete."""
-
-
 @dataclass
 class Fatal:
     """The answer of a worker that cannot train any client.
@@ -195,22 +212,49 @@ class Fatal:
         return RuntimeError(f"a worker failed:\n{self.message}")
 
 
+def answered(
+    runner: JobRunner, jobs: Jobs, broadcast: Broadcast, pack: Callable[[Any], _Packed]
+) -> _Packed:
+    """Return the packed outcomes of jobs that start from one broadcast, a list per job.
+
+    If they cannot be sent, the clients are trained again one by one, without sums, and those whose
+    outcomes cannot be sent fail.
+
+    Args:
+        runner: The runner of the worker.
+        jobs: Lists of requests without their broadcast.
+        broadcast: The broadcast.
+        pack: Serializes the outcomes.
+    """
+    whole = [[replace(request, broadcast=broadcast) for request in job] for job in jobs]
+    outcomes = [runner.answer(job) for job in whole]
+    try:
+        return pack(outcomes)
+    except CANNOT_PICKLE:
+        return pack([[_sendable(runner, request) for request in job] for job in whole])
+
+
+def _sendable(runner: JobRunner, request: Any) -> Any:
+    """Return the outcome of a request, or a failure if the outcome cannot be sent."""
+    (outcome,) = runner.answer([request])
+    try:
+        dumps(outcome, [])
+    except CANNOT_PICKLE as error:
+        return request.failure(f"its update cannot be sent: {one_line(error, 300)}")
+    return outcome
+
+
 def serve(
-    connection: Connection,
-    descriptor: int,
-    head: bytes,
-    places: list[tuple[int, int]],
-    threads: int,
-    worker: int,
+    connection: Connection, head: bytes, places: list[tuple[int, int]], threads: int, worker: int
 ) -> None:
     """Answer requests until the other side closes the connection.
 
     Args:
-        connection: Delivers a :class:`Broadcast`, or a list of requests without it, to train one
-            after another. The first answer is :class:`Ready`. Every list is answered by the list of
-            its outcomes, or by :class:`Fatal`.
-        descriptor, head, places: The setup, as written by
-            :func:`~flsuite.federation.engines.wire.dump_shared`.
+        connection: Delivers the file descriptor of the setup, then pairs of a broadcast and jobs,
+            see :func:`answered`. Without a broadcast, the last one applies. The first message of
+            the worker is ``None``: its setup is complete. Every other message is the answer to a
+            pair, or :class:`Fatal`.
+        head, places: The rest of the setup, as returned by :func:`dump_shared`.
         threads: torch threads.
         worker: Number of the worker.
     """
@@ -219,48 +263,19 @@ def serve(
     gc.freeze()  # garbage collection would write to shared pages, and so copy them
 
     try:
-        data, rest = load_shared(descriptor, head, places)
+        descriptor = recv_handle(connection)
+        runner = load_runner(load_shared(descriptor, head, places), worker)
         os.close(descriptor)
-        runner = JobRunner(replace(pickle.loads(rest), data=data), worker)
-        send(connection, Ready())
-        _answer_requests(connection, runner)
+        send(connection, None)
+        broadcast: Broadcast | None = None
+        while True:
+            newer, jobs = receive(connection)
+            broadcast = newer or broadcast
+            assert broadcast is not None, "a request came before its broadcast"
+            answered(runner, jobs, broadcast, lambda outcomes: send(connection, outcomes))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The other side closed the connection, which stops the worker.
         return
     except (Exception, SystemExit) as error:
         with suppress(OSError):  # another worker reported the same, and the run has ended
             send(connection, Fatal.of(error))
-
-
-def _answer_requests(connection: Connection, runner: JobRunner) -> None:
-    broadcast: Broadcast | None = None
-    while True:
-        message = receive(connection)
-        if isinstance(message, Broadcast):
-            broadcast = message
-            # It applies to all later requests, until the next broadcast.
-            continue
-
-        assert broadcast is not None, "a request came before its broadcast"
-        job = [replace(request, broadcast=broadcast) for request in message]
-        outcomes = runner.answer(job)
-        try:
-            send(connection, outcomes)
-        except CANNOT_PICKLE:
-            send(connection, sendable(runner, job))
-
-
-def sendable(runner: JobRunner, job: Sequence[Any]) -> list[Any]:
-    """Return the outcomes of a job, with failures for those that cannot be sent.
-
-    If a summed model cannot be sent, the clients are trained again one by one.
-    """
-    outcomes = []
-    for request in job:
-        (outcome,) = runner.answer([request])
-        try:
-            dumps(outcome, [])
-        except CANNOT_PICKLE as error:
-            outcome = request.failure(f"its update cannot be sent: {one_line(error, 300)}")
-        outcomes.append(outcome)
-    return outcomes

@@ -134,8 +134,7 @@ class Asynchronous(Schedule, Settings):
             FederationError: If no update has arrived, and none can be expected.
         """
         self._buffer = set()  # filled by :meth:`accepted`
-        if engine.declarations.joins:
-            engine.join(self._awaited(engine, clock))
+        engine.join(lambda: self._awaited(engine, clock))
 
         def submit(fits: list[Fit]) -> None:
             engine.submit(requests(fits))

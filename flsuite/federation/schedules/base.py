@@ -108,6 +108,10 @@ class Declarations:
             needs.add("clients")
         if "gone" in self.faults:
             needs.add("secure aggregation")
+        if "dies" in self.faults:
+            needs.add("worker processes")
+        if "hangs" in self.faults:
+            needs.add("a timeout of fits")
         return frozenset(needs)
 
     @property
@@ -118,6 +122,14 @@ class Declarations:
             withheld["current models"] = (
                 "brings models of older versions; set trainer.schedule to Synchronous, or "
                 "trainer.aggregator to FedBuff"
+            )
+            withheld["rounds"] = (
+                "has none; set trainer.engine.workers to 1, or trainer.engine to Processes"
+            )
+        if self.is_asynchronous and not self.is_virtual:
+            withheld["durations known in advance"] = (
+                "measures them; give trainer.schedule.speeds other ones than Measured, or set "
+                "trainer.engine to Processes"
             )
         if self.may_be_empty:
             withheld["a cohort of known size"] = (

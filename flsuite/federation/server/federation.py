@@ -35,6 +35,7 @@ from flsuite.common.state import State, clone, load_, mismatch, nbytes, non_fini
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import batch_bounds
 from flsuite.federation.client.entries import Entries, layout_of
+from flsuite.federation.engines.base import EngineChoice
 from flsuite.federation.schedules.base import Clock, Fit, Schedule
 from flsuite.federation.server.arrivals import Arrivals, RoundLog
 from flsuite.federation.server.devices import Devices
@@ -63,6 +64,7 @@ class Federation:
         max_share: Largest share of all training samples that a client may claim. Default: that of
             the largest client.
         absent: Clients that are drawn like all others but never train.
+        engine: Where clients train, if it is known.
 
     Attributes:
         clock: Rounds, virtual seconds, client updates and bytes so far.
@@ -90,6 +92,7 @@ class Federation:
         train: TrainOnServer,
         max_share: float | None = None,
         absent: Collection[int] = (),
+        engine: EngineChoice | None = None,
     ) -> None:
         self.data = data
         self.aggregator = aggregator
@@ -117,7 +120,7 @@ class Federation:
         own = None if "train" in tools.missing else partial(train, self)
         tools = replace(tools, sampling=schedule.declarations.client_sampling, train=own)
         self._server = Server({}, layout, tools)  # its state and round are set on access
-        self._refuse_conflicts(secure_sum)
+        self._refuse_conflicts(secure_sum, engine)
         aggregator.prepare(self.server)
         self._state_check = StateCheck(aggregator)
         expected = schedule.declarations.expected_updates
@@ -354,7 +357,9 @@ class Federation:
         batches = sum(len(batch_bounds(data.samples(fit.client), data.batch_size)) for fit in fits)
         return FitRequest(fits[0].number, POOLED, broadcast, {}, batches, stands_for=len(fits))
 
-    def _refuse_conflicts(self, secure_sum: SecureAggregation | None) -> None:
+    def _refuse_conflicts(
+        self, secure_sum: SecureAggregation | None, engine: EngineChoice | None
+    ) -> None:
         """Refuse parts of the run that cannot be combined."""
         refuse_conflicts(
             [
@@ -362,6 +367,7 @@ class Federation:
                 *self.aggregator.named_parts(),
                 *model_and_data(self._server),
                 named("trainer.secure_sum", secure_sum) if secure_sum else _UNMASKED,
+                named("trainer.engine", engine),
             ]
         )
 

@@ -34,7 +34,7 @@ def _send_garbage(connection: Any, obj: Any) -> None:
 
 
 def _send_a_stranger(connection: Any, obj: Any) -> None:
-    connection.send_bytes(dumps(["no outcome"] * len(obj)))
+    connection.send_bytes(dumps([["no outcome"] * len(outcomes) for outcomes in obj]))
 
 
 def _send_cut(connection: Any, obj: Any) -> None:

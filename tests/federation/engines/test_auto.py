@@ -1,6 +1,7 @@
 """The engine that measures: its choice at given costs, and what a run records and keeps."""
 
 import logging
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch.optim import SGD
 
 import flsuite.federation.engines.auto as auto
 from flsuite.aggregators import SCAFFOLD, Centralized, FedAvg
+from flsuite.common.errors import FlsuiteError
 from flsuite.federation import (
     Asynchronous,
     Auto,
@@ -21,6 +23,7 @@ from flsuite.federation import (
     Synchronous,
     Vectorized,
 )
+from flsuite.federation.client.stackable import require_stackable
 from flsuite.models import MLP, Classifier
 from flsuite.runs.preparation import worker_setup
 from flsuite.runs.session import choose_engine
@@ -31,10 +34,20 @@ from tests.federation.engines.test_vectorized import Watched
 
 @pytest.fixture
 def costs(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Return the seconds of a fit, alone and in a stack, which a test may change."""
-    seconds = {"alone": 1.0, "stacked": 0.1}
-    monkeypatch.setattr(auto, "_seconds_alone", lambda *args: seconds["alone"])
-    monkeypatch.setattr(auto, "_seconds_stacked", lambda *args: seconds["stacked"])
+    """Return the seconds of a fit on each engine, which a test may change.
+
+    A start of worker processes takes four seconds.
+    """
+    seconds = {"InProcess": 1.0, "Processes": 0.3, "Vectorized": 0.1, "shared": 0.1}
+
+    def expected(engine: Any, setup: Any, requests: Any, fits: int, alone: float) -> float:
+        if isinstance(engine, Vectorized):
+            require_stackable(setup)
+        name, workers = type(engine).__name__, getattr(engine, "workers", 1)
+        is_shared = name == "Vectorized" and workers > 1
+        return fits * seconds["shared" if is_shared else name] + (4.0 if workers > 1 else 0.0)
+
+    monkeypatch.setattr(auto, "expected_seconds", expected)
     monkeypatch.setattr(auto, "cores", lambda: 4)
     return seconds
 
@@ -58,24 +71,30 @@ def test_the_least_expected_time_is_taken(costs: dict[str, float]) -> None:
     assert isinstance(chosen, Vectorized) and (chosen.clients, chosen.workers) == (6, 1)
     assert recorded == {"class_path": "flsuite.federation.Vectorized", "init_args": {"clients": 6}}
 
-    # In a stack of two a fit takes 0.46 s, and four workers make that 0.135 s.
-    chosen, recorded = choice(rounds=1000)
+    costs["shared"] = 0.08
+    chosen, recorded = choice()
     assert isinstance(chosen, Vectorized) and (chosen.clients, chosen.workers) == (6, 1)
-    costs["stacked"] = 0.3  # each client costs nearly as much in a stack
     chosen, recorded = choice(rounds=1000)  # the start of workers is paid back
     assert isinstance(chosen, Vectorized) and (chosen.clients, chosen.workers) == (2, 4)
-    costs["stacked"] = 0.95  # not worth other digits
-    chosen, recorded = choice(rounds=1)
+    costs["Vectorized"] = costs["shared"] = 0.28  # not worth other digits
+    chosen, recorded = choice(rounds=1000)
     assert isinstance(chosen, Processes) and chosen.workers == 4 and recorded is None
-    costs["alone"], costs["stacked"] = 0.001, 0.01
-    assert isinstance(choice()[0], InProcess)
+
+
+def test_a_run_of_a_few_seconds_trains_in_this_process(
+    costs: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    costs["InProcess"] = 0.05
+    with caplog.at_level(logging.INFO, logger="flsuite"):
+        assert isinstance(choice()[0], InProcess)
+    assert "engine: InProcess() (auto: for 60 fits, InProcess() 3.0 s)" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"aggregator": FedAvg(objective=Watched())}, "FedAvg does more"),
-        ({"schedule": Asynchronous(6, speeds=Measured())}, "durations are measured"),
+        ({"schedule": Asynchronous(6, 5, speeds=Measured())}, "Asynchronous measures them"),
         ({"schedule": Asynchronous(3)}, "one client at a time"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
         ({"schedule": Synchronous(participation=1)}, "one client at a time"),
@@ -88,21 +107,41 @@ def test_without_stacks_the_reason_is_said(
         chosen, recorded = choice(**settings)
     assert not isinstance(chosen, Vectorized) and recorded is None
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("engine: ")]
-    assert f"no stacks: {reason}" in line or reason in line.partition("no stacks: ")[2]
+    assert re.search(rf"; no (stacks|Vectorized\(clients=\d\)): .*{reason}", line)
     assert "\n" not in line and "InProcess() " in line
 
 
 def test_stacks_of_fits_in_flight_are_of_one_process(costs: dict[str, float]) -> None:
-    costs["stacked"] = 0.1
+    costs["shared"] = 0.01
     chosen, _ = choice(rounds=1000, schedule=Asynchronous(6, buffer_size=5))
     assert isinstance(chosen, Vectorized) and (chosen.clients, chosen.workers) == (3, 1)
 
 
 def test_an_injected_death_needs_processes(costs: dict[str, float]) -> None:
-    chosen, _ = choice(rounds=1, schedule=Faults(Synchronous(), dies=0.1))
-    assert "dies" in chosen.declarations.survives
-    assert "dies" in Auto().declarations.survives
-    assert "dies" not in Auto(workers=1).declarations.survives, "a dry run of a sweep refuses it"
+    dies: dict[str, Any] = {"schedule": Faults(Synchronous(), dies=0.1)}
+    costs["InProcess"] = costs["Vectorized"] = 1e-9
+    assert isinstance(choice(rounds=1, **dies)[0], Processes | Vectorized)
+    made = trainer(rounds=1, engine=Auto(workers=1), **dies)
+    with pytest.raises(FlsuiteError, match="needs worker processes, but Auto has none"):
+        made.prepare(model(), digits(clients=6))
+
+
+def test_an_engine_that_fails_is_no_candidate(
+    costs: dict[str, float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*args: Any) -> float:
+        raise RuntimeError("out of memory")
+
+    expected = auto.expected_seconds
+    monkeypatch.setattr(
+        auto, "expected_seconds", lambda e, *args: (expected if e.decides else fails)(e, *args)
+    )
+    with caplog.at_level(logging.INFO, logger="flsuite"):
+        assert isinstance(choice()[0], Vectorized)
+    assert "; no InProcess(): out of memory; no Processes(workers=4): out of memory" in caplog.text
+    monkeypatch.setattr(auto, "expected_seconds", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        choice()
 
 
 def test_a_resumed_run_keeps_its_stacks_and_has_workers_again(
@@ -116,7 +155,7 @@ def test_a_resumed_run_keeps_its_stacks_and_has_workers_again(
 
 
 def test_training_in_one_place_is_one_fit(costs: dict[str, float]) -> None:
-    costs["alone"] = 1e9
+    costs["InProcess"] = 1e9
     assert isinstance(choice(aggregator=Centralized())[0], InProcess)
 
 
@@ -130,11 +169,11 @@ def test_a_run_ends_as_with_the_chosen_engine(costs: dict[str, float], tmp_path:
     named = fit(Vectorized(clients=6), "named")
     assert_same_models(fit(Auto(), "auto"), named)
     fit(Auto(), "parts", rounds=1)
-    costs["alone"] = 1e-9  # now alone would be faster, but the run goes on as it began
+    costs["InProcess"] = 1e-9  # now alone would be faster, but the run goes on as it began
     assert_same_models(fit(Auto(), "parts", ckpt_path="last"), named)
 
     fit(InProcess(), "alone", rounds=1)
-    costs["alone"] = 1e9
+    costs["InProcess"] = 1e9
     whole = fit(InProcess(), "whole")
     assert_same_models(fit(Auto(), "alone", ckpt_path="last"), whole)
 
@@ -142,11 +181,11 @@ def test_a_run_ends_as_with_the_chosen_engine(costs: dict[str, float], tmp_path:
 def test_what_is_measured_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is really measured here, whatever comes out."""
     monkeypatch.setattr(auto, "_SECONDS", 0.01)
-    measured = trainer(rounds=2, engine=Auto(workers=1), aggregator=SCAFFOLD())
+    monkeypatch.setattr(auto, "_SHORT", 0.0)
+    measured = trainer(rounds=2, engine=Auto(workers=2), aggregator=SCAFFOLD())
     torch.manual_seed(3)
     measured.fit(model(), digits(clients=6))
     chosen = measured.run.engine
     plain = trainer(rounds=2, engine=chosen, aggregator=SCAFFOLD())
     plain.fit(model(), digits(clients=6))
-    assert isinstance(chosen, (InProcess, Vectorized))
     assert_same_models(measured, plain)

@@ -10,12 +10,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import flsuite.federation.engines.ray as ray_engine
+from flsuite.common import errors
 from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.common.messages import ClientFailure, ClientResult, Outcome, OwnScores, ScoreRequest
 from flsuite.federation import InProcess, Ray
 from flsuite.federation.client.jobs import JobRunner
-from flsuite.federation.engines.ray_cluster import Needs
-from flsuite.federation.engines.ray_worker import pack, unpack
+from flsuite.federation.engines.ray_cluster import pack, room, unpack
 from tests.conftest import equal_states
 from tests.federation.engines.small_ray import Fate, Plan, SmallRay
 from tests.federation.engines.test_processes import outcomes, requests, worker_setup
@@ -49,7 +49,7 @@ def every_worker(fate: Fate, on: str) -> Plan:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_engine, "find_spec", lambda name: "found")
+    monkeypatch.setattr(errors, "find_spec", lambda name: "found")
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_three_workers_that_die_at_the_start_end_the_run(start: Start) -> None:
     with pytest.raises(FederationError, match="3 workers in a row died while they started"):
         outcomes(engine, requests(worker_setup()[1]))
     with pytest.raises(FederationError, match="no worker is left"):
-        engine._wait()
+        engine.collect(engine.pending[0])
 
 
 def test_a_cluster_without_room_is_noticed_while_nobody_starts(
@@ -236,7 +236,7 @@ def test_an_engine_whose_connection_is_gone_looks_for_no_other(
     cluster.shutdown()
     monkeypatch.setattr(cluster, "kill", lambda handle: pytest.fail("it would connect"))
     engine.stop()
-    assert engine.pending == [] and engine._actors == []
+    assert engine.pending == [] and engine._pool == []
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -255,7 +255,7 @@ def node(alive: bool = True, **resources: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "cpus", "gpus", "room"),
+    ("nodes", "cpus", "gpus", "fitting"),
     [
         ([node(CPU=4), node(CPU=3)], 2, 0, 3),
         ([node(CPU=4), node(False, CPU=4)], 1, 0, 4),
@@ -266,12 +266,12 @@ def node(alive: bool = True, **resources: float) -> dict[str, Any]:
         ([node()], 1, 0, 0),
     ],
 )
-def test_the_room_of_a_cluster(nodes: Any, cpus: float, gpus: float, room: int) -> None:
-    assert Needs(cpus, gpus).room(nodes) == room
+def test_the_room_of_a_cluster(nodes: Any, cpus: float, gpus: float, fitting: int) -> None:
+    assert room(nodes, cpus, gpus) == fitting
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_engine, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     with pytest.raises(FlsuiteError, match=r"pip install 'flsuite\[ray\]'"):
         Ray()
 

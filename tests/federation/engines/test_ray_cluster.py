@@ -66,7 +66,7 @@ def engine(machines: Machines) -> Iterator[Ray]:
 def both_ready(engine: Ray) -> Ray:
     """Return the engine once both of its workers have started."""
     engine._glances = 0
-    while [actor.is_ready for actor in engine._actors] != [True, True]:
+    while [actor.is_ready for actor in engine._pool] != [True, True]:
         engine._wait()
     return engine
 
@@ -85,7 +85,7 @@ def test_outcomes_are_the_same_bit_for_bit_and_in_order(
     both_ready: Ray,
     reference: dict[int, Any],  # noqa: F811
 ) -> None:
-    assert len({node_of(actor.handle) for actor in both_ready._actors}) == 2
+    assert len({node_of(actor.handle) for actor in both_ready._pool}) == 2
     _, state = worker_setup()
     for order in ((5, 0, 3, 1, 4, 2), (2, 2, 0)):
         results = outcomes(both_ready, requests(state, order))

@@ -827,7 +827,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "workers in flight": (
         {"schedule": Asynchronous(concurrency=2), "engine": Vectorized(workers=2)},
-        "set engine.workers to 1",
+        r"set trainer\.engine\.workers to 1",
     ),
 }
 

@@ -231,8 +231,17 @@ def test_a_rehearsal_names_the_key_of_the_speeds() -> None:
 @pytest.mark.parametrize(
     ("engine", "faults", "message"),
     [
-        (InProcess(), {"hangs": 0.1, "dies": 0.1}, "InProcess does not survive hangs"),
-        (Processes(workers=1), {"hangs": 0.1}, r"does not survive hangs .*Processes\(timeout="),
+        (
+            InProcess(),
+            {"hangs": 0.1, "dies": 0.1},
+            "needs a timeout of fits, but InProcess",
+        ),
+        (
+            InProcess(),
+            {"dies": 0.1},
+            r"worker processes, .*set trainer\.engine to",
+        ),
+        (Processes(workers=1), {"hangs": 0.1}, r"but Processes has none; .*Processes\(timeout="),
     ],
 )
 def test_faults_that_the_engine_would_not_survive_are_refused(
