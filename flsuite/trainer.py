@@ -18,8 +18,7 @@ from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.rules.base import Rule
 from flsuite.aggregators.transforms.base import Transform
 from flsuite.callbacks.defaults import moved_into, with_defaults
-from flsuite.common.arguments import check_init, require_known
-from flsuite.common.errors import require_at_least
+from flsuite.common.arguments import PositiveInt, check_init, require, require_known
 from flsuite.federation.client.callbacks import LRDecay
 from flsuite.federation.client.devices import on_one_gpu, require_one_device, resolve_precision
 from flsuite.federation.client.entries import BatchNorm, entries_of
@@ -167,7 +166,7 @@ class FederatedTrainer(ScoringTrainer):
         self._run_dir, self.writes = Path(run_dir) if run_dir else None, enable_checkpointing
         self.keep_updates, self.from_updates = keep_updates, from_updates
         self.without, self.fork, self.keep_rounds = frozenset(without or ()), fork, keep_rounds
-        require_at_least("trainer", 1, keep_rounds=keep_rounds)
+        require("trainer", PositiveInt | None, keep_rounds=keep_rounds)
         seed = int(os.environ.get("PL_GLOBAL_SEED") or 0) if seed is None else seed
         self.options = RunOptions(
             budget=budget,

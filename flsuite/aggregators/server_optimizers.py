@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flsuite.aggregators.part import Server
-from flsuite.common.errors import FlsuiteError, one_line, require_below_one, require_positive
+from flsuite.common.arguments import BelowOne, PositiveFloat, require
+from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.common.state import State, cast
 
 __path__: list[str] = []  # a package in 0.2, whose modules may still be imported by their names
@@ -90,8 +91,8 @@ class Adaptive(Optimizer):
     def __init__(
         self, params: Iterable[Tensor], lr: float, beta1: float, tau: float, **decays: float
     ) -> None:
-        require_positive(type(self).__name__, lr=lr, tau=tau)
-        require_below_one(type(self).__name__, beta1=beta1, **decays)
+        require(type(self).__name__, PositiveFloat, lr=lr, tau=tau)
+        require(type(self).__name__, BelowOne, beta1=beta1, **decays)
         super().__init__(params, {"lr": lr, "beta1": beta1, "tau": tau, **decays})
 
     @torch.no_grad()

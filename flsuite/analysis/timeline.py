@@ -18,7 +18,8 @@ from matplotlib.ticker import MaxNLocator
 
 from flsuite.analysis.panels import AXES, legend_outside, new_figure, tidy
 from flsuite.analysis.runs import read_table, typed
-from flsuite.common.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.common.arguments import PositiveFloat, PositiveInt, require
+from flsuite.common.errors import FlsuiteError
 
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("fit", "client", "version"), "int64"),
@@ -94,8 +95,8 @@ def timeline_figure(table: pd.DataFrame, clients: int = 40, seconds: float | Non
     Raises:
         FlsuiteError: If the table is empty, or an argument is out of range.
     """
-    require_at_least("timeline_figure", 1, clients=clients)
-    require_positive("timeline_figure", seconds=seconds)
+    require("timeline_figure", PositiveInt | None, clients=clients)
+    require("timeline_figure", PositiveFloat | None, seconds=seconds)
     if table.empty:
         raise FlsuiteError("timeline_figure: no fit has ended yet, so there is nothing to draw")
 

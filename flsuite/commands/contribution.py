@@ -26,7 +26,8 @@ from flsuite.commands.fit import build
 from flsuite.commands.fork import QUIET, repetition
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.request import require_run
-from flsuite.common.errors import FlsuiteError, require_at_least
+from flsuite.common.arguments import NonNegativeFloat, PositiveInt, require
+from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import csv_of, make_folder, replace_text
 from flsuite.common.messages import Split
 from flsuite.common.random import numpy_generator
@@ -230,9 +231,9 @@ def shapley(
 def contribution(args: list[str]) -> None:
     """Score the federation without clients, and write and print each client's contribution."""
     request = parser_of("contribution").parse_args(args)
-    require_at_least("contribution", 1, **{"--permutations": request.permutations})
+    require("contribution", PositiveInt | None, **{"--permutations": request.permutations})
     least = {"--at": request.at, "--tolerance": request.tolerance}
-    require_at_least("contribution", 0, **least)
+    require("contribution", NonNegativeFloat | None, **least)
     checked = _checked(request)
     folder, names = make_folder(Path(request.output)), list(_KINDS[request.by])
     less = bool(lower_is_better(request.metric))

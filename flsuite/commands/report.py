@@ -48,7 +48,8 @@ from flsuite.analysis.report import (
 from flsuite.analysis.results import Results, results_of
 from flsuite.analysis.runs import read_tuning
 from flsuite.commands.parsers import parser_of
-from flsuite.common.errors import FlsuiteError, require_at_least
+from flsuite.common.arguments import PositiveInt, require
+from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import csv_of, make_folder, replace_text
 
 
@@ -137,7 +138,7 @@ def _parse(args: list[str]) -> argparse.Namespace:
         raise FlsuiteError(
             "report: --rows and --columns go together, e.g. --rows aggregator --columns attack"
         )
-    require_at_least("report", 1, **{"--last": request.last})
+    require("report", PositiveInt | None, **{"--last": request.last})
     if request.target is not None and not math.isfinite(request.target):
         raise FlsuiteError(f"report: --target must be a finite number, got {request.target}")
     return request

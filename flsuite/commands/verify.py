@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.request import require_run
-from flsuite.common.errors import FederationError, FlsuiteError, one_line, require_at_least
+from flsuite.common.arguments import PositiveInt, require
+from flsuite.common.errors import FederationError, FlsuiteError, one_line
 from flsuite.common.files import locked
 from flsuite.runs.record import (
     is_asynchronous,
@@ -41,7 +42,7 @@ def verify(args: list[str]) -> None:
         FederationError: If the record differs from the replay.
     """
     request = parser_of("verify").parse_args(args)
-    require_at_least("verify", 1, **{"--rounds": request.rounds})
+    require("verify", PositiveInt | None, **{"--rounds": request.rounds})
     place = Path(request.run)
     with _workplace() as folder, ExitStack() as stack:
         if is_pack := place.is_file():

@@ -98,6 +98,20 @@ def check_init(obj: Any, cls: type | None = None, names: Collection[str] | None 
     _check(obj, {name: hints[name] for name in names})
 
 
+def require(owner: str, hint: Any, **values: Any) -> None:
+    """Refuse values that are not of a type with a range, such as ``PositiveInt | None``.
+
+    Args:
+        owner: The name that the message begins with.
+        hint: The type. ``None`` as an option means that an argument may be left out.
+        values: The values by the names of their arguments.
+    """
+    for name, value in values.items():
+        if fault := _fault(value, hint):
+            got = "null" if value is None else repr(value)  # as a config has it
+            raise FlsuiteError(f"{owner}: {name} must be {fault}, got {got}")
+
+
 def require_known(owner: type, names: Iterable[str], base: type) -> None:
     """Refuse arguments that neither a class nor its base has.
 
@@ -202,12 +216,9 @@ def _without_aliases(value: Any) -> Any:
 
 
 def _check(obj: Any, hints: Mapping[str, Any]) -> None:
+    owner = getattr(obj, "owner", "") or type(obj).__name__
     for name, hint in hints.items():
-        value = getattr(obj, name)
-        if fault := _fault(value, hint):
-            got = "null" if value is None else repr(value)  # as a config has it
-            owner = getattr(obj, "owner", "") or type(obj).__name__
-            raise FlsuiteError(f"{owner}: {name} must be {fault}, got {got}")
+        require(owner, hint, **{name: getattr(obj, name)})
 
 
 @cache

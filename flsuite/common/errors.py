@@ -1,6 +1,5 @@
 """The exceptions of flsuite, and argument checks that raise them."""
 
-import math
 import sys
 import sysconfig
 import traceback
@@ -112,36 +111,6 @@ def likeliest(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.
         spellings.setdefault(other.lower(), []).append(other)
     close = difflib.get_close_matches(name.lower(), spellings, most, cutoff)
     return [other for near in close for other in spellings[near]][:most]
-
-
-def require_at_least(owner: str, least: float, **numbers: float | None) -> None:
-    """Refuse an argument that is below ``least``, infinite or NaN.
-
-    ``None`` means that the argument is left out.
-    """
-    for name, value in numbers.items():
-        if value is not None and not least <= value < math.inf:
-            raise FlsuiteError(f"{owner}: {name} must be at least {least}, got {value}")
-
-
-def require_positive(owner: str, **numbers: float | None) -> None:
-    """Refuse an argument that is not finite and above zero.
-
-    ``None`` means that the argument is left out.
-    """
-    for name, value in numbers.items():
-        if value is not None and not 0 < value < math.inf:
-            raise FlsuiteError(f"{owner}: {name} must be positive, got {value}")
-
-
-def require_below_one(owner: str, **numbers: float | None) -> None:
-    """Refuse an argument outside [0, 1).
-
-    ``None`` means that the argument is left out.
-    """
-    for name, value in numbers.items():
-        if value is not None and not 0 <= value < 1:
-            raise FlsuiteError(f"{owner}: {name} must be in [0, 1), got {value}")
 
 
 def require_one_of(owner: str, choices: Iterable[str], **values: str) -> None:

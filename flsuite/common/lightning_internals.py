@@ -16,44 +16,25 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-INTERNALS = (
-    "GradScaler._found_inf_per_device",
-    "Trainer._run_stage",
-    "Trainer._detect_anomaly",
-    "Trainer._signal_connector.register_signal_handlers",
-    "Trainer._signal_connector.teardown",
-    "Trainer._checkpoint_connector._restore_modules_and_callbacks",
-    "Trainer._checkpoint_connector._select_ckpt_path",
-    "Trainer._checkpoint_connector.restore_training_state",
-    "Trainer._checkpoint_connector.resume_end",
-    "Trainer.fit_loop._data_source.dataloader",
-    "Trainer.fit_loop._data_source.instance",
-    "Trainer.fit_loop._combined_loader",
-    "Trainer.fit_loop.epoch_loop._batches_that_stepped",
-    "Trainer.fit_loop.epoch_loop.batch_progress.is_last_batch",
-    "LightningModule._current_fx_name",
-    "LightningModule._metric_attributes",
-    "LightningModule._trainer",
-    "LightningCLI._get",
-    "LightningCLI._parse_ckpt_path",
-    "LightningCLI._parser",
-    "LightningCLI._run_subcommand",
-    "LightningCLI._set_seed",
-    "WandbLogger._experiment",
-    "WandbLogger._id",
-    "WandbLogger._log_model",
-    "WandbLogger._offline",
-    "WandbLogger._project",
-    "WandbLogger._wandb_init",
-    "CSVLogger._version",
-    "TensorBoardLogger._default_hp_metric",
-    "TensorBoardLogger._kwargs",
-    "TensorBoardLogger._version",
-    "MLFlowLogger._experiment_name",
-    "MLFlowLogger._run_id",
-    "MLFlowLogger._run_name",
-)
-"""Owner and path of every private attribute, as ``Class.attribute.attribute``.
+INTERNALS = {
+    "GradScaler": "_found_inf_per_device",
+    "Trainer": (
+        "_run_stage _detect_anomaly _signal_connector.register_signal_handlers "
+        "_signal_connector.teardown _checkpoint_connector._restore_modules_and_callbacks "
+        "_checkpoint_connector._select_ckpt_path _checkpoint_connector.restore_training_state "
+        "_checkpoint_connector.resume_end fit_loop._data_source.dataloader "
+        "fit_loop._data_source.instance fit_loop._combined_loader "
+        "fit_loop.epoch_loop._batches_that_stepped "
+        "fit_loop.epoch_loop.batch_progress.is_last_batch"
+    ),
+    "LightningModule": "_current_fx_name _metric_attributes _trainer",
+    "LightningCLI": "_get _parse_ckpt_path _parser _run_subcommand _set_seed",
+    "WandbLogger": "_experiment _id _log_model _offline _project _wandb_init",
+    "CSVLogger": "_version",
+    "TensorBoardLogger": "_default_hp_metric _kwargs _version",
+    "MLFlowLogger": "_experiment_name _run_id _run_name",
+}
+"""The paths of every private attribute, by the class of its owner.
 
 The attributes of ``LightningCLI`` are overridden in :mod:`flsuite.commands.fit`. The loggers'
 attributes are used in :mod:`flsuite.callbacks.logger_links` and

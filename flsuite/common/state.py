@@ -102,7 +102,7 @@ def clone(state: Mapping[str, Tensor], device: str | None = "cpu") -> State:
 
 def moved(tree: Mapping[str, Any], device: torch.device | str) -> Tree:
     """Return nested data with its tensors on a device. Those that are there stay the same."""
-    return mapped(tree, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+    return _with_tensors(tree, lambda tensor: tensor.to(device))
 
 
 def load_(resident: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
@@ -140,11 +140,15 @@ def nbytes(tree: Any) -> int:
     """
     if isinstance(tree, Tensor):
         return tree.numel() * tree.element_size()
+    number = 8 if isinstance(tree, (int, float)) else 0
+    return number + sum(nbytes(value) for _, value in _parts(tree))
+
+
+def _parts(tree: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the parts of nested data with their names or places. A leaf has none."""
     if isinstance(tree, Mapping):
-        return sum(nbytes(value) for value in tree.values())
-    if isinstance(tree, (list, tuple)):
-        return sum(nbytes(value) for value in tree)
-    return 8 if isinstance(tree, (int, float)) else 0
+        return tree.items()
+    return enumerate(tree) if isinstance(tree, (list, tuple)) else ()
 
 
 def non_finite(tree: Any, name: str = "") -> str | None:
@@ -154,12 +158,11 @@ def non_finite(tree: Any, name: str = "") -> str | None:
     if isinstance(tree, Tensor):
         is_bad = tree.is_floating_point() and not bool(torch.isfinite(tree).all())
         return (name or "value") if is_bad else None
-    if isinstance(tree, (Mapping, list, tuple)):
-        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-        names = (non_finite(value, _join(name, key)) for key, value in items)
-        return next((bad for bad in names if bad is not None), None)
     # inf - inf and NaN - NaN are both NaN, which does not equal 0.
-    return (name or "value") if isinstance(tree, float) and tree - tree != 0.0 else None
+    if isinstance(tree, float):
+        return (name or "value") if tree - tree != 0.0 else None
+    names = (non_finite(value, _join(name, key)) for key, value in _parts(tree))
+    return next((bad for bad in names if bad is not None), None)
 
 
 def _has_finite_sum(state: Mapping[Any, Any]) -> bool:
@@ -297,6 +300,10 @@ def _add_(sums: Tree, tree: Mapping[str, Any], scale: float) -> None:
             sums[name] = torch.zeros_like(value, dtype=torch.float64).add_(value, alpha=scale)
 
 
+def _is_counter(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_floating_point()
+
+
 def _is_leaf(value: Any) -> bool:
     # Most are tensors, and the Mapping check is slower.
     return isinstance(value, Tensor) or not isinstance(value, Mapping)
@@ -313,22 +320,22 @@ def mapped(tree: Mapping[str, Any], function: Callable[[Any], Any]) -> Tree:
 def template_of(tree: Mapping[str, Any]) -> Tree:
     """Return nested data with meta tensors: shapes and dtypes without values."""
 
-    def empty(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    return _with_tensors(tree, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
 
-    return mapped(tree, empty)
+
+def _with_tensors(tree: Mapping[str, Any], function: Callable[[Tensor], Tensor]) -> Tree:
+    """Return nested data with a function applied to each tensor. Numbers stay."""
+    return mapped(tree, lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def scaled(tree: Mapping[str, Any], factor: float) -> Tree:
     """Return nested data times a number, in float64. Integer tensors are returned unchanged."""
 
     def times(leaf: Any) -> Any:
+        if _is_counter(leaf):
+            return leaf
         if not isinstance(leaf, Tensor):
             return leaf * factor
-        if not leaf.is_floating_point():
-            return leaf
         # In place, to avoid another copy of a large model.
         return leaf.to(torch.float64, copy=True).mul_(factor)
 
@@ -345,8 +352,7 @@ def divided(sums: Mapping[str, Any], by: float) -> Tree:
         raise ZeroDivisionError("no weight to average over")
 
     def quotient(leaf: Any) -> Any:
-        is_integer = isinstance(leaf, Tensor) and not leaf.is_floating_point()
-        return leaf.clone() if is_integer else leaf / by
+        return leaf.clone() if _is_counter(leaf) else leaf / by
 
     return mapped(sums, quotient)
 

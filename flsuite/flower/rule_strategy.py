@@ -16,7 +16,8 @@ from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.part import Server, ServerTools
 from flsuite.aggregators.rules.base import Rule
-from flsuite.common.errors import FlsuiteError, one_line, require_instance, require_positive
+from flsuite.common.arguments import PositiveFloat, require
+from flsuite.common.errors import FlsuiteError, one_line, require_instance
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import StateLayout, mismatch
 from flsuite.flower.records import to_arrays, to_state
@@ -62,7 +63,7 @@ class RuleStrategy(FedAvg):
         if isinstance(aggregator, Rule):
             aggregator = Aggregator(rule=aggregator)
         require_instance(type(self).__name__, Aggregator, aggregator=aggregator)
-        require_positive(type(self).__name__, max_share=max_share)
+        require(type(self).__name__, PositiveFloat | None, max_share=max_share)
         _refuse_client_half(aggregator)
         super().__init__(**kwargs)
         self.aggregator = aggregator

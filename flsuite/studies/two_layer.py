@@ -21,7 +21,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from flsuite.analysis.panels import new_figure, tidy
-from flsuite.common.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.common.arguments import NonNegativeInt, PositiveFloat, PositiveInt, require
+from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import make_folder
 from flsuite.common.random import numpy_generator
 
@@ -181,9 +182,10 @@ def synthetic_table(
     Raises:
         FlsuiteError: If an argument is out of range.
     """
-    require_at_least("synthetic_table", 1, seeds=len(seeds), widths=min(widths, default=None))
-    require_at_least("synthetic_table", 0, steps=min(steps, default=None))
-    require_positive("synthetic_table", kappas=min(kappas, default=None))
+    at_least_1 = {"seeds": len(seeds), "widths": min(widths, default=None)}
+    require("synthetic_table", PositiveInt | None, **at_least_1)
+    require("synthetic_table", NonNegativeInt | None, steps=min(steps, default=None))
+    require("synthetic_table", PositiveFloat | None, kappas=min(kappas, default=None))
 
     rows: list[tuple[float, str, int, int, int, str, float]] = []
     for kappa in kappas:

@@ -44,7 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "name",
     [
         pytest.param(name, marks=[pytest.mark.long] if name.startswith("MLFlow") else [])
-        for name in INTERNALS
+        for owner, paths in INTERNALS.items()
+        for name in (f"{owner}.{path}" for path in paths.split())
     ],
 )
 def test_it_is_there(name: str, folder: Path) -> None:

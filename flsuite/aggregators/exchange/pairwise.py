@@ -16,8 +16,8 @@ from flsuite.aggregators.exchange.pairwise_client import PairwiseClient
 from flsuite.aggregators.exchange.pairwise_server import Message, PairwiseServer, size_of
 from flsuite.aggregators.exchange.secure import Parties, PartyCost, SecureAggregation, SumReport
 from flsuite.aggregators.exchange.sharing import KEY_BYTES, SEAL_BYTES, SHARE_BYTES, decode_sum
-from flsuite.common.arguments import Range, Settings, at_least
-from flsuite.common.errors import FederationError, FlsuiteError, require_extra, require_positive
+from flsuite.common.arguments import PositiveFloat, Range, Settings, at_least, require
+from flsuite.common.errors import FederationError, FlsuiteError, require_extra
 from flsuite.common.state import State, matches, template_of
 
 _Majority = Annotated[float, Range("a share from 0.5 to below 1", lambda x: 0.5 <= x < 1)]
@@ -75,7 +75,8 @@ class PairwiseMasks(SecureAggregation, Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("PairwiseMasks", **{f"ranges[{k!r}]": v for k, v in self._named.items()})
+        named = {f"ranges[{k!r}]": v for k, v in self._named.items()}
+        require("PairwiseMasks", PositiveFloat, **named)
         require_extra("PairwiseMasks", ("cryptography",), "secure")
 
     @property

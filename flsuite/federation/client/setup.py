@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, Progres
 
 from flsuite.aggregators.attacks.base import Attack
 from flsuite.aggregators.uplink import Uplink
-from flsuite.common.errors import FlsuiteError, require_at_least, require_positive
+from flsuite.common.arguments import NonNegativeFloat, PositiveFloat, PositiveInt, require
+from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import Broadcast, ClientContext, FitRequest
 from flsuite.common.state import State, moved
 from flsuite.data.federated import FederatedData
@@ -179,12 +180,13 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         if name in kwargs and kwargs[name] not in accepted:
             raise FlsuiteError(f"trainer: {name} {what}")
 
-    require_at_least("trainer", 1, max_epochs=kwargs.get("max_epochs"))
-    require_positive("trainer", limit_train_batches=kwargs.get("limit_train_batches"))
-    require_at_least("trainer", 0, gradient_clip_val=kwargs.get("gradient_clip_val"))
-    require_at_least("trainer", 1, accumulate_grad_batches=kwargs.get("accumulate_grad_batches"))
+    require("trainer", PositiveInt | None, max_epochs=kwargs.get("max_epochs"))
+    require("trainer", PositiveFloat | None, limit_train_batches=kwargs.get("limit_train_batches"))
+    require("trainer", NonNegativeFloat | None, gradient_clip_val=kwargs.get("gradient_clip_val"))
+    batches = kwargs.get("accumulate_grad_batches")
+    require("trainer", PositiveInt | None, accumulate_grad_batches=batches)
     if kwargs.get("max_steps") not in (None, -1):  # -1 means no limit
-        require_at_least("trainer", 1, max_steps=kwargs["max_steps"])
+        require("trainer", PositiveInt, max_steps=kwargs["max_steps"])
     return {name: value for name, value in kwargs.items() if name not in _REFUSED}
 
 

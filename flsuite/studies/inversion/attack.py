@@ -21,8 +21,9 @@ from flsuite.common.arguments import (
     PositiveInt,
     Settings,
     SmallProbability,
+    require,
 )
-from flsuite.common.errors import FlsuiteError, require_at_least
+from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import seed_process, torch_generator
 from flsuite.studies.inversion.target import Target
 
@@ -208,7 +209,7 @@ def reconstruction_figure(rows: Mapping[str, Tensor], columns: int = 12) -> Figu
             several lines.
         columns: Maximum number of images per row.
     """
-    require_at_least("reconstruction_figure", 1, columns=columns)
+    require("reconstruction_figure", PositiveInt, columns=columns)
     shown = {label: images[:columns].detach().cpu() for label, images in rows.items()}
     columns = max(len(images) for images in shown.values())
     size = 2.4 + 0.62 * columns, 0.72 * len(shown)
@@ -285,7 +286,7 @@ class Inversion(Settings):
             images: Number of reconstructions.
             seed: Seed of the initial latents.
         """
-        require_at_least("Inversion", 1, images=images)
+        require("Inversion", PositiveInt, images=images)
         draws = torch_generator(seed, "inversion/latents")
         device = next(target.model.parameters()).device
         z = torch.randn(self.restarts, images, gan.latent, generator=draws).to(device)
