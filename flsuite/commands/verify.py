@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flsuite.commands.pack import unpack
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.request import require_run
 from flsuite.common.arguments import PositiveInt, require
@@ -46,8 +47,6 @@ def verify(args: list[str]) -> None:
     place = Path(request.run)
     with _workplace() as folder, ExitStack() as stack:
         if is_pack := place.is_file():
-            from flsuite.runs.packing import unpack
-
             place = unpack(place, folder / "run")
         run = require_run("verify", place)
         if is_pack and not request.trust:

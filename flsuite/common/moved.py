@@ -68,6 +68,7 @@ callbacks.stopping: early_stopping stop_at
 callbacks.wandb_link: wandb_files
 commands.contribution: shares worlds
 commands.fork: replay
+commands.pack: runs.packing
 commands.report: report_cross
 commands.request: run_folder
 commands.sweeps.plan: tuning

@@ -145,17 +145,29 @@ _Time = tuple[int, float, float, int, int]
 _Name = tuple[str, str, str]  # scope, split, metric
 
 
-class _Rows:
-    """The rows of closed rounds, stored in 16 bytes each. A long run has millions of rows."""
+class MetricsTable(AppendedTable):
+    """All numbers of a run, one per row.
 
-    def __init__(self) -> None:
+    Rows of closed rounds are stored in 16 bytes each, because a long run has millions of them.
+
+    Attributes:
+        latest: The last value of each global number, as ``<split>/<metric>``.
+    """
+
+    columns = MetricsRow._fields
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__(path)
+        self._open: list[tuple[str, str, str, float]] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self.latest: dict[str, float] = {}
         self._times: list[_Time] = []
         self._names: dict[_Name, int] = {}
-        self._time_of, self._name_of = array("I"), array("I")
-        self._values = array("d")
-        self.latest: dict[str, float] = {}  # of the global numbers, as <split>/<metric>
+        self._time_of, self._name_of, self._values = array("I"), array("I"), array("d")
 
-    def add(self, time: _Time, name: _Name, value: float) -> None:
+    def _add(self, time: _Time, name: _Name, value: float) -> None:
         if not self._times or self._times[-1] != time:
             self._times.append(time)
         self._time_of.append(len(self._times) - 1)
@@ -165,48 +177,32 @@ class _Rows:
         if scope == "global":
             self.latest[f"{split}/{metric}"] = value
 
+    @property
+    def rows(self) -> list[MetricsRow]:
+        """Return the rows of all closed rounds."""
+        return list(self)
+
     def __iter__(self) -> Iterator[MetricsRow]:
         names = list(self._names)
         for time, name, value in zip(self._time_of, self._name_of, self._values, strict=True):
             yield MetricsRow(*self._times[time], *names[name], value)
 
-
-class MetricsTable(AppendedTable):
-    """All numbers of a run, one per row."""
-
-    columns = MetricsRow._fields
-
-    def __init__(self, path: Path | None) -> None:
-        super().__init__(path)
-        self._rows = _Rows()
-        self._open: list[tuple[str, str, str, float]] = []
-
-    @property
-    def rows(self) -> list[MetricsRow]:
-        """Return the rows of all closed rounds."""
-        return list(self._rows)
-
-    @property
-    def latest(self) -> dict[str, float]:
-        """Return the last value of each global number, as ``<split>/<metric>``."""
-        return self._rows.latest
-
     def by_round(self) -> dict[int, dict[str, float]]:
         """Return the global numbers of each scored round, as ``<split>/<metric>``."""
         rounds: dict[int, dict[str, float]] = {}
-        for row in self._rows:
+        for row in self:
             if row.scope == "global":
                 rounds.setdefault(row.round, {})[f"{row.split}/{row.metric}"] = row.value
         return {n: row for n, row in rounds.items() if any(k.startswith("test/") for k in row)}
 
     def _read(self, lines: list[str]) -> None:
-        self._rows = _Rows()
+        self._clear()
         for number, cells in enumerate(csv.reader(lines), start=2):
             try:
                 round, virtual, wall, updates, bytes, *names, value = cells
                 time = int(round), float(virtual), float(wall), int(updates), int(bytes)
                 scope, split, metric = map(unescaped, names)
-                self._rows.add(time, (scope, split, metric), float(value))
+                self._add(time, (scope, split, metric), float(value))
             except ValueError as error:
                 raise FlsuiteError(
                     f"{self.path}, line {number}: {one_line(error, 200)}; restore the file, or "
@@ -229,7 +225,7 @@ class MetricsTable(AppendedTable):
         """
         time = (clock.round, clock.seconds, wall, int(clock.client_updates), int(clock.bytes))
         for scope, split, metric, value in self._open:
-            self._rows.add(time, (scope, split, metric), value)
+            self._add(time, (scope, split, metric), value)
         # Once for all rows, because formatting numbers takes most of the table's time.
         cells = (time[0], f"{time[1]:.12g}", f"{time[2]:.3f}", *time[3:])
         self._unwritten.extend(

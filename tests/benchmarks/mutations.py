@@ -532,7 +532,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a packed file may differ from its digest",
-        "runs/packing.py",
+        "commands/pack.py",
         "if digest(path) != content:",
         "if False:",
         "commands/test_verify.py",

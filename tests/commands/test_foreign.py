@@ -18,11 +18,10 @@ import yaml
 from flsuite.commands import fork
 from flsuite.commands.foreign import _is_known
 from flsuite.commands.known import find
+from flsuite.commands.pack import unpack
 from flsuite.commands.verify import _workplace
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import locked
-from flsuite.runs import packing
-from flsuite.runs.packing import unpack
 from tests.commands.command import CONFIGS, cli, refused
 
 TABLE = (
@@ -205,7 +204,7 @@ def test_a_link_in_a_pack_is_refused(tmp_path: Path) -> None:
 def test_a_pack_that_grows_without_bound_is_not_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "_SMALL", 1 << 16)
+    monkeypatch.setattr("flsuite.commands.pack._SMALL", 1 << 16)
     file = written("a.zip", {"metrics.csv": bytes(1 << 20)})
     with pytest.raises(FlsuiteError, match="100 times its size"):
         unpack(Path(file), tmp_path / "run")

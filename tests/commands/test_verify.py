@@ -21,12 +21,12 @@ from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.comparison import compare
 from flsuite.commands.fork import replay
 from flsuite.commands.main import main
+from flsuite.commands.pack import digest
 from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.common.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import is_inherited
-from flsuite.runs.packing import digest
 from flsuite.runs.record import (
     is_finished,
     kept_on_disk,
