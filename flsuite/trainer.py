@@ -98,6 +98,9 @@ class FederatedTrainer(ScoringTrainer):
         fork: The moment of another run that this one begins at, see ``flsuite fork``.
         keep_rounds: Rounds between two checkpoints that stay, for forks and proofs. Default: only
             the last round and the picked one.
+        logger: Lightning loggers, which receive the scores of the rounds. ``True`` is Lightning's
+            default one, in the run's folder.
+        callbacks: Callbacks with the federation's hooks, Lightning's own, or both.
         enable_checkpointing: Whether to write the run's folder. ``False`` leaves nothing on disk.
         enable_progress_bar: Whether to show the federation's progress and the final table.
         precision: As in Lightning, or ``auto``: ``bf16-mixed`` if the device has instructions for

@@ -92,7 +92,8 @@ def help_of(command: str, summary: str, topic: str = "") -> str:
     own, lightnings = _trainer_keys()
     if topic == "trainer":
         title = "keys of Lightning's Trainer for each client's fit, as --trainer.KEY VALUE:"
-        return "\n".join(_table(title, lightnings)) + "\n"
+        whole = _described(Class("lightning.pytorch.Trainer", "", lightnings, [])).arguments
+        return "\n".join(_table(title, {name: whole[name] for name in lightnings})) + "\n"
     name = topic.removeprefix("--")
     argument = _argument(command, name)
     listed = _listed(argument) if argument else {}
@@ -100,7 +101,7 @@ def help_of(command: str, summary: str, topic: str = "") -> str:
         return _of_key(name, listed)
     chosen = _class(name)
     if chosen is not None:
-        return _of_class(chosen)
+        return _of_class(_described(chosen))
     keys = [f"trainer.{key}" for key in own | lightnings]
     near = nearest_key(name, first_keys(command), keys) or nearest(
         name, (c.name for c in classes())
@@ -116,6 +117,15 @@ def _class(name: str) -> Class | None:
     from flsuite.commands.describing import imported  # which takes a while
 
     return imported(name) if "." in name else None
+
+
+def _described(known: Class) -> Class:
+    """Return a class with what its project says of it, which takes an import for other projects."""
+    if known.path.startswith("flsuite."):
+        return known
+    from flsuite.commands.describing import imported
+
+    return imported(known.path) or known
 
 
 def _of_command(command: str, summary: str) -> str:
@@ -135,7 +145,7 @@ def _of_key(name: str, listed: dict[str, Class]) -> str:
     lines = [f"--{name} takes one of these classes, or my_module.Name of your own:"]
     width = max(map(len, listed)) + 2
     for class_name, known in sorted(listed.items()):
-        lines += _row(class_name, known.summary, width)
+        lines += _row(class_name, _described(known).summary, width)
     return "\n".join([*lines, "", f"The arguments of one: --help={min(listed)}"]) + "\n"
 
 

@@ -92,13 +92,28 @@ def _described(cls: type) -> Class:
     }
     one = described(cls)
     return one._replace(
-        arguments={name: given for name, given in one.arguments.items() if name in own},
+        summary=one.summary if _is_ours(cls) else "",
+        arguments={k: _facts(cls, k, given) for k, given in one.arguments.items() if k in own},
         bases=[path_of(base) for base in cls.__mro__ if is_known(base)],
         packages=[module.__name__ for module in exporting],
         # Not all of these have the metaclass that refuses to create them.
         is_abstract=inspect.isabstract(cls) or any(map(_is_missing, vars(cls).values())),
         is_open=own != one.arguments.keys(),
     )
+
+
+def _is_ours(cls: Any) -> bool:
+    return cls.__module__.startswith("flsuite.")
+
+
+def _facts(cls: type, name: str, given: Argument) -> Argument:
+    """Return an argument without the sentences of other projects, which the help reads there."""
+    ours = [base for base in cls.__mro__ if _is_ours(base) and "__init__" in vars(base)]
+    described = (parameters_of(base).get(name) for base in ours)
+    if any(one.doc and _is_ours(one.parent or cls) for one in described if one):
+        return given
+    _, default, value = given.text.partition("Default:")
+    return given._replace(text=f"{default}{value}" if default else "")
 
 
 def _is_missing(method: object) -> bool:
