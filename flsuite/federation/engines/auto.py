@@ -158,7 +158,11 @@ class Auto(EngineChoice, Settings):
             chosen = Vectorized(clients=size, workers=min(workers, most))
             log.info("engine: %s (auto: the run began with these stacks)", _name(chosen))
             return chosen
-        if setup.uplink.aggregator.pools or not _can_be_copied(setup.model):
+        if setup.uplink.aggregator.pools:
+            return InProcess()
+        try:
+            copy.deepcopy(setup.model)
+        except Exception:  # measuring trains copies
             return InProcess()
 
         candidates: list[Engine] = [InProcess()]
@@ -277,15 +281,6 @@ def _started(engine: Engine, setup: WorkerSetup) -> Iterator[float]:
         yield time.perf_counter() - began
     finally:
         engine.stop()
-
-
-def _can_be_copied(model: Any) -> bool:
-    """Return whether engines can be measured with copies of the model."""
-    try:
-        copy.deepcopy(model)
-    except Exception:
-        return False
-    return True
 
 
 def _name(engine: Engine) -> str:

@@ -29,12 +29,10 @@ _AHEAD = 4  # uncollected calls per worker: bounds memory, hides uneven clients
 _SCORES_AHEAD = 4  # per worker: bounds the clients' models in memory
 _STARTS = 3  # maximum worker deaths in a row during startup
 
-Request = FitRequest | ScoreRequest
-
 Answer = Outcome | OwnScores | None
 """The answer to a request."""
 
-Job = Sequence[Request]
+Job = Sequence[FitRequest | ScoreRequest]
 """A worker's unit of work: a part of the cohort whose models it sums, or one request."""
 
 
@@ -42,14 +40,16 @@ class Backlog:
     """Tracks jobs in order: waiting, with a worker, or answered.
 
     Attributes:
+        jobs: The uncollected jobs by the number of each request, in order of submission.
         queued: Number of requests that wait for a worker.
+        answers: The uncollected answers by the number of the request.
     """
 
     def __init__(self) -> None:
-        self._jobs: dict[int, Job] = {}  # by the number of each request
+        self.jobs: dict[int, Job] = {}
         self._queue: deque[int] = deque()  # by the number of each job's first request
         self.queued = 0
-        self._answers: dict[int, Answer] = {}
+        self.answers: dict[int, Answer] = {}
         # By the number of a request whose worker died: how often it was the only one.
         self._deaths: dict[int, int] = {}
         self._unread: set[int] = set()  # a worker died before it read them
@@ -57,28 +57,23 @@ class Backlog:
     def submit(self, jobs: Iterable[Job]) -> None:
         """Append jobs to the queue."""
         for job in jobs:
-            self._jobs.update((request.number, job) for request in job)
+            self.jobs.update((request.number, job) for request in job)
             self._queue.append(job[0].number)
             self.queued += len(job)
 
     @property
-    def pending(self) -> Sequence[int]:
-        """Return the numbers of the uncollected requests, in order of submission."""
-        return list(self._jobs)
-
-    @property
     def in_hand(self) -> int:
         """Return the number of requests with a worker, or answered but not collected."""
-        return len(self._jobs) - self.queued
+        return len(self.jobs) - self.queued
 
     @property
     def first(self) -> Job | None:
         """Return the next job to hand out, or ``None``."""
-        return self._jobs[self._queue[0]] if self._queue else None
+        return self.jobs[self._queue[0]] if self._queue else None
 
     def broadcasts(self) -> set[int]:
         """Return the identities of the broadcasts that uncollected requests start from."""
-        return {id(job[0].broadcast) for job in self._jobs.values()}
+        return {id(job[0].broadcast) for job in self.jobs.values()}
 
     def take(self, most: int) -> list[Job]:
         """Remove jobs of one broadcast from the queue, with about ``most`` clients.
@@ -94,13 +89,13 @@ class Backlog:
                 or self.has_died(jobs[0])
             ):
                 break
-            jobs.append(self._jobs[self._queue.popleft()])
+            jobs.append(self.jobs[self._queue.popleft()])
             self.queued -= len(job)
         return jobs
 
     def move_up(self, number: int) -> None:
         """Move the job of a request to the front of the queue, if it still waits."""
-        first = self._jobs[number][0].number
+        first = self.jobs[number][0].number
         if first in self._queue:
             self._queue.remove(first)
             self._queue.appendleft(first)
@@ -108,7 +103,7 @@ class Backlog:
     def answer(self, job: Job, answers: Iterable[Answer]) -> None:
         """Keep the answers of a job until they are collected."""
         for request, answer in zip(job, answers, strict=True):
-            self._answers[request.number] = answer
+            self.answers[request.number] = answer
 
     def bury(self, job: Job, was_alone: bool, was_read: bool = True) -> None:
         """Requeue the requests of a job whose worker died, or fail a request on its second death.
@@ -133,7 +128,7 @@ class Backlog:
                 continue
             if not was_read:
                 self._unread.add(number)
-            self._jobs[number] = [request]
+            self.jobs[number] = [request]
             self._queue.appendleft(number)
             self.queued += 1
 
@@ -141,16 +136,12 @@ class Backlog:
         """Return whether a worker that had this job has died."""
         return job[0].number in self._deaths
 
-    def has_answer(self, number: int) -> bool:
-        """Return whether a request has an answer."""
-        return number in self._answers
-
     def collect(self, number: int) -> Answer:
         """Return the answer to a request, and forget the request."""
-        del self._jobs[number]
+        del self.jobs[number]
         self._deaths.pop(number, None)
         self._unread.discard(number)
-        return self._answers.pop(number)
+        return self.answers.pop(number)
 
 
 @dataclass(eq=False)
@@ -212,10 +203,10 @@ class Pool(Engine, Settings):
 
     @property
     def pending(self) -> Sequence[int]:
-        return self._backlog.pending
+        return list(self._backlog.jobs)
 
     def collect(self, number: int) -> Any:
-        while not self._backlog.has_answer(number):
+        while number not in self._backlog.answers:
             self._backlog.move_up(number)
             self._hand_out(urgent=number)
             if not self._pool:
@@ -290,7 +281,11 @@ class Pool(Engine, Settings):
                 orders: Any = [[replace(r, broadcast=None) for r in job] for job in jobs]  # type: ignore[arg-type]
                 self._send(worker, jobs[0][0].broadcast, orders)
 
-    def _clients_per_call(self, request: Request) -> int:
+    def _limit(self, request: FitRequest | ScoreRequest) -> float | None:
+        """Return the seconds that a worker may take for a request. Scores have no limit."""
+        return None if isinstance(request, ScoreRequest) else self.timeout
+
+    def _clients_per_call(self, request: FitRequest | ScoreRequest) -> int:
         """Return the number of clients for a call. Results do not depend on it."""
         return 1
 
@@ -364,9 +359,9 @@ class Pool(Engine, Settings):
             return
         names = ", ".join(str(request.client) for request in requests)
         log.warning(
-            "round %d: the worker of client%s %s %s and is replaced",
+            "round %d: the worker of %s %s %s and is replaced",
             requests[0].broadcast.round,
-            "s" if len(requests) > 1 else "",
+            "client" if len(requests) == 1 else "clients",
             names,
             "ran out of time" if death is None else f"died ({death})",
         )

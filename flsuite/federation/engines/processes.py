@@ -13,7 +13,7 @@ from typing import Any
 
 from flsuite.common.arguments import PositiveFloat, PositiveInt, Threads
 from flsuite.common.errors import FederationError
-from flsuite.common.messages import Broadcast, ClientFailure, ClientResult, OwnScores, ScoreRequest
+from flsuite.common.messages import Broadcast, ClientFailure, ClientResult, OwnScores
 from flsuite.federation.client.setup import WorkerSetup
 from flsuite.federation.engines.forkserver import (
     prepare_workers,
@@ -110,14 +110,14 @@ class Processes(Pool):
 
     def _arm(self, worker: _Process) -> None:
         """Start an alarm that kills the worker unless it answers in time, even if it hangs."""
-        if self.timeout is None or isinstance(worker.calls[0][0][0], ScoreRequest):
+        if (limit := self._limit(worker.calls[0][0][0])) is None:
             return
 
         def kill() -> None:
             worker.timed_out = True
             worker.process.kill()
 
-        worker.alarm = threading.Timer(self.timeout, kill)
+        worker.alarm = threading.Timer(limit, kill)
         worker.alarm.daemon = True
         worker.alarm.start()
 

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 from flsuite.common.arguments import PositiveFloat, PositiveInt, Range, Threads, at_least
 from flsuite.common.errors import FederationError, FlsuiteError, one_line, require_extra
-from flsuite.common.messages import Broadcast, ClientResult, ScoreRequest
+from flsuite.common.messages import Broadcast, ClientResult, FitRequest, ScoreRequest
 from flsuite.common.state import nbytes
 from flsuite.federation.client.setup import WorkerSetup
-from flsuite.federation.engines.pool import Pool, Request, Worker
+from flsuite.federation.engines.pool import Pool, Worker
 from flsuite.federation.engines.ray_cluster import (
     RayWorker,
     joined,
@@ -135,7 +135,7 @@ class Ray(Pool):
         handle = actor_class.remote(self.threads, path, self.gpus_per_worker > 0)
         return _Actor(number, handle=handle, answers=[handle.prepare.remote(self._payload)])
 
-    def _clients_per_call(self, request: Request) -> int:
+    def _clients_per_call(self, request: FitRequest | ScoreRequest) -> int:
         # A score takes as long as many fits. A timeout applies to a single fit.
         if isinstance(request, ScoreRequest) or self.timeout is not None:
             return 1
@@ -150,8 +150,8 @@ class Ray(Pool):
         # A worker killed before starting a job did not die because of it.
         is_suspect = len(worker.calls) == len(jobs) == len(jobs[0]) == 1
         worker.sign = worker.handle.alive.remote() if is_suspect else None
-        if self.timeout is not None and not isinstance(jobs[0][0], ScoreRequest):
-            worker.ends = time.monotonic() + self.timeout
+        if (limit := self._limit(jobs[0][0])) is not None:
+            worker.ends = time.monotonic() + limit
         worker.answers.append(worker.handle.work.remote(version, reference, packed))
 
     def _put(self, broadcast: Broadcast) -> tuple[int, Any]:
