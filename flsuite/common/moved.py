@@ -67,6 +67,7 @@ callbacks.monitors: flow_monitor latent_space probe
 callbacks.stopping: early_stopping stop_at
 callbacks.wandb_link: wandb_files
 commands.contribution: shares worlds
+commands.describing: plain_types
 commands.fork: replay
 commands.pack: runs.packing
 commands.report: report_cross
