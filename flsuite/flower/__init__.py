@@ -1,4 +1,4 @@
-"""flsuite under Flower: the nodes are an engine, and every model is a client.
+"""flsuite under Flower: the nodes are an engine, models are clients, rules are strategies.
 
 Flower (``flwr``) is an extra: ``pip install "flsuite[flower]"``. A Flower app names
 :mod:`flsuite.flower.app`. From Python, :func:`flsuite.flower.server.serve` and
