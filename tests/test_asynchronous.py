@@ -314,8 +314,10 @@ def test_a_run_can_be_extended_and_a_missing_version_is_named(tmp_path: Path) ->
 )
 def test_rules_that_merge_whole_models_need_the_current_version(rule: Rule) -> None:
     name = type(rule).__name__
+    chain = Classifier(MLP((4,)))  # one that OTFusion can merge
+    made = federation(rule, 1, schedule=stragglers())
     with pytest.raises(FlsuiteError, match=rf"{name} needs current models, but Asyn.*FedBuff"):
-        fitted(rule, stragglers())
+        made.prepare(chain, table_data(clients=8))
 
 
 @pytest.mark.parametrize(
