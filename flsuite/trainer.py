@@ -149,7 +149,8 @@ class FederatedTrainer(ScoringTrainer):
         self.client_kwargs = client_arguments({**kwargs, "max_epochs": max_epochs})
         kwargs["default_root_dir"] = kwargs.get("default_root_dir") or run_dir
         self._logs_into_run = logger is True and kwargs["default_root_dir"] is None
-        kwargs.update(on_one_gpu(kwargs))  # in place: the command follows kwargs to Lightning's
+        # In place, because the command finds Lightning's arguments by following kwargs to super().
+        kwargs.update(on_one_gpu(kwargs))
         quiet_lightning()
         super().__init__(
             max_epochs=max_epochs,
@@ -209,7 +210,7 @@ class FederatedTrainer(ScoringTrainer):
             while not run.finished:
                 # 1. A round begins: who starts training now, from the current global model.
                 starting = run.begin_round()
-                # 2. They train, wherever the engine runs, at the latest when their turn comes.
+                # 2. They train, wherever the engine runs, at the latest when step 3 waits for them.
                 engine.submit(run.requests(starting))
                 # 3. In the order of the virtual clock, each update is checked and added to the
                 #    round. A faulty one is named and left out.
@@ -217,7 +218,7 @@ class FederatedTrainer(ScoringTrainer):
                     run.accept(outcome)
                 # 4. What was added becomes the next version of the global model.
                 run.advance()
-                # 5. The new version is scored, logged and written to disk.
+                # 5. The new version is scored if that is due, logged, and written to disk.
                 run.evaluate()
                 run.record()
                 run.save()
@@ -235,7 +236,7 @@ class FederatedTrainer(ScoringTrainer):
     def prepare(
         self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None
     ) -> Run:
-        """Build everything that a round needs, without writing anything.
+        """Build everything that a round needs, without writing to disk.
 
         If a checkpoint will be restored, files with initial weights are not read.
 

@@ -161,7 +161,8 @@ class Part:
         Called once, before the first round.
 
         Raises:
-            FlsuiteError: If it cannot work with it. The message says what to change.
+            FlsuiteError: If this part cannot work with the model or the server. The message says
+                what to change.
         """
         return
 

@@ -156,7 +156,7 @@ class Pipeline:
         return {name: moved[name] for name in self._state}
 
     def _fault(self, update: ClientUpdate) -> str | None:
-        """Return why a message does not fit this chain, before any transform reads it."""
+        """Return why a message does not fit these transforms, before any transform reads it."""
         if not self.packs:
             return update.mismatch(self._state, self._last.statistics)
         keys = ("change", "statistics")
@@ -180,7 +180,7 @@ class Uplink:
         most_samples: The largest number of training samples that a client may claim.
 
     Attributes:
-        chain: The transforms, for this model.
+        pipeline: The transforms, for this model.
         statistics: Templates of an update's statistics after unpacking.
         unmasked: A template of what a client keeps to be masked. Names and shapes count.
         bytes_clear: Bytes sent in the clear in addition to masked sums.
@@ -270,7 +270,7 @@ class Uplink:
         counts = update.class_counts
         if self._classes is not None and len(counts) != self._classes:
             return f"it has {len(counts)} class counts; {self._classes} are expected"
-        # One client could otherwise take the whole mean. All samples are one client if pooled.
+        # One client could otherwise take the whole mean. A pooled fit has all samples.
         if update.samples > self._most_samples and update.client != POOLED:
             return (
                 f"it claims {update.samples} training samples, and {self._most_samples} is the "
@@ -298,7 +298,12 @@ class Uplink:
             fault = fault or outcome.fault()
         except ValueError as error:
             fault = one_line(error)
-        except (AttributeError, TypeError, LookupError, RuntimeError) as error:  # of a foreign kind
+        except (
+            AttributeError,
+            TypeError,
+            LookupError,
+            RuntimeError,
+        ) as error:  # of unexpected types
             fault = f"it cannot be read ({one_line(error, 200)})"
         if fault is None:
             return outcome

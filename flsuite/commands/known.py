@@ -24,7 +24,7 @@ class Argument(NamedTuple):
         kind: The placeholder for its value, such as ``N`` or ``PATH``.
         text: What it means, and its default.
         bases: The paths of the classes whose objects it takes.
-        takes_text: Whether a text may be something other than a class name.
+        takes_text: Whether a string may be something other than a class name.
     """
 
     kind: str = ""
@@ -71,7 +71,7 @@ def classes() -> list[Class]:
     rows = _file()["classes"]
     found: dict[str, Class] = {}
     for path, (summary, own, *others) in rows.items():
-        # An argument is a row, or the path of an earlier class that has the same.
+        # An argument is a row, or the path of an earlier class that has the same argument.
         arguments = {
             name: found[row].arguments[name] if isinstance(row, str) else Argument(*row)
             for name, row in own.items()

@@ -24,7 +24,7 @@ def on_first_use(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
     @cache
     def homes() -> dict[str, str]:
-        # The compiled imports are there without a source too, as in a zip file of ``.pyc`` files.
+        # Bytecode exists even where the source does not, as in a zip file of ``.pyc`` files.
         loader: Any = getattr(sys.modules[package].__spec__, "loader", None)
         modules, module = {}, ""
         for instruction in get_instructions(loader.get_code(package)):

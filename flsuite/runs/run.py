@@ -1,4 +1,4 @@
-"""One run of a federation, which evaluates, records, saves and resumes."""
+"""One run: it evaluates, records, saves and resumes a federation."""
 
 import logging
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Run:
     Attributes:
         summary: The scores of the last round and of the picked round, and their cost.
         status: ``running``, then ``success`` or ``failed``.
-        store: Its checkpoints.
+        store: The run's checkpoints.
         engine: Where its clients train, from the start of a fit on.
         pictures: The pictures of the round in progress.
     """
@@ -168,22 +168,22 @@ class Run:
         compared. The last round also scores all clients, under ``all_clients/...``, if there are at
         most 10,000. This bounds its cost, however many clients are registered.
 
-        ``on_round_end`` is called after the due scores. :attr:`finished` is known then, and numbers
-        can still be added to the round.
+        ``on_round_end`` is called after the due scores. Numbers can still be
+        added to the round, and a callback may still stop the run.
         """
-        self._improved = has_classes = False
+        self._improved = has_details = False
         is_due = self.round % self.options.evaluate_every == 0 or self.finished
         if is_due:
             self._score("val")
-            has_classes = self.finished  # a callback may stop the run for its validation scores
-            self._score("test", details=has_classes)
+            has_details = self.finished  # a callback may stop the run for its validation scores
+            self._score("test", details=has_details)
         self.callbacks.notify("on_round_end", self, self.round)
 
         if self.finished:
             if not is_due:  # a callback has stopped the run just now
                 self._score("val")
                 self._score("test", details=True)
-            elif not has_classes:
+            elif not has_details:
                 scores = self._scores("test", details=True).get(GLOBAL, {})
                 by_class = {name: v for name, v in scores.items() if name.startswith("accuracy/")}
                 self.folder.table.note(GLOBAL, "test", by_class)

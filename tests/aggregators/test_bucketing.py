@@ -8,9 +8,10 @@ import torch
 
 from flsuite import FlsuiteError
 from flsuite import aggregators as methods
+from flsuite.aggregators.rules.base import RuleAround
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree, divided
-from tests.aggregators.federations import server_of
+from tests.aggregators.federations import run, server_of
 from tests.aggregators.robust import RULES, cloud, folded, half, models, sent, stale, trusting
 from tests.aggregators.stale_updates import assert_same_bits, late
 
@@ -73,6 +74,14 @@ def test_buckets_of_one_client_change_nothing(name: str) -> None:
     assert of_round == of_other and kept.keys() == other_kept.keys()
     for client, (one, two) in enumerate(zip(metrics, others, strict=True)):
         assert two == (one if name == "bucketing" else {**one, "bucket": float(client)})
+
+
+def test_all_that_a_rule_says_is_said_around_it() -> None:
+    """IFCA's clusters under a colluding attack were not sent."""
+    said = {name for name in dir(methods.Rule) if not name.startswith("_")} - {"begin", "described"}
+    assert said <= {*vars(RuleAround)}
+    attack = methods.ALittleIsEnough(fraction=0.3)
+    assert run(methods.IFCA(2), 1, attack=attack).round == 1
 
 
 def test_a_mean_of_even_buckets_is_the_mean() -> None:

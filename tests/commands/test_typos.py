@@ -165,7 +165,7 @@ LIKELIEST = {
     "--model.backbone CNN --model.backbone.hiden 3": "--model.backbone.hidden?",
     "--data.partition {class_path: Pathological, classes_per_client: 2}": "init_args: classes_per",
     "--trainer.aggregator {class_path: FedAvgM, inti_args: {lr: 1}}": "did you mean init_args?",
-    "--trainer.callbacks Nope": "there is no Callback called Nope; give its module too",
+    "--trainer.callbacks Zzyx": "there is no Callback called Zzyx; give its module too",
     "--trainer.callbacks Krum": "there is no Callback called Krum",
     "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitr x": "callbacks.monitor?",
     "--trainer.logger [CSVLogger, WandLogger]": "did you mean WandbLogger?",

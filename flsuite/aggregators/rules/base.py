@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import Callback
 
@@ -50,7 +50,7 @@ class Reduction(ABC):
 
 
 class _Sum(Reduction):
-    """The sums of a linear rule. It never holds more than one client's model.
+    """The sums of a linear rule, without any client's model.
 
     A worker that trains a whole part of the cohort sends its sum. Rounding depends on the order of
     summation, so the server sums part by part even if it has every update.
@@ -80,7 +80,9 @@ class _Sum(Reduction):
 
     def finish(self) -> tuple[State, Tree]:
         self._close_part()
-        sums = moved(self._sums.values, "cpu")  # sums of this process lie where its clients train
+        sums = moved(
+            self._sums.values, "cpu"
+        )  # sums of this process are still on the training device
         if not self._seen:
             return self._server.state, sums
         return self._rule.result(self._server, sums["rule"], self._seen), sums
@@ -113,7 +115,9 @@ class _Cohort(Reduction):
 
 
 class Rule(Part, ABC):
-    """Combines the updates of a round into one model, which the server then moves to.
+    """Combines the updates of a round into one model.
+
+    The model becomes the global model, or gives the server optimizer its gradient.
 
     It is a :class:`LinearRule`, which needs only sums over clients, a :class:`CohortRule`, which
     needs all of them, or a rule whose :meth:`begin` takes them in one by one. Its
@@ -135,7 +139,11 @@ class Rule(Part, ABC):
         return {}
 
     def weight(self, update: ClientUpdate) -> float:
-        """Return the weight of a client, without damping. Runs in the client half."""
+        """Return the weight of a client, before the factor for staleness.
+
+        It runs in a worker or on the server, perhaps more than once. It depends on the update
+        alone.
+        """
         return 1.0
 
     def too_few(self, updates: int) -> str | None:
@@ -173,8 +181,8 @@ class LinearRule(Rule):
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         """Return a client's terms of the sums: nested dicts of tensors and numbers.
 
-        Floating-point tensors are summed in float64. Integer tensors take their maximum. This runs
-        in the client half, and reads what the client sends.
+        Floating-point tensors are summed in float64. Integer tensors take their maximum. It runs
+        in a worker or on the server, and reads what the client sends.
 
         Args:
             update: The update. Its state is the client's model, see ``rebases``.
@@ -220,7 +228,7 @@ class CohortRule(Rule):
 class RuleAround(CohortRule):
     """A rule that changes the updates of a round before another rule receives them.
 
-    By default, it has the needs, statistics and withheld capabilities of that rule.
+    By default, all other methods and declarations are those of that rule.
 
     Attributes:
         rule: The other rule.
@@ -242,6 +250,9 @@ class RuleAround(CohortRule):
 
     def prepare(self, server: Server) -> None:
         self.rule.prepare(server)
+
+    def broadcast(self, server: Server) -> dict[str, Any]:
+        return self.rule.broadcast(server)
 
     def callbacks(self, client: ClientContext) -> list[Callback]:
         return self.rule.callbacks(client)

@@ -1,4 +1,4 @@
-"""The setup that a worker receives once, with what every fit takes from it."""
+"""What a worker receives once, and what each fit derives from it."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -81,7 +81,8 @@ class WorkerSetup:
         sums_parts: Whether a worker sends the sums over a part of the cohort instead of each
             update.
         attack: The attack by some clients. Default: none.
-        stack: Clients that a worker trains as one batched program. With 1, each trains by itself.
+        stack: Number of clients that a worker trains as one batched program. With 1, each trains by
+            itself.
     """
 
     model: LightningModule
@@ -101,7 +102,7 @@ class WorkerSetup:
     def view_of(self, request: FitRequest) -> ClientContext:
         """Return a client's view of the round, as it is when its training begins or has ended.
 
-        Every call returns another view, because the end of a fit adds to it and may be repeated.
+        Every call returns a new object, because the end of a fit changes it and may run again.
         """
         if request.trained and (client := request.trained.client):
             own: Any = {k: dict(getattr(client, k)) for k in ("memory", "extras", "metrics")}
@@ -151,7 +152,7 @@ class StartStates:
         """
         shared = self._of_round(request.broadcast, device)
         private = request.memory.get("model", {})
-        # Last, the initial ones again, because the shared state includes these buffers.
+        # Reset buffers come last, to override the shared ones.
         reset = {name: self._setup.initial[name] for name in self._entries.reset}
         return {**shared, **private, **reset}
 

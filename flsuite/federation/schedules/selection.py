@@ -24,12 +24,12 @@ ShareOrNumber = Annotated[
 
 
 class Selection(ABC):
-    """Chooses the cohort of a round by what arrived from clients before.
+    """Chooses the cohort of a round, by default by what arrived from clients before.
 
     Attributes:
         last: By client, what its last valid update showed: its mean training loss, its samples, its
             round, and the virtual seconds of its fit (0 if they were measured).
-        silent: Clients whose last fit failed, and the version that it started from.
+        silent: Clients whose last fit has not been answered, and the version that it started from.
         reads_updates: Whether the cohort depends on what clients have sent.
     """
 
@@ -71,7 +71,7 @@ class Selection(ABC):
     def arrived(self, update: ClientUpdate, seconds: float) -> None:
         """Register a valid update, and the virtual seconds of its fit."""
         loss = float(update.metrics.get("loss", math.nan))
-        # A fit without a loss says nothing, so the client is as good as any.
+        # A fit without a loss counts as 0, so that clients with a loss come first.
         loss = loss if math.isfinite(loss) else 0.0
         self.last[update.client] = (loss, update.samples, update.round, seconds)
         self.silent.pop(update.client, None)

@@ -46,7 +46,7 @@ TrainOnServer = Callable[["Federation", State, int], State]
 
 
 class Federation:
-    """The global model, the memories of server and clients, and the rules that update them.
+    """The global model, the memories of server and clients, and how they are updated.
 
     Args:
         model: Its weights are the first version of the global model.
@@ -141,14 +141,14 @@ class Federation:
 
     @property
     def server(self) -> Server:
-        """Return the server half of the algorithm's view of the current round."""
+        """Return the server's view of the current round, for the algorithm."""
         round, metrics = self.clock.round + 1, self.log.server
         return replace(self._server, state=self.state, round=round, metrics=metrics)
 
     def client_state(self, client: int | None) -> State:
         """Return a client's whole model: the current shared part and its private part.
 
-        ``None`` stands for a client that never trained.
+        ``None`` stands for a client without private entries.
         """
         own = self.own_entries(client) if client is not None else {}
         # In order of precedence: initial entries, then the server's, then the client's.
@@ -189,7 +189,7 @@ class Federation:
         return requests
 
     def check(self, outcome: Outcome) -> Outcome | None:
-        """Return an outcome as the server reads it, and record it.
+        """Return an outcome as the server reads it. Record it, and keep the client's memory.
 
         A faulty update becomes a failure. The log names the client and the reason.
 

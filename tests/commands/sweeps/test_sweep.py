@@ -255,10 +255,12 @@ def test_a_method_that_trains_otherwise_cannot_merge_anothers_models() -> None:
 def test_plugins_and_full_names_of_another_version_can_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    Path("mine.py").write_text("from flsuite.aggregators import FedAvg\nclass Mine(FedAvg): ...\n")
+    Path("swept.py").write_text(
+        "from flsuite.aggregators import FedAvg\nclass Swept(FedAvg): ...\n"
+    )
     monkeypatch.syspath_prepend(".")
     names = {
-        "trainer.aggregator": ("Mine", "mine.Mine", "flsuite.aggregators.fedavg.FedAvg"),
+        "trainer.aggregator": ("Swept", "swept.Swept", "flsuite.aggregators.fedavg.FedAvg"),
         "trainer.schedule": ("flsuite.schedules.synchronous.Synchronous",),
         "trainer.attack": (
             "{class_path: flsuite.attacks.sign_flip.SignFlip, init_args: {fraction: 0.4}}",
@@ -267,7 +269,7 @@ def test_plugins_and_full_names_of_another_version_can_start(
     }
     pairs = [(key, name) for key, of_key in names.items() for name in of_key]
     methods = ", ".join(f"M{n}: {{{key}: {name}}}" for n, (key, name) in enumerate(pairs))
-    sweep = read_sweep(write_sweep("s.yaml", f"{{{methods}}}"), {"plugins": ["mine"]})
+    sweep = read_sweep(write_sweep("s.yaml", f"{{{methods}}}"), {"plugins": ["swept"]})
     assert refused_lines(sweep, Path("runs")) == []
 
 

@@ -32,6 +32,9 @@ from tests.test_plain_models import points
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 GPU = torch.device("cuda:0")
+# After fake tensors of a GPU, the first backward pass of a process starts a thread per GPU, and no
+# fork of the process can train then, in other tests neither. So the first pass is here.
+torch.ones((), requires_grad=True).backward()
 
 
 @pytest.fixture
