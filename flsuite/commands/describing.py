@@ -68,7 +68,8 @@ def options_of(hint: Any) -> list[Option]:
         return [option for kind in inner for option in options_of(kind)]
     if origin is Annotated:
         limits = ", ".join(map(repr, inner[1:]))
-        return [Option(f"{in_words(inner[0])} ({limits})", options_of(inner[0])[0].short)]
+        shorts = dict.fromkeys(option.short for option in options_of(inner[0]) if option.short)
+        return [Option(f"{in_words(inner[0])} ({limits})", "|".join(shorts))]
     if origin is Literal:
         return [_KINDS[NoneType] if v is None else Option(str(v), str(v)) for v in inner]
     short = "CLASS" if get_subclass_types(hint, True, callable_return=True) else ""
@@ -152,7 +153,10 @@ def _text_of(parameter: ParamData) -> str:
     text = re.sub(r"\s*\(default: [^)]*\)", "", text)
     given = parameter.default
     is_plain = type(given).__module__ == "builtins" and not callable(given)
-    if is_plain and given is not None:
+    if isinstance(given, dict) and "class_path" in given:
+        own = ", ".join(f"{name}={value}" for name, value in given.get("init_args", {}).items())
+        default = f"{given['class_path'].rpartition('.')[2]}({own})."
+    elif is_plain and given is not None:
         default = f"{str(given).lower() if isinstance(given, bool) else given}."
     described = first_sentence(text)
     described += "." if described and described[-1] not in ".!?" else ""

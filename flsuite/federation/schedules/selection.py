@@ -87,16 +87,19 @@ class Selection(ABC):
         self.silent = dict(state["silent"])
 
 
-class Draw(Selection):
-    """Draws the cohort at random, whatever clients have sent.
+def at_random(weights: np.ndarray | None = None) -> Selection:
+    """Return the draw of a cohort at random, whatever clients have sent.
 
     Args:
         weights: Unnormalized probabilities of all clients. Default: equal.
     """
+    return _Draw(weights)
 
+
+class _Draw(Selection):
     reads_updates = False
 
-    def __init__(self, weights: np.ndarray | None = None) -> None:
+    def __init__(self, weights: np.ndarray | None) -> None:
         self._weights = weights
 
     def choose(self, number: int, clock: Clock, launcher: Launcher, attempt: int) -> list[int]:

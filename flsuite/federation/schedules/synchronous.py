@@ -24,7 +24,7 @@ from flsuite.federation.schedules.base import (
     Speeds,
 )
 from flsuite.federation.schedules.launcher import Launcher
-from flsuite.federation.schedules.selection import Draw, Selection, ShareOrNumber
+from flsuite.federation.schedules.selection import Selection, ShareOrNumber, at_random
 from flsuite.metrics.privacy import RandomDraw
 
 _MOST_EMPTY_COHORTS = 1000  # in a row, before giving up
@@ -129,7 +129,7 @@ class Synchronous(Schedule, Settings):
         speeds = self.speeds or Measured()
         weights = np.asarray(sizes, dtype=np.float64) if self.sampling == "size" else None
         chosen = self.sampling
-        self._selection = chosen if isinstance(chosen, Selection) else Draw(weights)
+        self._selection = chosen if isinstance(chosen, Selection) else at_random(weights)
         self._selection.configure(sizes, started)
         self._launcher = Launcher(speeds, self.availability, sizes, seed, work)
         self._cohort: list[Fit] = []
