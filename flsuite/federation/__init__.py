@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Schedule,
         Speeds,
     )
+    from flsuite.federation.schedules.base import Work as Work  # of 0.2, not listed
     from flsuite.federation.schedules.faults import Faults
     from flsuite.federation.schedules.selection import Oort, PowerOfChoice, Selection
     from flsuite.federation.schedules.speeds import (

@@ -149,6 +149,9 @@ class Declarations:
         return withheld
 
 
+Work = Fit  # its name in plugins that were written for version 0.2
+
+
 class Speeds(ABC):
     """Determines how long a fit takes on the virtual clock.
 
