@@ -294,12 +294,12 @@ class FederatedTrainer(ScoringTrainer):
             folder,
             options,
             settings,
-            self.config or settings,
-            Hooks(callbacks),
-            self.loggers,
-            reuse,
-            self.keep_rounds,
-            self.fork,
+            config=self.config or settings,
+            callbacks=Hooks(callbacks),
+            loggers=self.loggers,
+            reuse=reuse,
+            keep_rounds=self.keep_rounds,
+            parent=self.fork,
         )
         self.strategy.connect(model)
         self.datamodule, self._scores = datamodule, {}

@@ -82,7 +82,7 @@ def only_known_classes(config: Path) -> Iterator[None]:
 
 
 def _is_known(path: str) -> bool:
-    """Return whether a name is that of a class, found and defined in one of the places."""
+    """Return whether a path names a class that one of the places defines."""
     now = moved(path)
     if not _is_within(now, (*_PLACES, *_EXPORTS)):
         return False

@@ -167,7 +167,7 @@ def _manifest(source: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo]) -> d
 
 
 def _is_part(name: str) -> bool:
-    """Return whether a name is that of a file that :func:`pack` writes."""
+    """Return whether :func:`pack` writes a file of this name."""
     return _NAME.fullmatch(name) is not None and any(
         name.count("/") == part.count("/") and fnmatchcase(name, part) for part in _PARTS
     )

@@ -150,7 +150,7 @@ def save_tensors(content: Any, path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name a file in the system's errors. Those of writing, unlike those of opening, do not."""
+    """Add the file's name to system errors. Errors of writing lack it, unlike errors of opening."""
     try:
         yield
     except OSError as error:

@@ -121,7 +121,7 @@ class Declarations:
         if self.is_asynchronous:
             withheld["current models"] = (
                 "brings models of older versions; set trainer.schedule to Synchronous, or "
-                "trainer.aggregator to FedBuff"
+                "trainer.aggregator to FedBuff without trainer.secure_sum"
             )
             withheld["rounds"] = (
                 "has none; set trainer.engine.workers to 1, or trainer.engine to Processes"

@@ -202,7 +202,8 @@ class Arrivals:
         if start is not None and start.number == number:
             return True
 
-        reason = f"it came too late, after its fit of round {sender.round} was closed"
+        closed = f"its fit of round {sender.round} was closed"
+        reason = f"it came too late, after {closed}, or no fit has its number"
         if any(update.number == number for update in record.updates):
             reason = "it came a second time"
         what = record.round, sender.client, reason
