@@ -23,6 +23,16 @@ def test_what_comes_first_imports_nothing_heavy() -> None:
     assert not imported(f"import {first}") & (HEAVY | LATER)
 
 
+def test_no_command_needs_an_extra_to_start() -> None:
+    """``flsuite report`` ended with a traceback where Altair is not installed."""
+    names = "altair vl_convert ray flwr opacus dp_accounting cryptography mlflow peft pyarrow"
+    blocked = f"[sys.modules.update({{name: None}}) for name in {names.split()}]"
+    files = (Path(__file__).parents[1] / "flsuite" / "commands").rglob("*.py")
+    commands = {".".join(("flsuite", *f.with_suffix("").parts[-2:])) for f in files}
+    commands = {n for n in commands if n.startswith("flsuite.commands.") and "__init__" not in n}
+    assert imported(f"{blocked}; import {', '.join(sorted(commands))}") >= commands
+
+
 @pytest.mark.long
 def test_a_run_and_its_workers_import_little_beside_lightning() -> None:
     by_lightning = "import lightning.pytorch; known = set(sys.modules)"

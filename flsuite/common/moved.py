@@ -58,7 +58,7 @@ analysis.curves: run_figure
 analysis.groups: labels
 analysis.listing: notes
 analysis.panels: axes
-analysis.publish.page.parts: headline
+analysis.publish.page.tables: headline
 analysis.report: target
 analysis.runs: tuning
 callbacks.logger_links: round_numbers

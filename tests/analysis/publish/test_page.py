@@ -17,7 +17,7 @@ import vl_convert
 
 import flsuite.analysis.publish.page
 from flsuite.analysis import find_runs, group_runs
-from flsuite.analysis.publish.page.parts import headline
+from flsuite.analysis.publish.page.tables import headline
 from flsuite.commands.main import main
 from tests.analysis.made_runs import made_grid, made_run, settings
 from tests.commands.command import Capture

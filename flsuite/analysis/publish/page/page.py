@@ -15,7 +15,6 @@ import flsuite.analysis.publish.page.tables as tables
 from flsuite.analysis.comparison import compare, comparison_note, default_score
 from flsuite.analysis.groups import Group
 from flsuite.analysis.publish.page.data import gather
-from flsuite.analysis.publish.page.parts import headline
 from flsuite.analysis.report import own_targets, require_score
 from flsuite.analysis.results import results_of, short_path
 from flsuite.analysis.runs import logged
@@ -154,7 +153,7 @@ def _content(
     return {
         "title": Path(os.path.commonpath([run for g in groups for run in g.runs])).name,
         "facts": tables.facts(results),
-        "headline": headline(groups, compare(results, metric), metric, score),
+        "headline": tables.headline(groups, compare(results, metric), metric, score),
         "scores": {name: tables.scores(groups, name, request.last) for name in request.metrics},
         "partitions": data.partitions,
         "metric": metric,
