@@ -145,10 +145,11 @@ def test_a_run_of_the_command_can_be_opened_in_python(finished: Path) -> None:
 
 
 @pytest.mark.draws
-def test_partition_draws_the_split_of_a_run(
-    finished: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    assert cli("partition", "--config", QUICKSTART, "--output", "drawn") == 0
+def test_partition_draws_the_split_of_a_run(finished: Path, tmp_path: Path) -> None:
+    # In a new process, where no other command has imported the classes of the config.
+    command = ["-m", "flsuite", "partition", "--config", QUICKSTART, "--output", "drawn"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == [
         "quickstart-partition.csv",
         "quickstart-partition.png",
@@ -157,8 +158,8 @@ def test_partition_draws_the_split_of_a_run(
     drawn = pd.read_csv(tmp_path / "drawn" / "quickstart-partition.csv")
     assert drawn.equals(pd.read_csv(finished / "partition.csv"))
     assert list(drawn.columns) == ["client", "split", "class", "samples"]
-    out = capsys.readouterr().out
-    assert "training samples" in out and "drawn/quickstart-partition.png" in out
+    assert "training samples" in done.stdout
+    assert "drawn/quickstart-partition.png" in done.stdout
 
 
 def test_print_config_is_a_config(capsys: Capture, tmp_path: Path) -> None:
