@@ -79,8 +79,8 @@ def test_a_name_is_imported_from_the_module_that_defines_it() -> None:
     rooms = {f"flsuite.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py")}
     inside = [path for path in FILES if path.name != "__init__.py"]
     used = {module(path): names for path in inside if (names := imports(path) & rooms)}
-    # They import early what a config may use, and what workers are forked with.
-    assert used.keys() == {"flsuite.commands.fit", "flsuite.commands.cells"}, used
+    # What workers are forked with is imported early.
+    assert used.keys() == {"flsuite.commands.cells"}, used
 
 
 def test_the_core_stands_without_what_is_around_it() -> None:

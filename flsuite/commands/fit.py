@@ -9,7 +9,6 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from flsuite import aggregators, callbacks, data, federation, models
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors, refuse_nulls
 from flsuite.common.errors import FlsuiteError, one_line, require_extra
 from flsuite.common.exports import import_names
@@ -18,7 +17,10 @@ from flsuite.runs.folder import new_run_dir
 from flsuite.trainer import FederatedTrainer
 
 log = logging.getLogger("flsuite")
-import_names(aggregators, callbacks, data, federation, models)  # a config may use any of them
+
+_ROOMS = ("aggregators", "callbacks", "data", "federation", "models")
+# A config may use any of their names.
+import_names(*(f"flsuite.{room}" for room in _ROOMS))
 
 _NOWHERE = (None, "", ".", "./mlruns")  # defaults of Lightning's loggers
 # Class: (packages, one of which must be installed; the extra that installs it).

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dis import get_instructions
 from functools import cache
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from flsuite.common.errors import likeliest
@@ -44,8 +43,8 @@ def on_first_use(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     return get, lambda: sorted({*vars(sys.modules[package]), *homes()})
 
 
-def import_names(*packages: ModuleType) -> None:
+def import_names(*packages: str) -> None:
     """Import all names that some packages export, so that configs can use their short names."""
-    for package in packages:
+    for package in map(import_module, packages):
         for name in package.__all__:
             getattr(package, name)
