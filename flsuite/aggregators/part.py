@@ -3,14 +3,15 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from lightning.pytorch import Callback
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from flsuite.common.client import ClientContext, Oracle
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.messages import ClientContext
-from flsuite.common.state import State, StateLayout
+from flsuite.common.state import State, StateLayout, Tree
+from flsuite.data.loader import TrainLoader
 from flsuite.metrics.privacy import RandomDraw, Release
 
 Capability = Literal[
@@ -174,18 +175,86 @@ class Part:
         return {}
 
 
-class ClientHalf(Callback):
-    """The client half of a part, in one fit. A stack of clients can call it, too.
+class ClientHalf(Part):
+    """A part that acts in a client's fit, by pure functions of the client's tensors.
 
-    Args:
-        client: The client's view of the round.
-        part: The part, with its settings.
+    :meth:`gradient` and :meth:`trains` serve one client, or a stack of clients along a first axis:
+    they must not look at numbers or change tensors in place. :meth:`start`, :meth:`end` and
+    :meth:`measure` are called for each client, and may read numbers. The fit takes care of devices,
+    precision, scaling, skipped steps, clipping and the optimizer.
+
+    Attributes:
+        batches: Batches per step of the optimizer. With 2, ``batch`` is a pair of batches.
     """
 
-    supports_stack = True
+    batches: ClassVar[int] = 1
 
-    def __init__(self, client: ClientContext, part: Part) -> None:
-        self.client, self.part = client, part
+    def check(self, model: LightningModule) -> None:
+        """Refuse a model that this part cannot work with, before round 1.
+
+        Raises:
+            FlsuiteError: If it cannot.
+        """
+        return
+
+    def start(self, client: ClientContext, w: State) -> tuple[State, Tree]:
+        """Return the weights that a fit starts from, and what its steps hold.
+
+        Args:
+            client: The client's view of the round.
+            w: All entries of the model. A changed entry is a new tensor.
+
+        Returns:
+            The entries, and tensors in dictionaries. Of other clients, they have the same names.
+        """
+        return w, {}
+
+    def gradient(self, oracle: Oracle, w: State, held: Any, batch: Any) -> tuple[State, Any]:
+        """Return the gradient of a step, and what the steps hold from then on.
+
+        Args:
+            oracle: Returns gradients of the model's own loss at any weights.
+            w: The model's trainable parameters.
+            held: What the steps hold.
+            batch: The batch.
+
+        Returns:
+            Entries of ``w``. A missing entry takes no step.
+        """
+        return oracle(w, batch), held
+
+    def trains(self, epoch: int, names: Collection[str]) -> Collection[str]:
+        """Return the parameters that train in an epoch. The others rest.
+
+        Args:
+            epoch: The epoch of the fit, counted from 0. In a model's warm-up, it is negative.
+            names: All trainable parameters.
+        """
+        return names
+
+    def end(self, client: ClientContext, w: State, held: Any) -> None:
+        """Keep notes in ``client.memory``, and send statistics in ``client.extras``.
+
+        Args:
+            client: The client's view of the round.
+            w: All entries of the trained model. They change in the next fit.
+            held: What the steps hold.
+        """
+        return
+
+    def measure(self, client: ClientContext, module: LightningModule, loader: TrainLoader) -> None:
+        """Measure the trained model, without changing it, and send the result.
+
+        A fit with known weights can be measured without training again: the result depends only on
+        the weights, the client's samples, the seed and the round.
+
+        Args:
+            client: The client's view of the round.
+            module: The trained model.
+            loader: The client's training batches, see
+                :meth:`~flsuite.data.loader.TrainLoader.plain_batches`.
+        """
+        return
 
 
 class Named(NamedTuple):

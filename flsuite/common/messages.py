@@ -10,8 +10,9 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from flsuite.common.client import ClientContext as ClientContext
 from flsuite.common.errors import one_line
-from flsuite.common.state import State, StateLayout, Sums, mismatch, non_finite
+from flsuite.common.state import State, Sums, mismatch, non_finite
 
 POOLED = -1
 """The number of the virtual client that holds the training samples of all clients."""
@@ -65,7 +66,7 @@ class TrainedFit:
     steps: int
     metrics: dict[str, float]
     seconds: float
-    client: "ClientContext | None" = None
+    client: ClientContext | None = None
     measures: bool = True
 
 
@@ -156,37 +157,6 @@ class ScoreRequest:
     def failure(self, reason: str, details: str = "") -> "ClientFailure":
         """Return the outcome of this request as a failure."""
         return ClientFailure(self.client, self.broadcast.round, reason, details)
-
-
-@dataclass
-class ClientContext:
-    """The part of a fit that the client half of an algorithm can see and change.
-
-    Attributes:
-        id: The client's number.
-        round: The round, counted from 1.
-        samples: Number of training samples.
-        class_counts: Training samples per class (per label in a multi-label task), int64
-            ``(classes,)``.
-        global_state: The shared model as received. It must not be changed.
-        received: What this part of the algorithm has broadcast in addition to the model.
-        memory: The client's own notes, plain data. They persist between the client's rounds and are
-            never sent.
-        extras: What to send with the update: nested dicts of tensors and numbers.
-        metrics: Metrics of this fit, for the log.
-        layout: Names and groups of the shared entries.
-    """
-
-    id: int
-    round: int
-    samples: int
-    class_counts: Tensor
-    global_state: State
-    received: dict[str, Any]
-    memory: dict[str, Any]
-    extras: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    layout: StateLayout = field(default_factory=lambda: StateLayout((), 0))
 
 
 @dataclass

@@ -4,44 +4,21 @@ The proximal term of FedProx: Li et al. 2020, algorithm 2. Federated Optimizatio
 Networks, arXiv:1812.06127.
 """
 
-from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
-
-from flsuite.aggregators.optimizers import about_to_step
-from flsuite.aggregators.part import ClientHalf, Part, Server, Statistic
+from flsuite.aggregators.part import ClientHalf, Server, Statistic
 from flsuite.common.arguments import NonNegativeFloat, Settings
-from flsuite.common.errors import FlsuiteError
-from flsuite.common.messages import ClientContext
+from flsuite.common.client import ClientContext, Oracle
 from flsuite.common.state import State, StateLayout, Tree
 
 
-class Objective(Part):
+class Objective(ClientHalf):
     """A term that clients minimize in addition to their own loss.
 
-    The client half consists of callbacks for the client's fit. They change the gradient, may keep
-    notes in ``client.memory``, and send statistics in ``client.extras``.
+    The client half changes the gradient of each step, may keep notes in ``client.memory``, and
+    sends statistics in ``client.extras``.
     """
-
-    def check(self, model: LightningModule) -> None:
-        """Refuse a model that this objective cannot work with, before round 1.
-
-        Raises:
-            FlsuiteError: If it cannot.
-        """
-        return
-
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        """Return the callbacks of the client half."""
-        return []
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         """Return the statistics that every client sends, by name. All of them are summed."""
@@ -70,99 +47,36 @@ class Objective(Part):
         return
 
 
-class StatedCallback(Callback):
-    """Applies an objective's functions of tensors in a fit of one client.
+def second_start(client: ClientContext, w: State, kept: State | None) -> State:
+    """Return the initial weights of a second model: the ones of the last fit, if any.
 
-    A stack calls the functions for all clients at once, without this callback.
+    Buffers that stay with the client are the second model's own. Buffers that the fit has reset
+    stay reset.
 
     Args:
         client: The client's view of the round.
-        objective: States the functions.
+        w: All entries of the model at the start of the fit.
+        kept: The second model after the client's last fit.
     """
-
-    def __init__(self, client: ClientContext, objective: Objective) -> None:
-        self.client, self.objective = client, objective
-
-    @abstractmethod
-    def begin(self, module: LightningModule) -> Any:
-        """Return what the functions read of the client, at the start of its fit."""
+    own = {name: w[name] for name in client.fit.buffers}
+    reset = {name: w[name] for name in client.layout.reset}
+    return {**own, **(kept or client.global_state), **reset}
 
 
-def wrong(objective: Objective, method: str, returned: Any, wanted: str) -> FlsuiteError:
-    """Return the error of a function that has returned something else than it should.
-
-    Args:
-        objective: The objective.
-        method: Name of its function.
-        returned: What it has returned.
-        wanted: What it should return.
-    """
-    shape = f" of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else ""
-    kind = "None" if returned is None else type(returned).__name__
-    return FlsuiteError(
-        f"{type(objective).__name__}.{method} returned {kind}{shape}; return {wanted}"
-    )
-
-
-def require_tensors(objective: Objective, method: str, returned: Any) -> None:
-    """Refuse what a function has returned if it does not consist of tensors.
-
-    Raises:
-        FlsuiteError: If it contains anything else.
-    """
-    for leaf in tree_leaves(returned):
-        if not isinstance(leaf, Tensor):
-            wanted = "tensors in dictionaries, and leave out what a client does not have"
-            raise wrong(objective, method, leaf, wanted)
-
-
-def own_tensors(objective: Objective, method: str, held: Any, module: LightningModule) -> Any:
-    """Return what a function has read of a client, apart from the tensors of its model.
-
-    Raises:
-        FlsuiteError: If it does not consist of tensors.
-    """
-    require_tensors(objective, method, held)
-    # The model's own tensors would change in its steps.
-    tensors = chain(module.parameters(), module.buffers())
-    own = {value.untyped_storage().data_ptr() for value in tensors}
-
-    def kept(value: Tensor) -> Tensor:
-        # Others stay the same objects: a stack holds what its clients share once.
-        is_own = value.untyped_storage().data_ptr() in own
-        return value.detach().clone() if is_own else value
-
-    return tree_map(kept, held)
-
-
-@contextmanager
-def no_change_in_place(objective: Objective | None, held: Any) -> Iterator[None]:
-    """Refuse changes of what is held, which may be the global model, or a copy in a stack.
-
-    Raises:
-        FlsuiteError: If a tensor has changed in place, or has been replaced in its dictionary.
-    """
-    before = [(leaf, leaf._version) for leaf in tree_leaves(held)]
-    yield
-    after = tree_leaves(held)
-    if len(after) != len(before) or any(
-        new is not old or new._version != version
-        for new, (old, version) in zip(after, before, strict=True)
-    ):
-        raise FlsuiteError(
-            f"{type(objective).__name__} changes what it reads of the client; make new tensors, "
-            "and leave the dictionaries as they are"
-        )
+def pulled(gradient: State, pull: State, weight: float) -> State:
+    """Return ``gradient + weight pull``. An entry without a gradient is pulled alone."""
+    return {
+        name: gradient[name].add(own, alpha=weight) if name in gradient else weight * own
+        for name, own in pull.items()
+    }
 
 
 @dataclass(frozen=True)
 class Proximal(Objective, Settings):
     """Clients minimize ``F_i(w) + mu / 2 ||w - w_global||^2`` (eq. 2).
 
-    The gradient ``mu (w - w_global)`` is added once per step, after mixed precision has unscaled
-    the gradient and micro-batches have accumulated. ``trainer.gradient_clip_val`` then bounds the
-    sum, as it would for a loss with this term. Private parameters have no global value, so the term
-    does not apply to them.
+    Private parameters have no global value, so the term does not apply to them.
+    ``trainer.gradient_clip_val`` bounds the sum, as it would for a loss with this term.
 
     Args:
         mu: Weight of the proximal term. 0 disables it.
@@ -170,24 +84,11 @@ class Proximal(Objective, Settings):
 
     mu: NonNegativeFloat = 0.01
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        # Without a callback, mu = 0 costs nothing and is FedAvg bit for bit.
-        return [_ProximalTerm(client, self)] if self.mu else []
+    def start(self, client: ClientContext, w: State) -> tuple[State, State]:
+        return w, {name: client.global_state[name] for name in client.layout.parameters}
 
-
-class _ProximalTerm(ClientHalf):
-    """The client half. It adds the term's gradient to the parameters that are about to step."""
-
-    part: Proximal
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Move to the parameters' device once per fit, not once per step.
-        start, parameters = self.client.global_state, pl_module.named_parameters()
-        self.anchors = {k: start[k].to(p.device) for k, p in parameters if k in start}
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        for name, parameter, gradient in about_to_step(optimizer, pl_module.named_parameters()):
-            if name in self.anchors:
-                gradient.add_(parameter.detach() - self.anchors[name], alpha=self.part.mu)
+    def gradient(self, oracle: Oracle, w: State, held: State, batch: Any) -> tuple[State, State]:
+        g = oracle(w, batch)
+        if self.mu:  # 0 is FedAvg bit for bit
+            g |= {k: g[k].add(w[k] - held[k], alpha=self.mu) for k in g.keys() & held.keys()}
+        return g, held

@@ -9,22 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from flsuite.aggregators.losses import is_other_loss, loss_at
-from flsuite.aggregators.objectives.base import (
-    Objective,
-    StatedCallback,
-    no_change_in_place,
-    own_tensors,
-    wrong,
-)
+from flsuite.aggregators.objectives.base import Objective
+from flsuite.aggregators.objectives.checks import no_change_in_place, wrong
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import scaler_of
-from flsuite.common.messages import ClientContext
 from flsuite.common.state import State
 from flsuite.models.abilities import head_of
 
@@ -129,8 +123,8 @@ class FeatureTerm(Objective):
     """A term of the features in the loss of every training step, or a change of its logits.
 
     Subclasses state both in functions of one client's tensors, which must not look at numbers or
-    change tensors in place. A stack of clients computes them for all at once. What differs between
-    clients is what :meth:`read` returns. Dataclasses among them are frozen.
+    change tensors in place. The term and the logits belong to the loss at the present weights, and
+    not to the loss of an oracle at other weights. Dataclasses among them are frozen.
 
     Args:
         head: Prefix of the head's entries in the state dict. The features are its input. Default:
@@ -139,15 +133,6 @@ class FeatureTerm(Objective):
 
     head: str = "head."
 
-    def read(self, client: ClientContext, module: LightningModule) -> Any:
-        """Return what the term reads of a client, in dictionaries of tensors. Default: nothing.
-
-        Args:
-            client: The client's view of the round.
-            module: Its model at the start of the fit.
-        """
-        return {}
-
     def compared(self, features_of: Callable[[State], Tensor], held: Any) -> list[Tensor]:
         """Return features of the batch at other weights, which the term reads. Default: none.
 
@@ -155,7 +140,7 @@ class FeatureTerm(Objective):
 
         Args:
             features_of: Returns the features of the batch, ``(n, features)``, at given weights.
-            held: What :meth:`read` has returned.
+            held: What the steps hold, as :meth:`start` has returned it.
         """
         return []
 
@@ -166,7 +151,7 @@ class FeatureTerm(Objective):
             features: ``(n, features)``, with gradients.
             others: What :meth:`compared` has returned.
             batch: The batch.
-            held: What :meth:`read` has returned.
+            held: What the steps hold, as :meth:`start` has returned it.
         """
         return None
 
@@ -176,7 +161,7 @@ class FeatureTerm(Objective):
         Args:
             outputs: ``(n, classes)``, with gradients.
             batch: The batch.
-            held: What :meth:`read` has returned.
+            held: What the steps hold, as :meth:`start` has returned it.
         """
         return outputs
 
@@ -191,9 +176,6 @@ class FeatureTerm(Objective):
             FlsuiteError: If it has no such head.
         """
         return head_of(model, self.head, "trainer.aggregator.objective.head")
-
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [FeatureCallback(client, self), *super().callbacks(client)]
 
 
 def compared_of(
@@ -297,79 +279,74 @@ def refuse_mixed_samples(
         )
 
 
-class FeatureCallback(StatedCallback):
+class TermHooks:
     """Adds the term in a fit of one client.
 
     Only the gradient of the term is computed, where the gradient of the loss passes the features.
     The backward pass of the model therefore runs once.
 
     Args:
-        client: The client's view of the round.
         objective: States the term.
+        trainer: The Trainer of the fit.
+        module: The model.
     """
 
-    objective: FeatureTerm
-
-    def __init__(self, client: ClientContext, objective: FeatureTerm) -> None:
-        super().__init__(client, objective)
+    def __init__(self, objective: FeatureTerm, trainer: Trainer, module: LightningModule) -> None:
+        self.objective, self._trainer, self._module = objective, trainer, module
         self._held: Any = {}
         self._batch: Any = ()
         self._others: list[Tensor] = []
         self._is_in_step = False
         self._is_called: bool | None = None  # the head, in the steps of this fit
         self._hooks, self._step = ExitStack(), ExitStack()
-
-    def begin(self, module: LightningModule) -> Any:
-        with no_change_in_place(self.objective, self.client.global_state):
-            held = self.objective.read(self.client, module)
-        return own_tensors(self.objective, "read", held, module)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._trainer, self._held = trainer, self.begin(pl_module)
-        self._head = self.objective.head_in(pl_module)
-        head = pl_module.get_submodule(self._head.rstrip("."))
+        self._head = objective.head_in(module)
+        head = module.get_submodule(self._head.rstrip("."))
         self._hooks.enter_context(head.register_forward_pre_hook(self._look))
         self._hooks.enter_context(head.register_forward_hook(self._change))
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        def features_of(weights: State, batch: Any = batch) -> Tensor:
-            return features_at(trainer, pl_module, self._head, weights, batch, batch_idx)
+    def begin_step(self, batch: Any, index: int, held: Any) -> None:
+        """Begin a step on a batch.
 
-        self._step.enter_context(no_change_in_place(self.objective, self._held))
+        Args:
+            batch: The batch.
+            index: Its number in the epoch.
+            held: What the steps hold.
+        """
+        self._held = held
+
+        def features_of(weights: State, batch: Any = batch) -> Tensor:
+            at = self._trainer, self._module, self._head, weights, batch
+            return features_at(*at, index)
+
+        self._step.enter_context(no_change_in_place(self.objective, held))
         self._batch = batch
-        self._others = compared_of(self.objective, features_of, self._held)
-        if batch_idx == 0 and hasattr(pl_module, "autograd_grad_sample_hooks"):  # DPSGD's
-            refuse_mixed_samples(self.objective, features_of, batch, self._held)
+        self._others = compared_of(self.objective, features_of, held)
+        if index == 0 and hasattr(self._module, "autograd_grad_sample_hooks"):  # DPSGD's
+            refuse_mixed_samples(self.objective, features_of, batch, held)
         self._is_in_step, self._is_called = True, bool(self._is_called)
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def end_step(self) -> None:
+        """End a step."""
         # Only now: LBFGS computes a loss several times, and checkpointed layers in the backward.
         self._is_in_step, self._batch = False, ()
         self._step.close()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def close(self) -> None:
+        """Remove the hooks from the model, which is resident."""
         self._hooks.close()
+
+    def require_called(self) -> None:
+        """Refuse a model whose steps have not called the head.
+
+        Raises:
+            FlsuiteError: If no step has.
+        """
         if self._is_called is False:
             raise FlsuiteError(
                 f"this aggregator changes what {self._head} reads or returns, and no "
-                f"training step of {type(pl_module).__name__} calls it; choose another "
+                f"training step of {type(self._module).__name__} calls it; choose another "
                 "aggregator, or head"
             )
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        # The model is resident: a hook left on it would act in the next client's fit.
-        self._hooks.close()
 
     @property
     def _is_own_loss(self) -> bool:

@@ -1,0 +1,151 @@
+"""The client halves of an algorithm's parts, as one chain of functions."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from flsuite.aggregators.objectives.checks import (
+    is_part_of,
+    no_change_in_place,
+    require_tensors,
+    wrong,
+)
+from flsuite.aggregators.objectives.feature_term import FeatureTerm
+from flsuite.aggregators.part import ClientHalf
+from flsuite.common.client import ClientContext, Evaluation, Oracle
+from flsuite.common.state import State
+from flsuite.data.loader import TrainLoader
+
+_STEPS = ("gradient", "trains")
+_ENDS = ("start", "end")
+
+
+class Halves:
+    """What the parts of an algorithm do in a client's fit, in their order.
+
+    The gradient of one part is what the oracle of the next one returns at the present weights.
+
+    Args:
+        parts: The parts: the objective, and then the rule.
+    """
+
+    def __init__(self, parts: Sequence[ClientHalf]) -> None:
+        self.parts = parts
+        terms = [part for part in parts if isinstance(part, FeatureTerm)]
+        self.term = terms[0] if terms else None
+        self.batches = max(part.batches for part in parts)
+        self.measures = any(_has(part, "measure") for part in parts)
+        self.changes_gradients = any(_has(part, "gradient") for part in parts)
+        self.has_phases = any(_has(part, "trains") for part in parts)
+        self.trains_plainly = self.term is None and not any(
+            _has(part, name) for part in parts for name in (*_STEPS, *_ENDS)
+        )
+
+    def start(self, client: ClientContext, w: State) -> tuple[State, list[Any]]:
+        """Return the weights that a fit starts from, and what each part holds."""
+        helds = []
+        for part in self.parts:
+            with no_change_in_place(part, client.global_state):
+                started: Any = part.start(client, w)
+            if not isinstance(started, tuple) or len(started) != 2:
+                raise wrong(part, "start", started, "the weights, and what the steps hold")
+            new, held = started
+            if not isinstance(new, Mapping) or new.keys() != w.keys():
+                raise wrong(part, "start", new, "all entries of w, and what the steps hold")
+            require_tensors(part, "start", held)
+            w = dict(new)
+            helds.append(held)
+        return w, helds
+
+    def gradient(
+        self, oracle: Oracle, w: State, helds: Sequence[Any], batch: Any, is_first: bool
+    ) -> tuple[State, list[Any]]:
+        """Return the gradient of a step, and what each part holds from then on.
+
+        Args:
+            oracle: Returns gradients of the model's own loss.
+            w: The model's trainable parameters.
+            helds: What each part holds.
+            batch: The batch.
+            is_first: Whether to check what the parts return, in the first step of a fit.
+        """
+        afters = []
+        for part, held in zip(self.parts, helds, strict=True):
+            if not _has(part, "gradient"):
+                afters.append(held)
+                continue
+            gradient, after = (
+                _checked(part, oracle, w, held, batch)
+                if is_first
+                else part.gradient(oracle, w, held, batch)
+            )
+            afters.append(after)
+            oracle = _Changed(oracle, w, dict(gradient))
+        return oracle(w, batch), afters
+
+    def trains(self, epoch: int, names: Collection[str]) -> frozenset[str]:
+        """Return the parameters that train in an epoch."""
+        for part in self.parts:
+            names = part.trains(epoch, names)
+        return frozenset(names)
+
+    def end(self, client: ClientContext, w: State, helds: Sequence[Any]) -> None:
+        """End a fit."""
+        for part, held in zip(self.parts, helds, strict=True):
+            part.end(client, w, held)
+
+    def measure(self, client: ClientContext, module: LightningModule, loader: TrainLoader) -> None:
+        """Measure a trained model."""
+        for part in self.parts:
+            part.measure(client, module, loader)
+
+
+class _Changed:
+    """An oracle whose gradient at the present weights is the one of an earlier part."""
+
+    def __init__(self, oracle: Oracle, w: State, gradient: State) -> None:
+        self._oracle, self._w, self._gradient = oracle, w, gradient
+
+    @property
+    def rate(self) -> float:
+        return self._oracle.rate
+
+    def __call__(self, at: State, batch: Any, in_full: bool = False) -> State:
+        if is_at(at, self._w) and not in_full:
+            return dict(self._gradient)
+        return self._oracle(at, batch, in_full)
+
+    def evaluate(self, at: State, batch: Any, in_full: bool = False) -> Evaluation:
+        return self._oracle.evaluate(at, batch, in_full)
+
+    def step(self, name: str, v: State, gradient: State) -> State:
+        return self._oracle.step(name, v, gradient)
+
+
+def _checked(part: ClientHalf, oracle: Oracle, w: State, held: Any, batch: Any) -> tuple[State, Any]:
+    """Return the gradient of a part, and what it holds from then on.
+
+    Raises:
+        FlsuiteError: If the part returns something else, or changes what it reads.
+    """
+    with no_change_in_place(part, [w, held]):
+        stepped: Any = part.gradient(oracle, w, held, batch)
+    if not isinstance(stepped, tuple) or len(stepped) != 2:
+        raise wrong(part, "gradient", stepped, "a gradient, and what the steps hold")
+    gradient, after = stepped
+    if not is_part_of(gradient, w):
+        wanted = f"entries of w, of the same shapes and dtypes ({', '.join(w)})"
+        raise wrong(part, "gradient", gradient, wanted)
+    require_tensors(part, "gradient", after)
+    return gradient, after
+
+
+def is_at(at: State, w: State) -> bool:
+    """Return whether weights are the present ones: the same tensors."""
+    return at is w or (at.keys() == w.keys() and all(at[name] is w[name] for name in w))
+
+
+def _has(part: ClientHalf, name: str) -> bool:
+    """Return whether a part has its own version of a function."""
+    return getattr(type(part), name) is not getattr(ClientHalf, name)
