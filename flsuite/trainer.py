@@ -257,7 +257,7 @@ class FederatedTrainer(ScoringTrainer):
 
         # The algorithm for this model: which entries are shared, and what becomes of updates.
         bound = aggregator.bound(model)
-        bound.objective.check(model)
+        bound.halves.check(model)
         algorithm = with_attack(bound, attack)
         entries = entries_of(model, algorithm, options.batchnorm)
         monitor = evaluator.monitored(options.monitor, bool(entries.personal))

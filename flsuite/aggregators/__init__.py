@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from flsuite.aggregators.moon import MOON
     from flsuite.aggregators.objectives.base import Objective, Proximal
     from flsuite.aggregators.objectives.feature_term import FeatureTerm
-    from flsuite.aggregators.objectives.second_steps import SecondSteps
     from flsuite.aggregators.part import Part, Server, Statistic
     from flsuite.aggregators.partial import FedBN, FedPer, LGFedAvg
     from flsuite.aggregators.perfedavg import PerFedAvg
@@ -160,7 +159,6 @@ __all__ = [
     "RegMean",
     "Rule",
     "ScaledUpdate",
-    "SecondSteps",
     "SecureAggregation",
     "Server",
     "SignFlip",

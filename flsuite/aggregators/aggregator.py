@@ -18,9 +18,10 @@ from numbers import Real
 from typing import Any, ClassVar, final
 
 from jsonargparse import ArgumentParser
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 
+from flsuite.aggregators.halves import Halves
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.part import (
     Capability,
@@ -40,7 +41,7 @@ from flsuite.aggregators.server_optimizers import require_step, stepped
 from flsuite.aggregators.transforms.base import Transform
 from flsuite.common.arguments import arguments, check_init
 from flsuite.common.errors import FederationError, FlsuiteError, require_instance
-from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree, cast, divided, scaled
 
 
@@ -182,22 +183,10 @@ class Aggregator:
 
     # The client half
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        """Return the callbacks of one client's fit.
-
-        Raises:
-            FlsuiteError: If a part returns something else than a list of them.
-        """
-        callbacks: list[Callback] = []
-        for part in (self.objective, self.rule):
-            own: Any = part.callbacks(client)
-            if not isinstance(own, list):
-                raise FlsuiteError(
-                    f"{type(part).__name__}.callbacks returned {type(own).__name__}; return a list "
-                    "of callbacks"
-                )
-            callbacks += own
-        return callbacks
+    @property
+    def halves(self) -> Halves:
+        """Return what the parts do in a client's fit: the objective, and then the rule."""
+        return Halves([self.objective, self.rule.half])
 
     def contribution(self, update: ClientUpdate, layout: StateLayout, own: Collection[str]) -> Tree:
         """Return what a client adds to the sums of a round.

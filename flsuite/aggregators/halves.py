@@ -14,6 +14,7 @@ from flsuite.aggregators.objectives.checks import (
 from flsuite.aggregators.objectives.feature_term import FeatureTerm
 from flsuite.aggregators.part import ClientHalf
 from flsuite.common.client import ClientContext, Evaluation, Oracle
+from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State
 from flsuite.data.loader import TrainLoader
 
@@ -31,6 +32,12 @@ class Halves:
     """
 
     def __init__(self, parts: Sequence[ClientHalf]) -> None:
+        for part in parts:
+            if hasattr(part, "callbacks"):
+                raise FlsuiteError(
+                    f"{type(part).__name__}.callbacks is not called: state what a client does in "
+                    "its steps as start, gradient and end, and what it measures as measure"
+                )
         self.parts = parts
         terms = [part for part in parts if isinstance(part, FeatureTerm)]
         self.term = terms[0] if terms else None
@@ -41,6 +48,11 @@ class Halves:
         self.trains_plainly = self.term is None and not any(
             _has(part, name) for part in parts for name in (*_STEPS, *_ENDS)
         )
+
+    def check(self, model: LightningModule) -> None:
+        """Refuse a model that a part cannot work with, before round 1."""
+        for part in self.parts:
+            part.check(model)
 
     def start(self, client: ClientContext, w: State) -> tuple[State, list[Any]]:
         """Return the weights that a fit starts from, and what each part holds."""
@@ -123,7 +135,9 @@ class _Changed:
         return self._oracle.step(name, v, gradient)
 
 
-def _checked(part: ClientHalf, oracle: Oracle, w: State, held: Any, batch: Any) -> tuple[State, Any]:
+def _checked(
+    part: ClientHalf, oracle: Oracle, w: State, held: Any, batch: Any
+) -> tuple[State, Any]:
     """Return the gradient of a part, and what it holds from then on.
 
     Raises:

@@ -1,8 +1,8 @@
 """The loss of a model's training step at weights that are not its own."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -27,12 +27,13 @@ def loss_at(
     in_full: bool = False,
     ends: dict[str, Tensor] | None = None,
     then: Callable[[Tensor], None] | None = None,
+    draws: "Draws | None" = None,
 ) -> Tensor:
     """Return the loss of a model's training step at other weights, a scalar with gradients.
 
     The model does not change: a step at other weights must not count in the BatchNorm statistics,
     metrics and counters of this model. Buffers among the weights may change, as in a training step.
-    The model's next step draws the same random numbers again, as for dropout.
+    The random numbers of the model's next step stay the same.
 
     Args:
         trainer: The Trainer of the fit, for its precision.
@@ -43,6 +44,7 @@ def loss_at(
         in_full: Whether to compute in the precision of the weights, without autocast.
         ends: See :func:`step_loss`.
         then: See :func:`step_loss`.
+        draws: The random state to draw from, as for dropout. Default: the present one.
 
     Raises:
         FlsuiteError: If the training step does not return a loss, or DPSGD trains the model.
@@ -63,7 +65,7 @@ def loss_at(
     own = {name: weights[name] for name, _ in module.named_parameters() if name in weights}
     named = buffers | own | {name: weights[name] for name in buffers if name in weights}
     precision = nullcontext() if in_full else trainer.precision_plugin.train_step_context()
-    with _same_draws(module), precision, _other_loss():
+    with drawing_from(module.device, draws), precision, _other_loss():
         return step_loss(module, named, batch, index, ends=ends, then=then)
 
 
@@ -123,6 +125,7 @@ def loss_and_gradient(
     index: int,
     buffers: Mapping[str, Tensor] | None = None,
     in_full: bool = False,
+    draws: "Draws | None" = None,
 ) -> tuple[Tensor, State]:
     """Return the loss of a training step at other weights, and its gradient.
 
@@ -146,7 +149,7 @@ def loss_and_gradient(
                 with torch.autocast(module.device.type, enabled=False):
                     loss.backward()
 
-        loss = loss_at(trainer, module, at, batch, index, in_full, ends, differentiate)
+        loss = loss_at(trainer, module, at, batch, index, in_full, ends, differentiate, draws)
     # Only now, because the backward pass reads the buffers of the step.
     for name in ends.keys() & others.keys():
         others[name].copy_(ends[name].detach())
@@ -174,27 +177,49 @@ def hessian_product(
     return {k: (plus[k] - minus[k]) / (2 * delta) for k in at}
 
 
-def mean_loss(trainer: Trainer, module: LightningModule, weights: State) -> float:
-    """Return the mean loss over all samples of the client, in evaluation mode.
+def mean_loss(
+    trainer: Trainer, module: LightningModule, weights: State, batches: Iterable[Any]
+) -> float:
+    """Return the mean loss over the samples of batches, in evaluation mode.
 
-    For the arguments, see :func:`loss_at`.
+    For the other arguments, see :func:`loss_at`.
+
+    Args:
+        batches: Batches on the model's device.
     """
     weights = {name: value.to(module.device) for name, value in weights.items()}
-    loader: Any = trainer.train_dataloader
     total, samples = 0.0, 0
     with evaluating(module), torch.no_grad():
-        for index, batch in enumerate(loader.plain_batches()):
-            batch = trainer.strategy.batch_to_device(batch)
+        for index, batch in enumerate(batches):
             size = extract_batch_size(batch)
             total += size * float(loss_at(trainer, module, weights, batch, index))
             samples += size
     return total / samples
 
 
-def _same_draws(module: LightningModule) -> AbstractContextManager[None]:
-    device = module.device
+Draws = tuple[Tensor, Tensor | None]
+"""The state of torch's random generators: of the CPU, and of another device."""
+
+
+def random_state(device: torch.device) -> Draws:
+    """Return the state of torch's random generators."""
+    if device.type == "cpu":
+        return torch.get_rng_state(), None
+    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)
+
+
+@contextmanager
+def drawing_from(
+    device: torch.device, state: tuple[Tensor, Tensor | None] | None
+) -> Iterator[None]:
+    """Draw random numbers from a state, or from the present one, and then go on as before."""
     on_cpu = device.type == "cpu"
-    return torch.random.fork_rng([] if on_cpu else [device], device_type=device.type)
+    with torch.random.fork_rng([] if on_cpu else [device], device_type=device.type):
+        if state is not None:
+            torch.set_rng_state(state[0])
+            if state[1] is not None:
+                torch.get_device_module(device).set_rng_state(state[1], device)
+        yield
 
 
 class _Step(nn.Module):

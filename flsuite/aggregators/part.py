@@ -184,7 +184,7 @@ class ClientHalf(Part):
     precision, scaling, skipped steps, clipping and the optimizer.
 
     Attributes:
-        batches: Batches per step of the optimizer. With 2, ``batch`` is a pair of batches.
+        batches: Batches per step of the optimizer.
     """
 
     batches: ClassVar[int] = 1
@@ -216,7 +216,7 @@ class ClientHalf(Part):
             oracle: Returns gradients of the model's own loss at any weights.
             w: The model's trainable parameters.
             held: What the steps hold.
-            batch: The batch.
+            batch: It stands for the batch, to hand to the oracle. With two ``batches``, a pair.
 
         Returns:
             Entries of ``w``. A missing entry takes no step.

@@ -84,12 +84,14 @@ class ClientFit(Protocol):
     Attributes:
         buffers: Names of the model's entries that are not parameters.
         optimizers: The model's optimizers, at the start of the fit.
+        clips: Whether the Trainer clips gradients.
         continues: Whether the optimizers continue from the client's last fit.
         taken: The steps so far, without those that a gradient scaler skipped.
     """
 
     buffers: Sequence[str]
     optimizers: Sequence[Optimizer]
+    clips: bool
     continues: bool
     taken: Sequence[Taken]
 

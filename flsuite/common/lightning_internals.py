@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import (
+    _configure_optimizers,
+    _configure_schedulers_automatic_opt,
+)
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -172,6 +176,21 @@ def skips_step(trainer: Trainer, optimizer: Optimizer) -> bool:
     if scaler is None or not scaler.is_enabled():
         return False
     return any(bool(found) for found in scaler._found_inf_per_device(optimizer).values())
+
+
+def configured(model: LightningModule) -> tuple[list[Optimizer], list[Any]]:
+    """Return the optimizers that a model configures, and its schedulers as Lightning runs them."""
+    optimizers, schedulers, monitor = _configure_optimizers(model.configure_optimizers())
+    return optimizers, _configure_schedulers_automatic_opt(schedulers, monitor)
+
+
+def show_progress(trainer: Trainer, loader: Any, epoch: int, step: int) -> None:
+    """Set the counters and the loader of a Trainer as they are before a step, counted from 0."""
+    set_train_loader(trainer, loader)
+    trainer.training, trainer.should_stop = True, False
+    trainer.fit_loop.epoch_progress.current.processed = epoch
+    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    steps.total.completed = step
 
 
 def train_loader(trainer: Trainer) -> Any:

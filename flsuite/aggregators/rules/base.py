@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from lightning.pytorch import Callback
-
-from flsuite.aggregators.part import Capability, Part, Server, Statistic
+from flsuite.aggregators.part import Capability, ClientHalf, Server, Statistic
 from flsuite.aggregators.staleness import rebased
-from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, StateLayout, Sums, Tree, moved
 
 Weighting = Literal["samples", "uniform"]
@@ -114,7 +112,7 @@ class _Cohort(Reduction):
             yield self._updates.popleft()
 
 
-class Rule(Part, ABC):
+class Rule(ClientHalf, ABC):
     """Combines the updates of a round into one model.
 
     The model becomes the global model, or gives the server optimizer its gradient.
@@ -130,9 +128,10 @@ class Rule(Part, ABC):
     weighting: Weighting = "uniform"
     withholds = withheld_by()
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        """Return the callbacks of the client half, which measure the trained model."""
-        return []
+    @property
+    def half(self) -> ClientHalf:
+        """Return the part that acts in a client's fit."""
+        return self
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         """Return what every client sends in addition to its model, by name."""
@@ -254,8 +253,9 @@ class RuleAround(CohortRule):
     def broadcast(self, server: Server) -> dict[str, Any]:
         return self.rule.broadcast(server)
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return self.rule.callbacks(client)
+    @property
+    def half(self) -> ClientHalf:
+        return self.rule.half
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         return self.rule.statistics(layout, state)

@@ -17,27 +17,90 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from flsuite.aggregators.halves import Halves
 from flsuite.common.arguments import Fraction, PositiveInt, Settings
+from flsuite.common.client import ClientContext
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import skips_step
+from flsuite.common.state import State
+from flsuite.data.loader import TrainLoader
+from flsuite.federation.client.fit import AlgorithmSteps, OneFit
 from flsuite.models.abilities import extra_epochs
 
 
-class MeanLoss(Callback):
-    """Records the mean training loss over a fit's steps, without a device sync or log call per
-    step.
+class SampleGradients(ABC):
+    """A callback that computes the gradient of a step from the gradients of its samples."""
 
-    The steps of a model's warm-up (``extra_epochs``) are counted separately, because their loss may
-    be another function.
+    @abstractmethod
+    def begin(self, loader: TrainLoader) -> None:
+        """Begin a client's fit."""
+
+    @abstractmethod
+    def gradient(self, samples: State, parameters: State, index: int) -> State:
+        """Return the gradient of a step.
+
+        Args:
+            samples: The gradients of the samples by parameter, ``(samples, ...)``.
+            parameters: All trainable parameters, for shapes.
+            index: The number of the batch in its epoch.
+        """
+
+
+class FitRecord(Callback):
+    """Records the losses and the skipped steps of a fit, and lets the algorithm change its steps.
+
+    No loss is read from the device, and none is logged, before the fit ends. The steps of a model's
+    warm-up (``extra_epochs``) are counted separately, because their loss may be another function.
+
+    Args:
+        halves: What the algorithm does. Default: nothing.
+        client: The client's view of the round.
+        continues: Whether the optimizers continue from the client's last fit.
+
+    Attributes:
+        skipped: Number of steps that the gradient scaler of ``16-mixed`` has skipped, because
+            gradients overflow.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, halves: Halves | None, client: ClientContext, continues: bool = False
+    ) -> None:
+        self._halves, self._client, self._continues = halves, client, continues
+        self._steps: AlgorithmSteps | None = None
         self._totals: dict[str, Tensor] = {}
-        self._steps: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
+        self.skipped = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._halves is None or self._halves.trains_plainly:
+            return
+        loader: Any = trainer.train_dataloader
+        fit = OneFit(trainer, pl_module, loader, continues=self._continues)
+        self._steps = AlgorithmSteps(self._halves, self._client, fit)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._steps:
+            self._steps.begin_epoch(trainer.current_epoch)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._steps:
+            self._steps.begin_step(batch, batch_idx)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        if skips_step(trainer, optimizer):
+            self.skipped += 1
+        elif self._steps:
+            self._steps.change(optimizer, _is_last_step(trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
     ) -> None:
+        if self._steps:
+            self._steps.end_step()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is None:
             return
@@ -54,38 +117,33 @@ class MeanLoss(Callback):
             self._totals[name].add_(loss)
         else:
             self._totals[name] = loss.clone()
-        self._steps[name] = self._steps.get(name, 0) + 1
+        self._counts[name] = self._counts.get(name, 0) + 1
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._steps:
+            self._steps.end()
+
+    def on_exception(self, trainer: Trainer, *args: Any) -> None:
+        if self._steps:
+            self._steps.close()
 
     @property
-    def steps(self) -> int:
+    def losses(self) -> int:
         """Return the number of steps with a loss."""
-        return sum(self._steps.values())
+        return sum(self._counts.values())
 
-    def means(self) -> dict[str, float]:
-        """Return ``loss`` (NaN without a step) and, after a warm-up, ``warmup_loss``."""
-        means = {name: float(total) / self._steps[name] for name, total in self._totals.items()}
+    def numbers(self) -> dict[str, float]:
+        """Return ``loss``, which is NaN without a step, ``warmup_loss`` and ``skipped_steps``."""
+        means = {name: float(total) / self._counts[name] for name, total in self._totals.items()}
+        skipped = {"skipped_steps": float(self.skipped)} if self.skipped else {}
         # NaN instead of 0, because a fit without a step must not look perfect.
-        return {"loss": float("nan"), **means}
+        return {"loss": float("nan"), **means, **skipped}
 
 
-class CountSkips(Callback):
-    """Counts the steps that the gradient scaler of ``16-mixed`` skips because gradients overflow.
-
-    Attributes:
-        skipped: Number of skipped steps in the fit.
-    """
-
-    def __init__(self) -> None:
-        self.skipped = 0
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        self.skipped += skips_step(trainer, optimizer)
-
-    def metrics(self) -> dict[str, float]:
-        """Return ``skipped_steps`` if there are any."""
-        return {"skipped_steps": float(self.skipped)} if self.skipped else {}
+def _is_last_step(trainer: Trainer) -> bool:
+    is_last_epoch = trainer.current_epoch + 1 >= (trainer.max_epochs or 1)
+    is_last_batch = trainer.is_last_batch and is_last_epoch
+    return is_last_batch or trainer.global_step + 1 == trainer.max_steps
 
 
 class LRDecay(ABC):

@@ -14,11 +14,10 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.aggregators.state_check import StateCheck
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.common.errors import FlsuiteError, one_line, with_place
-from flsuite.common.lightning_internals import scaler_of, steps_taken
+from flsuite.common.lightning_internals import steps_taken
 from flsuite.common.messages import (
     Broadcast,
     ClientContext,
@@ -34,13 +33,7 @@ from flsuite.common.messages import (
 from flsuite.common.random import seed_process
 from flsuite.common.state import State, clone, load_, nbytes
 from flsuite.data.federated import FederatedData
-from flsuite.data.loader import TrainLoader
-from flsuite.federation.client.callbacks import (
-    CountSkips,
-    KeepOptimizers,
-    MeanLoss,
-    RoundLearningRate,
-)
+from flsuite.federation.client.callbacks import FitRecord, KeepOptimizers, RoundLearningRate
 from flsuite.federation.client.devices import on_one_gpu
 from flsuite.federation.client.entries import ResidentModel, entries_of
 from flsuite.federation.client.faults import carry_out
@@ -70,6 +63,8 @@ class ClientRunner:
         self.entries = entries_of(setup.model, setup.uplink.aggregator, setup.batchnorm)
         self._resident = ResidentModel(self.model, self.entries.frozen)
         self._state_check = StateCheck(setup.uplink.aggregator)
+        self._halves = setup.uplink.aggregator.halves
+        self._record: FitRecord | None = None
         self._use_local_loop = True
         self._trainer: ClientTrainer | None = None
         self._data: FederatedData | None = None
@@ -86,11 +81,11 @@ class ClientRunner:
         Raises:
             FlsuiteError: If no client can train with the settings of the run.
         """
-        loss = MeanLoss()
+        self._record = None
         if request.trained is None or request.trained.measures:  # else the model is not needed
             self._resident.restore()
         try:
-            result = self._fit(request, loss)
+            result = self._fit(request)
             return result if request.fault is None else carry_out(request.fault, result)
         except NeedsLightningLoopError:
             # Restart the whole fit in Lightning's loop, from the same state and seed.
@@ -102,7 +97,7 @@ class ClientRunner:
         except (Exception, SystemExit) as error:  # a library may call exit()
             self._trainer = None  # an exception may leave the Trainer in any state
             reason = f"{type(error).__name__}: {with_place(error, longest=300)}"
-            has_stepped = bool(loss.steps or request.trained)
+            has_stepped = bool(request.trained or (self._record and self._record.losses))
             return request.failure(
                 reason, traceback.format_exc(), before_first_step=not has_stepped
             )
@@ -149,7 +144,7 @@ class ClientRunner:
             reason = f"{type(error).__name__}: {one_line(error, 300)}"
             return request.failure(reason, traceback.format_exc())
 
-    def _fit(self, request: FitRequest, loss: MeanLoss) -> ClientResult:
+    def _fit(self, request: FitRequest) -> ClientResult:
         started = time.perf_counter()
         setup, broadcast = self.setup, request.broadcast
         view = setup.data.at(broadcast.round)
@@ -165,8 +160,11 @@ class ClientRunner:
         load_(self.model.state_dict(), self._starts.of(request, device))
         self._resident.mark()
         abilities.begin_task(self.model, view.stage)
-        keeper, skips = KeepOptimizers(request.memory.get("optimizers")), CountSkips()
-        callbacks = self._callbacks(request, client, keeper, loss, skips)
+        kept = request.memory.get("optimizers")
+        keeper = KeepOptimizers(kept) if setup.keep_optimizers and not request.adapts else None
+        record = FitRecord(None if request.adapts else self._halves, client, bool(keeper and kept))
+        self._record = record
+        callbacks = self._callbacks(request, client.round, [keeper] if keeper else [], record)
         trainer, data = self._rewound_trainer(callbacks, request.adapts)
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         loader = setup.loader_of(data.at(broadcast.round), request)
@@ -174,41 +172,45 @@ class ClientRunner:
             trainer.fit(self.model, loader)
             self._resident.check()
             self._state_check.check("in a fit", "client.memory")
-            steps = steps_taken(trainer) - skips.skipped
-            if steps and self.model.automatic_optimization and not loss.steps:
+            steps = steps_taken(trainer) - record.skipped
+            if steps and self.model.automatic_optimization and not record.losses:
                 raise RuntimeError(
                     f"training_step of {type(self.model).__name__} returned no loss for any batch, "
                     "so nothing was trained; return the loss, or set automatic_optimization to "
                     "False"
                 )
-            numbers = _training_numbers(trainer, loss, skips, steps)
-            trained = TrainedFit({}, {"optimizers": keeper.states}, steps, numbers, seconds=0.0)
+            numbers = _training_numbers(trainer, record, steps)
+            memory = {"optimizers": keeper.states} if keeper else {}
+            trained = TrainedFit({}, memory, steps, numbers, seconds=0.0)
         else:
-            self._measure(trained, trainer, callbacks, loader)
-        state = self.model.state_dict()
-        return self._result(request, client, started - trained.seconds, trained, state)
+            load_(self.model.state_dict(), trained.state)
+            load_(self.model.state_dict(), trained.memory.get("model", {}))
+            self.model.to(device)
+            loader.epoch = trainer.fit_loop.max_epochs or 1  # as after the fit
+        if self._halves.measures and not request.adapts:
+            self._halves.measure(client, self.model, loader)
+        return self._result(
+            request, client, started - trained.seconds, trained, self.model.state_dict()
+        )
 
     def _callbacks(
         self,
         request: FitRequest,
-        client: ClientContext,
-        keeper: KeepOptimizers,
-        loss: MeanLoss,
-        skips: CountSkips,
+        round: int,
+        keeper: list[KeepOptimizers],
+        record: FitRecord,
     ) -> list[Callback]:
         """Return the callbacks of a fit, in order.
 
         The learning rate is set before the user's callbacks see it. The algorithm comes after them,
         to change the final gradient.
         """
-        setup = self.setup
+        decay = self.setup.lr_decay
         return [
-            *([RoundLearningRate(setup.lr_decay.factor(client.round))] if setup.lr_decay else []),
+            *([RoundLearningRate(decay.factor(round))] if decay else []),
             *copy.deepcopy(request.broadcast.callbacks),
-            *([keeper] if setup.keep_optimizers and not request.adapts else []),
-            *([] if request.adapts else setup.callbacks_of(client)),
-            loss,
-            *([skips] if scaler_of(self._started_trainer()) is not None else []),
+            *keeper,
+            record,
         ]
 
     def _result(
@@ -266,22 +268,6 @@ class ClientRunner:
             self._counted = broadcast, nbytes(broadcast.state) + nbytes(broadcast.extras)
         return self._counted[1]
 
-    def _measure(
-        self,
-        trained: TrainedFit,
-        trainer: ClientTrainer,
-        callbacks: Sequence[Callback],
-        loader: TrainLoader,
-    ) -> None:
-        """Load a trained model, and let the algorithm measure it."""
-        load_(self.model.state_dict(), trained.state)
-        load_(self.model.state_dict(), trained.memory.get("model", {}))
-        self.model.to(trainer.strategy.root_device)
-
-        for callback in callbacks:
-            if isinstance(callback, AfterFit):
-                callback.measure(self.model, loader)
-
     def _rewound_trainer(
         self, callbacks: list[Callback], epochs: int = 0
     ) -> tuple[ClientTrainer, FederatedData]:
@@ -313,13 +299,11 @@ class ClientRunner:
         return method.__module__.startswith(("flsuite.", "lightning."))
 
 
-def _training_numbers(
-    trainer: ClientTrainer, loss: MeanLoss, skips: CountSkips, steps: int
-) -> dict[str, float]:
+def _training_numbers(trainer: ClientTrainer, record: FitRecord, steps: int) -> dict[str, float]:
     """Return the fit's measurements and the model's logged metrics."""
     logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
-    numbers = {**loss.means(), **skips.metrics(), **logged}
-    if steps and not loss.steps:  # under manual optimization, steps need not return a loss
+    numbers = {**record.numbers(), **logged}
+    if steps and not record.losses:  # under manual optimization, steps need not return a loss
         del numbers["loss"]
         numbers |= {"loss": logged["train_loss"]} if "train_loss" in logged else {}
     return numbers

@@ -120,15 +120,18 @@ class WorkerSetup:
             layout=self.uplink.layout,
         )
 
-    def callbacks_of(self, client: ClientContext) -> list[Callback]:
-        """Return what the attack and the algorithm do in a client's fit."""
-        attacks = self.attack.callbacks(client) if self.attack else []
-        return [*attacks, *self.uplink.aggregator.callbacks(client)]
-
     def loader_of(self, data: FederatedData, request: FitRequest) -> TrainLoader:
         """Return the batches of a client's fit, from a view of the data in its round."""
         round = request.broadcast.round
-        return TrainLoader(data, request.client, self.seed, round, request.batches, request.repeat)
+        own = self.seed, round, request.batches, request.repeat
+        loader = TrainLoader(data, request.client, *own)
+        if not request.adapts and self.poisons(request):
+            self.attack.poisoned(loader)  # type: ignore[union-attr]
+        return loader
+
+    def poisons(self, request: FitRequest) -> bool:
+        """Return whether the client of a fit poisons its batches."""
+        return self.attack is not None and self.attack.poisons(request.client)
 
 
 class StartStates:
@@ -202,23 +205,26 @@ def fit_samples(
         model: The model, which may add epochs of a warm-up.
     """
     epochs = (trainer_kwargs.get("max_epochs") or 1) + extra_epochs(model)
-    limit = trainer_kwargs.get("limit_train_batches")
     steps = trainer_kwargs.get("max_steps")
 
     def processed(samples: int) -> int:
-        per_epoch = samples
-        if limit is not None:
-            batches = len(batch_bounds(samples, batch_size))
-            # As in Lightning: a fraction of the batches, or their number.
-            most = int(batches * limit) if isinstance(limit, float) else limit
-            per_epoch = min(samples, most * batch_size)
-        total = epochs * per_epoch
+        batches = epoch_batches(trainer_kwargs, len(batch_bounds(samples, batch_size)))
+        is_limited = trainer_kwargs.get("limit_train_batches") is not None
+        total = epochs * (min(samples, batches * batch_size) if is_limited else samples)
         if steps in (None, -1):
             return total
         per_step = batch_size * (trainer_kwargs.get("accumulate_grad_batches") or 1)
         return min(total, steps * per_step)
 
     return processed
+
+
+def epoch_batches(trainer_kwargs: Mapping[str, Any], batches: int) -> int:
+    """Return how many batches of an epoch the Trainer takes: a fraction of them, or a number."""
+    limit = trainer_kwargs.get("limit_train_batches")
+    if limit is None:
+        return batches
+    return int(batches * limit) if isinstance(limit, float) else min(batches, limit)
 
 
 def refuse_callbacks(callbacks: Sequence[Callback]) -> None:

@@ -4,16 +4,18 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
 
+from flsuite.aggregators.halves import Halves
 from flsuite.aggregators.state_check import StateCheck
 from flsuite.common.errors import with_place
 from flsuite.common.lightning_internals import attached
@@ -21,24 +23,20 @@ from flsuite.common.messages import FitRequest, TrainedFit
 from flsuite.common.random import seed_process
 from flsuite.common.state import State
 from flsuite.data.federated import FederatedData
-from flsuite.federation.client.callbacks import KeepOptimizers
 from flsuite.federation.client.devices import keep_freed_memory
-from flsuite.federation.client.setup import StartStates, WorkerSetup
+from flsuite.federation.client.fit import OneFit
+from flsuite.federation.client.setup import StartStates, WorkerSetup, epoch_batches
 from flsuite.federation.client.stack_batches import StackBatches
-from flsuite.federation.client.stack_member import Member, TrainerOfOne, callbacks_of, stacked
+from flsuite.federation.client.stack_member import Member, MemberModel, stacked
 from flsuite.federation.client.stack_samples import is_mean_over_samples, refuse_mixed_samples
 from flsuite.federation.client.stack_steps import StackSteps
 from flsuite.federation.client.stack_trial import used_parameters
-from flsuite.federation.client.stackable import (
-    Candidate,
-    by_sample,
-    candidate,
-    optimizer_of,
-    phases,
-)
-from flsuite.federation.client.stacked_optimizer import past_of
+from flsuite.federation.client.stackable import by_sample, optimizer_of, single
+from flsuite.federation.client.stacked_loss import clip
+from flsuite.federation.client.stacked_optimizer import StackedOptimizer, past_of
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models import abilities
+from flsuite.models.layers import entry_names
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +67,6 @@ class Stack:
     def __init__(self, starts: StartStates, setup: WorkerSetup) -> None:
         self.starts, self.setup = starts, setup
         self.model = setup.model
-        self._modules: list[LightningModule] = []
         self._state_check = StateCheck(setup.uplink.aggregator)
         self._level = logging.WARNING
         keep_freed_memory()
@@ -86,15 +83,23 @@ class Stack:
             trainer: The Trainer, rewound for them.
             data: The samples, on its device.
         """
-        alike: dict[Any, list[Candidate]] = {}
-        self._seed(requests[0])  # an objective may draw where it makes callbacks
+        if reason := single(requests[0].broadcast.callbacks):
+            self._say("clients train one by one: a stack cannot call %s", reason)
+            return list(requests)
+        self._seed(requests[0])  # an objective may draw where it starts
+        self.halves = self.setup.uplink.aggregator.halves if not requests[0].adapts else Halves([])
+        # A copy, because a step may leave a tensor of the transforms in the model.
+        self.model = copy.deepcopy(self.setup.model).to(trainer.strategy.root_device)
+
+        alike: dict[Any, list[Member]] = {}
         for request in requests:
+            if request.trained is not None or self.setup.poisons(request):
+                continue
             try:
-                one = candidate(self.setup, request)
+                member = self._member(request, trainer, data)
             except (Exception, SystemExit):  # its fit by itself says why
                 continue
-            if one is not None:
-                alike.setdefault(self._kind(one, data), []).append(one)
+            alike.setdefault(self._kind(member, data), []).append(member)
         fits: dict[int, TrainedFit] = {}
         most = self.setup.stack
         stacks = (ones[i : i + most] for ones in alike.values() for i in range(0, len(ones), most))
@@ -105,77 +110,123 @@ class Stack:
                 fits |= self._train(members, trainer, data)
             except (Exception, SystemExit) as error:
                 # Which client it is shows when each trains by itself.
-                self._modules = []  # a callback may have left hooks in them
-                level, self._level = self._level, logging.DEBUG  # said once
                 names = type(error).__name__, with_place(error, longest=160)
                 text = "a stack of %d clients could not train, so each trains by itself (%s: %s)"
-                log.log(level, text, len(members), *names)
+                self._say(text, len(members), *names)
         return [replace(one, trained=fits.get(one.number, one.trained)) for one in requests]
 
-    def _kind(self, one: Candidate, data: FederatedData) -> tuple[Any, ...]:
+    def _say(self, text: str, *arguments: Any) -> None:
+        """Log why clients train by themselves, once as a warning."""
+        level, self._level = self._level, logging.DEBUG
+        log.log(level, text, *arguments)
+
+    def _member(self, request: FitRequest, trainer: ClientTrainer, data: FederatedData) -> Member:
+        """Return a client whose algorithm has started its fit."""
+        setup, view = self.setup, data.at(request.broadcast.round)
+        loader = setup.loader_of(view, request)
+        epochs = trainer.fit_loop.max_epochs or 1
+        epoch_steps = epoch_batches(setup.trainer_kwargs, len(loader))
+        steps = epochs * epoch_steps
+        if (most := trainer.fit_loop.epoch_loop.max_steps) > 0:
+            steps = min(steps, most)
+
+        client, device = setup.view_of(request), trainer.strategy.root_device
+        start = self.starts.of(request, device)
+        state = {name: start[name] for name in entry_names(self.model)}
+        kept = bool(setup.keep_optimizers and request.memory.get("optimizers"))
+        # The learning rate is read, and nothing steps.
+        optimizer, _ = optimizer_of(self.model)
+        self._scale(optimizer, request)
+        client.fit = OneFit(trainer, self.model, loader, state, kept, [optimizer])
+        with attached(self.model, trainer):
+            w, helds = self.halves.start(client, state)
+        return Member(request, client, loader, epoch_steps, steps, {**start, **w}, helds)
+
+    def _scale(self, optimizer: Optimizer, request: FitRequest) -> None:
+        """Scale the learning rates of an optimizer for a round."""
+        decay = self.setup.lr_decay
+        for group in optimizer.param_groups:
+            group["lr"] *= decay.factor(request.broadcast.round) if decay else 1.0
+
+    def _kind(self, member: Member, data: FederatedData) -> tuple[Any, ...]:
         """Return what fits of one stack have in common."""
-        request = one.request
-        # Clients share the callbacks of the user.
-        callbacks = [*request.broadcast.callbacks, *one.own]
+        request = member.request
         round, decay = request.broadcast.round, self.setup.lr_decay
-        view, steps = data.at(round), None
-        if phases(callbacks):  # epochs that train other parameters begin together
-            steps = len(self.setup.loader_of(view, request))
+        leaves, structure = tree_flatten(list(member.helds))
+        # Epochs that train other parameters, and steps of a scheduler, come together.
+        together = self.halves.has_phases or self.halves.batches > 1 or optimizer_of(self.model)[1]
         return (
-            *map(type, callbacks),  # MOON's do less in their first fit
-            # The step of an optimizer that goes on may depend on how many it has taken.
+            structure,
+            tuple((leaf.shape, leaf.dtype) for leaf in leaves),
+            # The step of an optimizer that continues may depend on how many it has taken.
             past_of(request.memory.get("optimizers")),
-            steps,
+            (member.epoch_steps, member.steps) if together else None,
             decay.factor(round) if decay else 1.0,
-            view.stage,
+            data.at(round).stage,
         )
 
     def _train(
-        self, candidates: Sequence[Candidate], trainer: ClientTrainer, data: FederatedData
+        self, members: Sequence[Member], trainer: ClientTrainer, data: FederatedData
     ) -> dict[int, TrainedFit]:
         """Train one stack, and return the fits of clients with a finite loss."""
         began = time.perf_counter()
-        requests = [one.request for one in candidates]
-        setup, first = self.setup, requests[0]
+        first = members[0].request
         view = data.at(first.broadcast.round)
         self._seed(first)
-        # A copy, because a step may leave a tensor of the transforms in the model.
-        self.model = copy.deepcopy(setup.model).to(trainer.strategy.root_device)
+        model = self.model
         if view.stage is not None:
-            abilities.begin_task(self.model, view.stage)
-            self._modules = []  # copies of the model in its last task
+            model = copy.deepcopy(model)
+            abilities.begin_task(model, view.stage)
+        tensors = self._tensors(model, [member.start for member in members])
+        template, schedulers = optimizer_of(model)
+        self._scale(template, first)
+        optimizer = _stacked(template, model, tensors, trainer)
+        keeps = self.setup.keep_optimizers and not first.adapts
+        if keeps and members[0].client.fit.continues:
+            optimizer.load([member.request.memory["optimizers"][0] for member in members])
 
-        device = trainer.strategy.root_device
-        starts = [self.starts.of(request, device) for request in requests]
-        tensors = self._tensors(starts, device)
-        members = [self._member(i, c, view, trainer, tensors) for i, c in enumerate(candidates)]
+        for member in members:
+            member.callbacks = copy.deepcopy(list(first.broadcast.callbacks))
+        private = [one for member in members for one in by_sample(member.callbacks)]
+        for callback, member in zip(private, members, strict=False):
+            callback.begin(member.loader)
+            member.callbacks = [one for one in member.callbacks if one is not callback]
+        shown = MemberModel(copy.deepcopy(model), trainer, tensors, optimizer)
+        memories: list[dict[str, Any]] = [{} for _ in members]
+
+        def end(place: int, state: State) -> None:
+            member = members[place]
+            shown.call(member, place, "on_train_end")
+            if keeps:
+                memories[place] = {"optimizers": [optimizer.state_dict(place)]}
+            self.halves.end(member.client, state, steps.helds_of(place))
+            member.has_ended = True
+
         batches = StackBatches(members, view, trainer)
-        trainer_of_all = _NoTrainer(type(self.model).__name__)
-        with attached(self.model, trainer_of_all):
-            start = {name: value[0] for name, value in tensors.items()}
-            reads_samples = by_sample(members[0].callbacks)
-            # Anew for each stack, because a model may use other layers in another task or round.
-            used = used_parameters(self.model, trainer, start, batches.first(), reads_samples)
-            with _told_of_errors(members):
-                steps = StackSteps(self.model, used, trainer, tensors, members)
-                if steps.by_sample:
-                    batches.fills = True
-                    refuse_mixed_samples(steps, batches.mixed())
-                elif len({member.client.samples for member in members}) > 1:
-                    batches.fills = is_mean_over_samples(steps, batches.mixed())
-                ends = steps.run(batches)
-                if trainer_of_all.error is not None:  # the step has caught it
-                    raise trainer_of_all.error
+        trainer_of_all = _NoTrainer(type(model).__name__)
+        with _told_of_errors(members, shown):
+            for hook in ("on_fit_start", "on_train_start"):
+                for place, member in enumerate(members):
+                    shown.call(member, place, hook)
+            with attached(model, trainer_of_all):
+                start = {name: value[0] for name, value in tensors.items()}
+                # Anew for each stack, because a model may use other layers in another round.
+                used = used_parameters(model, trainer, start, batches.first(), bool(private))
+                own = model, used, trainer, tensors, members, self.halves, optimizer
+                steps = StackSteps(*own, schedulers, private)
+                batches.fills = _fills(steps, batches)
+                ends = steps.run(batches, end)
+            if trainer_of_all.error is not None:  # the step has caught it
+                raise trainer_of_all.error
         self._state_check.check("in a fit", "client.memory")
         seconds = (time.perf_counter() - began) / len(members)
         fits = {}
-        for request, member, (state, metrics) in zip(requests, members, ends, strict=True):
+        for place, member in enumerate(members):
+            metrics = steps.metrics(place)
             if not math.isfinite(metrics["loss"]):
                 continue  # by itself, its step may say why
-            keepers = callbacks_of([member], KeepOptimizers)
-            kept = {"optimizers": keepers[0].states} if keepers else {}
-            ended = member.steps, metrics, seconds, member.client, member.measures
-            fits[request.number] = TrainedFit(state, kept, *ended)
+            ended = member.steps, metrics, seconds, member.client, self.halves.measures
+            fits[member.request.number] = TrainedFit(ends[place], memories[place], *ended)
         return fits
 
     def _seed(self, first: FitRequest) -> None:
@@ -183,60 +234,44 @@ class Stack:
         stream = f"stack/{first.repeat}" if first.repeat else "stack"
         seed_process(self.setup.seed, stream, first.broadcast.round, first.client)
 
-    def _tensors(self, starts: Sequence[State], device: torch.device) -> dict[str, Tensor]:
+    def _tensors(self, model: LightningModule, starts: Sequence[State]) -> dict[str, Tensor]:
         """Return all tensors of the models, each ``(clients, ...)``. Tied weights occur once."""
-        own = chain(self.model.named_parameters(), self.model.named_buffers())
+        own = chain(model.named_parameters(), model.named_buffers())
         # On the device first, where what is the same for all clients is copied once.
         return {
-            name: stacked([s.get(name, value.detach()).to(device) for s in starts]).contiguous()
+            name: stacked(
+                [start.get(name, value.detach()).to(value.device) for start in starts]
+            ).contiguous()
             for name, value in own
         }
 
-    def _member(
-        self,
-        place: int,
-        one: Candidate,
-        view: FederatedData,
-        trainer: ClientTrainer,
-        tensors: Mapping[str, Tensor],
-    ) -> Member:
-        setup, request, client = self.setup, one.request, one.client
-        loader = setup.loader_of(view, request)
-        callbacks: list[Callback] = copy.deepcopy(list(request.broadcast.callbacks))
-        if setup.keep_optimizers and not request.adapts:
-            callbacks.append(KeepOptimizers(request.memory.get("optimizers")))
-        callbacks += one.own
-        epochs = trainer.fit_loop.max_epochs or 1
-        member = Member(client, loader, epochs, callbacks, one.measures)
-        if member.callbacks or place == 0:  # the first one's optimizer is the stack's
-            self._give_model(member, place, trainer, tensors)
-        return member
 
-    def _give_model(
-        self, member: Member, place: int, trainer: ClientTrainer, tensors: Mapping[str, Tensor]
-    ) -> None:
-        """Give a client a model whose tensors are its part of the stack."""
-        while len(self._modules) <= place:
-            self._modules.append(copy.deepcopy(self.model))
-        member.module = module = self._modules[place]
-        for name, own in chain(module.named_parameters(), module.named_buffers()):
-            own.data, own.grad = tensors[name][place], None
-        for own, original in zip(module.parameters(), self.model.parameters(), strict=True):
-            own.requires_grad_(original.requires_grad)  # the last fit may have frozen it
+def _stacked(
+    template: Optimizer, model: LightningModule, tensors: State, trainer: ClientTrainer
+) -> StackedOptimizer:
+    """Return the optimizer of a stack, with the settings of one model's optimizer."""
+    template._opt_called = True  # type: ignore[attr-defined]  # schedulers warn otherwise
+    names = {id(p): name for name, p in model.named_parameters()}
+    trained = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}
+    return StackedOptimizer(template, names, trained, lambda gradients: clip(gradients, trainer))
 
-        member.optimizer, decay = optimizer_of(module), self.setup.lr_decay
-        for group in member.optimizer.param_groups:
-            group["lr"] *= decay.factor(member.client.round) if decay else 1.0
-        member.trainer = module.trainer = TrainerOfOne(trainer, member)  # type: ignore[assignment]
+
+def _fills(steps: StackSteps, batches: StackBatches) -> bool:
+    """Return whether smaller batches may be filled up, so that clients need fewer groups."""
+    if steps.private:
+        refuse_mixed_samples(steps, batches.mixed())
+        return True
+    sizes = {member.client.samples for member in steps.members}
+    return len(sizes) > 1 and is_mean_over_samples(steps, batches.mixed())
 
 
 @contextmanager
-def _told_of_errors(members: Sequence[Member]) -> Iterator[None]:
+def _told_of_errors(members: Sequence[Member], shown: MemberModel) -> Iterator[None]:
     """Call ``on_exception`` of the callbacks, as a fit does: some undo what they have done."""
     try:
         yield
     except Exception as error:
-        for member in (one for one in members if not one.has_ended):
-            for callback in member.callbacks:
-                callback.on_exception(member.trainer, member.module, error)
+        for place, member in enumerate(members):
+            if not member.has_ended:
+                shown.call(member, place, "on_exception", error)
         raise

@@ -1,8 +1,9 @@
 """The batches of a stack of clients, read together where they are of one size."""
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class StackBatches:
         self.fills = False
 
     def __iter__(self) -> Iterator[list[StackGroup]]:
-        streams = [self._of(member.loader, member.epochs) for member in self.members]
+        streams = [self._of(member.loader, member) for member in self.members]
         for step, batches in enumerate(zip_longest(*streams)):
             alike: dict[Any, list[int]] = {}
             for place, batch in enumerate(batches):
@@ -50,12 +51,12 @@ class StackBatches:
 
     def first(self) -> Any:
         """Return the first batch of the first client."""
-        one = next(self._of(copy.copy(self.members[0].loader), 1))
+        one = next(self._of(copy.copy(self.members[0].loader), self.members[0]))
         return tree_map(lambda part: part[0], self._read([one]))
 
     def mixed(self) -> Any:
         """Return a batch of all clients' samples, as large as their first batches."""
-        ones = [next(self._of(copy.copy(member.loader), 1)) for member in self.members]
+        ones = [next(self._of(copy.copy(member.loader), member)) for member in self.members]
         longest, total = max(map(_size, ones)), sum(map(_size, ones))
         spread = torch.arange(longest) * total // longest
         mix = tree_map(lambda *parts: torch.cat(parts)[spread], *ones)
@@ -76,14 +77,16 @@ class StackBatches:
         count = torch.tensor(sizes, device=self._device)
         return StackGroup(places, at, self._read(filled), index, count)
 
-    def _of(self, loader: TrainLoader, epochs: int) -> Iterator[Any]:
+    def _of(self, loader: TrainLoader, member: Member) -> Iterator[Any]:
         """Return a client's batches, or only their rows where they are read at once."""
         epoch = loader.rows if self._reads_rows else loader.__iter__
-        return chain.from_iterable(epoch() for _ in range(epochs))
+        epochs = math.ceil(member.steps / member.epoch_steps)
+        of_all = chain.from_iterable(islice(epoch(), member.epoch_steps) for _ in range(epochs))
+        return islice(of_all, member.steps)
 
     def _index(self, step: int, places: list[int]) -> int | Tensor:
         """Return the numbers of the batches in their epochs: one, if it is the same for all."""
-        numbers = [step % len(self.members[place].loader) for place in places]
+        numbers = [step % self.members[place].epoch_steps for place in places]
         if len({*numbers}) == 1:
             return numbers[0]
         return torch.tensor(numbers, device=self._device)

@@ -1,22 +1,23 @@
-"""One client of a stack, and the Trainer and model that its callbacks see."""
+"""One client of a stack, and the model and Trainer through which users' callbacks see it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.torch_version import TorchVersion
 
-from flsuite.aggregators.objectives.base import StatedCallback
-from flsuite.common.messages import ClientContext
+from flsuite.common.client import ClientContext
+from flsuite.common.lightning_internals import show_progress
+from flsuite.common.messages import FitRequest
+from flsuite.common.state import State
 from flsuite.data.loader import TrainLoader
+from flsuite.federation.client.stacked_optimizer import StackedOptimizer
 from flsuite.federation.client.trainer import ClientTrainer
-
-_Kind = TypeVar("_Kind", bound=Callback)
-_OF_A_LOOP = {"fit_loop", "callback_metrics", "logged_metrics", "progress_bar_metrics", "_results"}
 
 
 @dataclass
@@ -24,67 +25,95 @@ class Member:
     """One client of a stack.
 
     Attributes:
+        request: The request of its fit.
         client: Its view of the round.
         loader: Its batches.
-        epochs: Epochs of its fit.
-        callbacks: What its algorithm does in its steps. All clients of a stack have the same kinds.
-        module: A model whose parameters are this client's part of the stack, for the callbacks.
-        optimizer: The model's optimizer over them, for the callbacks. It takes no step.
-        trainer: The Trainer that its callbacks see.
-        measures: Whether its algorithm measures the trained model.
+        epoch_steps: Batches per epoch.
+        steps: Steps of the fit.
+        start: All tensors of its model at the start.
+        helds: What the parts of the algorithm hold.
+        callbacks: The users' callbacks.
         has_ended: Whether its fit has ended.
     """
 
+    request: FitRequest
     client: ClientContext
     loader: TrainLoader
-    epochs: int
-    callbacks: list[Callback]
-    measures: bool
-    module: LightningModule = field(init=False)
-    optimizer: Optimizer = field(init=False)
-    trainer: Any = field(init=False)
+    epoch_steps: int
+    steps: int
+    start: State
+    helds: Sequence[Any]
+    callbacks: list[Callback] = field(default_factory=list)
     has_ended: bool = False
 
-    @property
-    def steps(self) -> int:
-        """Return the number of steps of the fit."""
-        return self.epochs * len(self.loader)
 
+class MemberModel:
+    """A model and a Trainer that show one client of a stack at a time to users' callbacks.
 
-class TrainerOfOne:
-    """The Trainer of the worker, with what differs between clients: counters, batches, callbacks.
-
-    Raises:
-        RuntimeError: If something else is read that differs between them.
+    Args:
+        model: A copy of the model. Its tensors become the ones of the client.
+        trainer: The Trainer of the worker.
+        tensors: All tensors of the models, each ``(clients, ...)``.
+        optimizer: The optimizer of the stack.
     """
 
-    def __init__(self, trainer: ClientTrainer, member: Member) -> None:
-        self._trainer = trainer
-        self.optimizers, self.train_dataloader = [member.optimizer], member.loader
-        self.callbacks = member.callbacks
-        self.num_training_batches = len(member.loader)
-        self.estimated_stepping_batches = member.steps
-        self.should_stop, self.training = False, True
-        self.move_to(0)
+    def __init__(
+        self,
+        model: LightningModule,
+        trainer: ClientTrainer,
+        tensors: Mapping[str, Tensor],
+        optimizer: StackedOptimizer,
+    ) -> None:
+        self._model, self._trainer, self._tensors = model, trainer, tensors
+        self._optimizer = optimizer
+        self._named = dict(chain(model.named_parameters(), model.named_buffers()))
+        self._trained = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
 
-    def move_to(self, step: int) -> None:
-        """Set the counters as they are before a step of the fit, counted from 0."""
-        self.global_step = step
-        self.current_epoch, batch = divmod(step, self.num_training_batches)
-        # At the end of the fit, it is still the last one.
-        is_end = step == self.estimated_stepping_batches
-        self.is_last_batch = is_end or batch + 1 == self.num_training_batches
+    def call(self, member: Member, place: int, hook: str, *args: Any) -> None:
+        """Call a hook of a client's callbacks. Weights that it changes in place are the client's.
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _OF_A_LOOP:
-            what = "logs" if name == "_results" else f"reads trainer.{name}"
-            raise RuntimeError(f"a callback {what}, which differs between clients")
-        return getattr(self._trainer, name)
+        Raises:
+            RuntimeError: If a callback changes what clients of a stack share.
+        """
+        if not member.callbacks:
+            return
+        with self._showing(member, place, member.steps if hook == "on_train_end" else 0):
+            for callback in member.callbacks:
+                getattr(callback, hook)(self._trainer, self._model, *args)
+
+    @contextmanager
+    def _showing(self, member: Member, place: int, step: int) -> Iterator[None]:
+        trainer, template = self._trainer, self._optimizer.template
+        for name, own in self._named.items():
+            own.data = self._tensors[name][place]
+        template.state.clear()
+        template.state.update(self._optimizer.states_of(place))
+        options = _options(template.param_groups)
+        before = trainer.strategy.lightning_module
+        trainer.strategy.connect(self._model)
+        trainer.strategy.optimizers = [template]
+        trainer.callbacks = member.callbacks  # type: ignore[attr-defined]
+        show_progress(trainer, member.loader, step // max(1, member.epoch_steps), step)
+        self._model.trainer = trainer
+
+        try:
+            yield
+        finally:
+            if before is not None:
+                trainer.strategy.connect(before)
+        for name, own in self._named.items():
+            if own.data_ptr() != self._tensors[name][place].data_ptr():
+                raise RuntimeError(f"a callback gives {name} other memory; change it in place")
+        if any(p.requires_grad != trains for _, p, trains in self._trained):
+            raise RuntimeError("a callback freezes parameters")
+        if _options(template.param_groups) != options or trainer.should_stop:
+            raise RuntimeError("a callback changes a client's optimizer, or stops its fit")
+        self._optimizer.take(place, template.state)
 
 
-def callbacks_of(members: Sequence[Member], kind: type[_Kind]) -> list[_Kind]:
-    """Return each client's callback of a kind, or none."""
-    return [c for member in members for c in member.callbacks if isinstance(c, kind)]
+def _options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the options of an optimizer, without its parameters."""
+    return [{name: value for name, value in g.items() if name != "params"} for g in groups]
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
@@ -98,16 +127,3 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
 def laid_out(tensor: Tensor) -> Tensor:
     """Return a tensor in a layout that torch can normalize in groups under vmap."""
     return tensor if torch.__version__ >= TorchVersion("2.14") else tensor.contiguous()
-
-
-def stated(members: Sequence[Member], kind: type[StatedCallback]) -> Any:
-    """Return the objective that states what the clients' callbacks of a kind do, or ``None``.
-
-    Raises:
-        RuntimeError: If there are several, whose attributes may differ.
-    """
-    objectives = [one.objective for one in callbacks_of(members, kind)]
-    if any(one is not objectives[0] for one in objectives):
-        name = type(objectives[0]).__name__
-        raise RuntimeError(f"each client has a {name} of its own, and a stack needs one for all")
-    return objectives[0] if objectives else None

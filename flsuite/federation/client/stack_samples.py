@@ -57,11 +57,17 @@ def refuse_mixed_samples(steps: StackSteps, batch: Any) -> None:
     """
     if (term := steps.loss.term) is None:
         return
-    for place, member in enumerate(steps.members):
-        own = member.trainer, member.module, steps.loss.head
-        features_of = partial(features_at, *own, index=0)
+    for place in range(len(steps.members)):
+        features_of = partial(_features, steps, place)
         held = tree_map(lambda part, place=place: part[place], steps.held)
         feature_term.refuse_mixed_samples(term, features_of, batch, held)
+
+
+def _features(steps: StackSteps, place: int, weights: State, batch: Any) -> Tensor:
+    """Return the features of a batch at one client's weights, or at others."""
+    own = {name: value[place] for name, value in {**steps.leaves, **steps.others}.items()}
+    loss = steps.loss
+    return features_at(loss.trainer, loss.model, loss.head, {**own, **weights}, batch, 0)
 
 
 def _moved(parameters: State) -> State:

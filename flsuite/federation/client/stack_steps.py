@@ -1,23 +1,24 @@
 """The training steps of a stack of clients."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from flsuite.aggregators.objectives.feature_term import FeatureCallback
-from flsuite.aggregators.objectives.second_steps import SecondCallback
-from flsuite.aggregators.optimizers import optimizer_for
+from flsuite.aggregators.halves import Halves, is_at
+from flsuite.aggregators.losses import Draws, drawing_from, random_state
+from flsuite.common.client import Evaluation
 from flsuite.common.state import State, clone
+from flsuite.federation.client.callbacks import SampleGradients
 from flsuite.federation.client.stack_batches import StackBatches
-from flsuite.federation.client.stack_callbacks import StackCallbacks
-from flsuite.federation.client.stack_member import Member, stacked, stated
-from flsuite.federation.client.stackable import by_sample
-from flsuite.federation.client.stacked_loss import StackedLoss, StackGroup, clip, with_rows
-from flsuite.federation.client.stacked_second import StackedSecond
+from flsuite.federation.client.stack_member import Member, stacked
+from flsuite.federation.client.stacked_loss import StackedLoss, StackGroup, with_rows
+from flsuite.federation.client.stacked_optimizer import StackedOptimizer
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models.layers import entry_names
 
@@ -31,6 +32,10 @@ class StackSteps:
         trainer: Gives the device, the precision and the clipping.
         tensors: All tensors of the models, each ``(clients, ...)``. They change in place.
         members: The clients.
+        halves: What the algorithm does in the steps.
+        optimizer: Steps the trainable tensors.
+        schedulers: The schedulers of its learning rate, as Lightning runs them.
+        private: Each client's callback that reads gradients by sample, if any.
     """
 
     def __init__(
@@ -40,96 +45,154 @@ class StackSteps:
         trainer: ClientTrainer,
         tensors: dict[str, Tensor],
         members: Sequence[Member],
+        halves: Halves,
+        optimizer: StackedOptimizer,
+        schedulers: Sequence[Any] = (),
+        private: Sequence[SampleGradients] = (),
     ) -> None:
         self._trainer, self._tensors, self.members = trainer, tensors, members
-        first = members[0]
-        own = dict(first.module.named_parameters())
-        stepping = {id(p) for group in first.optimizer.param_groups for p in group["params"]}
-        able = [k for k, p in own.items() if p.requires_grad and id(p) in stepping]
-        self.by_sample = by_sample(first.callbacks)
+        self.halves, self.optimizer, self._schedulers = halves, optimizer, schedulers
+        self.private = private
+        stepping = [k for k, p in model.named_parameters() if p.requires_grad and k in tensors]
+        able = [name for name in stepping if name in optimizer.names]
         # With noise for each sample, parameters without a gradient take steps too, and those that
         # take none count in the norm of a sample's gradient.
-        self._parameters = {k: tensors[k] for k in able if k in used or self.by_sample}
+        self._parameters = {k: tensors[k] for k in able if k in used or private}
         # Gradients of the others show whether every step uses the same parameters.
-        trained = [k for k, p in own.items() if p.requires_grad]
-        self.leaves = {name: tensors[name] for name in (trained if self.by_sample else able)}
+        self.leaves = {name: tensors[name] for name in (stepping if private else able)}
         self.others = {name: value for name, value in tensors.items() if name not in self.leaves}
-        self._samples: dict[int, State] = {}  # gradients by sample, of a step's clients
         self.losses = torch.zeros(len(members), device=trainer.strategy.root_device)
         self._logged: list[dict[str, tuple[float, int]]] = [{} for _ in members]
         self._entries = entry_names(model)
+        self._frozen: frozenset[str] = frozenset()
+        self._pending: list[tuple[Sequence[StackGroup], State, Draws]] = []
+        self._seconds: dict[str, StackedOptimizer] = {}
 
-        replaced = {id(own[name]): value for name, value in self._parameters.items()}
-        self._optimizer = optimizer_for(first.optimizer, replaced)
-        self._callbacks = StackCallbacks(members, tensors, self._parameters, self._optimizer)
-        starts = self._callbacks.start()
-        term, second = (stated(members, kind) for kind in (FeatureCallback, SecondCallback))
-        self.loss = StackedLoss(model, trainer, term)
-        self.held = tree_map(lambda *parts: stacked(parts), *starts[FeatureCallback] or [{}])
-        if second:
-            plain = StackedLoss(model, trainer)
-            models = StackedSecond(second, starts[SecondCallback], members, tensors, plain)
-            self._callbacks.second = models
+        device = trainer.strategy.root_device
+        helds = zip(*(member.helds for member in members), strict=True)
+        self.helds = [tree_map(lambda *parts: stacked(parts).to(device), *held) for held in helds]
+        self.loss = StackedLoss(model, trainer, halves.term)
+        self._plain_loss = StackedLoss(model, trainer) if halves.term else self.loss
+        self._is_first = True
 
-    def run(self, batches: StackBatches) -> list[tuple[State, dict[str, float]]]:
-        """Take all steps, and return each client's state and metrics.
+    @property
+    def held(self) -> Any:
+        """Return what the term of the features reads of each client."""
+        term = self.halves.term
+        return self.helds[self.halves.parts.index(term)] if term else {}
+
+    def run(self, batches: StackBatches, end: Callable[[int, State], None]) -> list[State]:
+        """Take all steps, and return each client's state.
 
         Clients without a batch left move on too, without an effect: their results have been read.
 
         Args:
             batches: The batches.
+            end: Ends the fit of a client, given its place and its state.
         """
         ends: list[State] = [{} for _ in self.members]
         last = max(member.steps for member in self.members)
         for step, groups in enumerate(batches):
-            self._callbacks.begin_epochs(step)
+            self._begin_epoch(step)
             self._step(step, groups)
+            self._schedule(step)
             for place in chain.from_iterable(group.places for group in groups):
                 if step + 1 == self.members[place].steps:
-                    self._callbacks.end(place)
-                    end = self._state_of(place)
-                    ends[place] = end if step + 1 == last else clone(end, device=None)
-        return [(end, self._metrics(place)) for place, end in enumerate(ends)]
+                    state = {name: self._tensors[name][place] for name in self._entries}
+                    end(place, state)
+                    ends[place] = state if step + 1 == last else clone(state, device=None)
+        return ends
+
+    def helds_of(self, place: int) -> list[Any]:
+        """Return what the parts of the algorithm hold of one client."""
+        return tree_map(lambda part: part[place].clone(), self.helds)
+
+    def metrics(self, place: int) -> dict[str, float]:
+        """Return the mean loss of a client, and what its model has logged."""
+        loss = float(self.losses[place]) / self.members[place].steps
+        logged = {name: total / seen for name, (total, seen) in self._logged[place].items()}
+        return {"loss": loss, **logged}
+
+    def _begin_epoch(self, step: int) -> None:
+        """Begin an epoch: some parameters may rest in it. All clients begin it together."""
+        first = self.members[0]
+        if self.halves.has_phases and step % first.epoch_steps == 0:
+            names = self.halves.trains(step // first.epoch_steps, self.leaves.keys())
+            self._frozen = frozenset(self.leaves.keys() - names)
+
+    def _schedule(self, step: int) -> None:
+        """Step the schedulers after a step, as Lightning does. All clients have as many steps."""
+        for config in self._schedulers:
+            is_epoch = config.interval == "epoch"
+            done = (step + 1) / self.members[0].epoch_steps if is_epoch else step + 1
+            if done == int(done) and done % config.frequency == 0:
+                config.scheduler.step()
 
     def _step(self, step: int, groups: Sequence[StackGroup]) -> None:
         """Take one step of the clients that have a batch left."""
         gradients: State = {}
-        if second := self._callbacks.second:
-            second.take_steps(groups, step)
+        draws = random_state(self.losses.device)
         for group in groups:
             own = self._gradients(step, group)
             gradients = with_rows(gradients, group, own, self._parameters)
-        self._callbacks.show(step, groups, gradients, self._samples)
-        clip(gradients, self._trainer)
-        for name, parameter in self._parameters.items():
-            parameter.grad = gradients.get(name)
-        self._optimizer.step()
+        self._pending.append((groups, gradients, draws))
+        if len(self._pending) < self.halves.batches and step + 1 < self.members[0].steps:
+            return
+        known = (self._pending * self.halves.batches)[: self.halves.batches]
+        self._pending = []
+        if self.halves.changes_gradients:
+            gradients = self._changed(known)
+        names = frozenset(gradients)
+        for place in chain.from_iterable(group.places for group in groups):
+            self.members[place].client.fit.record(self.optimizer.template, names)  # type: ignore
+        self.optimizer.step(gradients)
+
+    def _changed(self, known: Sequence[tuple[Sequence[StackGroup], State, Draws]]) -> State:
+        """Return the gradients that the algorithm makes of the clients' own ones."""
+        handles = tuple(range(len(known)))
+        batch = handles if self.halves.batches > 1 else 0
+        w = {name: value.detach() for name, value in self.leaves.items()}
+
+        def of_one(w: State, helds: Any, gradients: list[State]) -> tuple[State, list[Any]]:
+            oracle = _StackedOracle(self, w, gradients, known)
+            return self.halves.gradient(oracle, w, helds, batch, self._is_first)
+
+        together = torch.vmap(of_one, randomness="different")
+        changed, self.helds = together(w, self.helds, [own for _, own, _ in known])
+        self._is_first = False
+        return {name: value.contiguous() for name, value in changed.items()}
 
     def _gradients(self, step: int, group: StackGroup) -> State:
         """Return the gradients of a group's clients, and keep the rest of what the step gives."""
         at = group.at
-        rests = {name: self.leaves[name] for name in self._callbacks.frozen & self.leaves.keys()}
+        rests = {name: self.leaves[name] for name in self._frozen & self.leaves.keys()}
         leaves = {name: value[at] for name, value in self.leaves.items() if name not in rests}
         others = {name: value[at] for name, value in {**self.others, **rests}.items()}
         held = tree_map(lambda part: part[at], self.held)
         sizes = group.sizes
-        if self.by_sample and sizes is None:
+        if self.private and sizes is None:
             sizes = torch.tensor(group.samples(), device=self.losses.device)
         own = group.batch, group.index
-        done = self.loss.step(leaves, others, *own, held, sizes, self.by_sample)
-        stepping = self._parameters.keys() - self._callbacks.frozen
-        if not self.by_sample and done.gradients.keys() != stepping:
+        done = self.loss.step(leaves, others, *own, held, sizes, bool(self.private))
+        stepping = self._parameters.keys() - self._frozen
+        if not self.private and done.gradients.keys() != stepping:
             raise RuntimeError("the loss depends on other parameters in some of the steps")
 
         for name, value in done.buffers.items():
             self.others[name][at] = value
         self.losses[at] += done.losses
         self._log(step, group, done.logged)
-        if not self.by_sample:
-            return done.gradients
+        return self._noised(step, group, done.gradients) if self.private else done.gradients
+
+    def _noised(self, step: int, group: StackGroup, samples: State) -> State:
+        """Return the gradients that each client's callback computes from those of its samples."""
+        rows = []
         for i, (place, size) in enumerate(zip(group.places, group.samples(), strict=True)):
-            self._samples[place] = {k: g[i, :size] for k, g in done.gradients.items()}
-        return {k: torch.zeros_like(p[at]) for k, p in self._parameters.items()}
+            own = {name: gradient[i, :size] for name, gradient in samples.items()}
+            parameters = {name: value[place] for name, value in self._parameters.items()}
+            index = step % self.members[place].epoch_steps
+            rows.append(self.private[place].gradient(own, parameters, index))
+        return {name: torch.stack([row[name] for row in rows]) for name in self._parameters}
 
     def _log(self, step: int, group: StackGroup, logged: Mapping[str, Tensor]) -> None:
         """Add what the clients log to the sums over their last epochs, by sizes of batches.
@@ -140,16 +203,119 @@ class StackSteps:
             samples = group.samples()
             for place, value, size in zip(group.places, values.tolist(), samples, strict=True):
                 member, sums = self.members[place], self._logged[place]
-                if step >= member.steps - len(member.loader):
+                if step >= (member.steps - 1) // member.epoch_steps * member.epoch_steps:
                     is_of_step = name in self.loss.of_step
                     total, seen = (0.0, 0) if is_of_step else sums.get(name, (0.0, 0))
                     sums[name] = total + value * size, seen + size
 
-    def _state_of(self, place: int) -> State:
-        """Return a client's state."""
-        return {name: self._tensors[name][place] for name in self._entries}
+    def evaluate(
+        self, at: State, known: tuple[Sequence[StackGroup], State, Draws], in_full: bool
+    ) -> Evaluation:
+        """Return the losses at other weights, with one row per client, zero without a batch.
 
-    def _metrics(self, place: int) -> dict[str, float]:
-        loss = float(self.losses[place]) / self.members[place].steps
-        logged = {name: total / seen for name, (total, seen) in self._logged[place].items()}
-        return {"loss": loss, **logged}
+        Args:
+            at: Entries of the models, each ``(clients, ...)``.
+            known: The batches of the clients, and the random state of their own steps.
+            in_full: Whether to compute without autocast.
+
+        Raises:
+            RuntimeError: If the losses do not all depend on the same parameters.
+        """
+        groups, _, draws = known
+        own = {name: value for name, value in at.items() if name in self.leaves}
+        rest = {**self._tensors, **at}
+        losses, gradients, buffers = torch.zeros_like(self.losses), State(), State()
+        for group in groups:
+            leaves = {name: value[group.at] for name, value in own.items()}
+            others = {k: v[group.at] for k, v in rest.items() if k not in own}
+            with drawing_from(self.losses.device, draws):  # as the model's own step
+                at_group = group.batch, group.index, {}, group.sizes
+                step = self._plain_loss.step(leaves, others, *at_group, in_full=in_full)
+            gradients = with_rows(gradients, group, step.gradients, own)
+            buffers = with_rows(buffers, group, step.buffers, self._tensors)
+            losses[group.at] += step.losses
+            if gradients.keys() != step.gradients.keys():
+                raise RuntimeError("the loss depends on other parameters in some of the steps")
+        return Evaluation(losses, gradients, {k: v for k, v in buffers.items() if k in at})
+
+    def second_step(self, name: str, v: State, gradients: State) -> State:
+        """Return other weights after a step of a copy of the optimizer."""
+        if name not in self._seconds:
+            own = {k: torch.empty_like(self.leaves[k]) for k in v if k in self.leaves}
+            self._seconds[name] = self.optimizer.for_tensors(own)
+        return self._seconds[name].step_from(v, gradients)
+
+
+class _StackedOracle:
+    """The gradients of one client of a stack, under ``torch.vmap``."""
+
+    def __init__(
+        self,
+        steps: StackSteps,
+        w: State,
+        gradients: Sequence[State],
+        known: Sequence[tuple[Sequence[StackGroup], State, Draws]],
+    ) -> None:
+        self._steps, self._w, self._gradients, self._known = steps, w, gradients, known
+
+    @property
+    def rate(self) -> float:
+        return self._steps.optimizer.rate
+
+    def __call__(self, at: State, batch: int, in_full: bool = False) -> State:
+        if not in_full and is_at(at, self._w):
+            return dict(self._gradients[batch])
+        return self.evaluate(at, batch, in_full).gradient
+
+    def evaluate(self, at: State, batch: int, in_full: bool = False) -> Evaluation:
+        of_all = partial(self._steps.evaluate, known=self._known[batch], in_full=in_full)
+        return Evaluation(*_for_all(of_all, at))
+
+    def step(self, name: str, v: State, gradient: State) -> State:
+        return _for_all(partial(self._steps.second_step, name), v, gradient)
+
+
+def _for_all(function: Callable[..., Any], *trees: Any) -> Any:
+    """Call a function with the tensors of all clients, from within ``torch.vmap``.
+
+    Args:
+        function: Receives the trees with the clients along the first axis of each tensor, and
+            returns such a tree.
+        trees: Trees of one client's tensors.
+    """
+    leaves, structure = torch.utils._pytree.tree_flatten(trees)
+    returned: list[Any] = []
+
+    def on_leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
+        parts, own = torch.utils._pytree.tree_flatten(
+            function(*torch.utils._pytree.tree_unflatten(list(tensors), structure))
+        )
+        returned.append(own)
+        return tuple(parts)
+
+    parts = _Batched.apply(on_leaves, *leaves)
+    return torch.utils._pytree.tree_unflatten(list(parts), returned[0])
+
+
+class _Batched(torch.autograd.Function):
+    """A function that ``torch.vmap`` calls once, with the tensors of all clients."""
+
+    @staticmethod
+    def forward(function: Callable[..., Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError("the gradients of a stack are computed for all its clients")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        return
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], function: Callable[..., Any], *tensors: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        size = info.batch_size
+        whole = [
+            tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
+        ]
+        parts = function(*whole)
+        return parts, (0,) * len(parts)

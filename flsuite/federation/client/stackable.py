@@ -1,36 +1,25 @@
-"""Which models, settings and algorithms can train as a stack of clients."""
+"""Which models and settings can train as a stack of clients."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
-from flsuite.aggregators.objectives.base import StatedCallback
-from flsuite.aggregators.objectives.feature_term import FeatureCallback
-from flsuite.aggregators.objectives.second_steps import SecondCallback
-from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.common.errors import FlsuiteError, one_line
-from flsuite.common.lightning_internals import hooks_with
-from flsuite.common.messages import Broadcast, ClientContext, FitRequest
-from flsuite.federation.client.loop import (
-    hooks_of,
-    hooks_of_callback,
-    is_every_batch,
-    only_optimizer,
-    takes_a_batch,
-)
+from flsuite.common.lightning_internals import configured
+from flsuite.federation.client.callbacks import SampleGradients
+from flsuite.federation.client.loop import hooks_of, hooks_of_callback, takes_a_batch
 from flsuite.federation.client.setup import WorkerSetup
 from flsuite.models.abilities import extra_epochs
 from flsuite.models.layers import has_gradient_hooks
 
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
+_HOOKS = ("on_fit_start", "on_train_start", "on_train_end", "on_exception")
 _ONE_BY_ONE = {  # arguments of Lightning's Trainer, and the value that a stack can train with
     "accumulate_grad_batches": (None, 1),
-    "max_steps": (None, -1),
     "min_steps": (None, 0),
     "min_epochs": (None, 0),
     "overfit_batches": (None, 0.0),
@@ -53,107 +42,41 @@ def require_stackable(setup: WorkerSetup) -> None:
         )
 
 
-def refuse_callbacks(request: FitRequest) -> None:
-    """Refuse callbacks of the user that need a fit of their own.
+def single(callbacks: Iterable[Callback]) -> str | None:
+    """Return the first hook of users' callbacks that only a fit of one client calls, or ``None``.
+
+    A stack calls what starts, ends or leaves a fit, for each client.
+    """
+    for callback in callbacks:
+        if isinstance(callback, SampleGradients):
+            continue
+        if others := [name for name in hooks_of_callback(callback) if name not in _HOOKS]:
+            return f"{type(callback).__name__}.{others[0]}"
+    return None
+
+
+def by_sample(callbacks: Iterable[Callback]) -> list[SampleGradients]:
+    """Return the callbacks that compute gradients from those of the samples."""
+    return [one for one in callbacks if isinstance(one, SampleGradients)]
+
+
+def optimizer_of(model: LightningModule) -> tuple[Optimizer, list[Any]]:
+    """Return the optimizer that a model configures, and its schedulers as Lightning runs them.
 
     Raises:
-        FlsuiteError: If there are any.
+        FlsuiteError: If there are several optimizers, or one with steps of another kind.
     """
-    if single := [one for one in request.broadcast.callbacks if not _supports_stack(one)]:
-        kind = type(single[0]).__name__
+    optimizers, schedulers = configured(model)
+    if any(one.reduce_on_plateau for one in schedulers):
         raise FlsuiteError(
-            f"Vectorized trains many clients in one step, but {kind} is a callback of a single "
-            "fit; leave it out of trainer.callbacks, or set trainer.engine to Processes"
+            f"Vectorized cannot step {type(schedulers[0].scheduler).__name__}, which reads a score "
+            "of one client; set trainer.engine to Processes"
         )
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A fit that can train in a stack.
-
-    Attributes:
-        request: The request.
-        client: The client's view of the round.
-        own: What the algorithm does in the client's steps, after the callbacks of the user.
-        measures: Whether it measures the trained model.
-    """
-
-    request: FitRequest
-    client: ClientContext
-    own: list[Callback]
-    measures: bool
-
-
-def candidate(setup: WorkerSetup, request: FitRequest) -> Candidate | None:
-    """Return a fit as it trains in a stack, or ``None`` if it does not.
-
-    Attackers do not, nor do clients whose trained model is known.
-    """
-    if request.trained is not None:
-        return None
-    client = setup.view_of(request)
-    own = [] if request.adapts else setup.callbacks_of(client)
-    steps = [callback for callback in own if not isinstance(callback, AfterFit)]
-    # A second model would train without their noise, and a frozen layer would get noise.
-    differs = phases(steps) or any(isinstance(one, SecondCallback) for one in steps)
-    clashes = differs and by_sample(request.broadcast.callbacks)
-    if clashes or not _are_stackable(steps):
-        return None
-    return Candidate(request, client, steps, measures=len(steps) < len(own))
-
-
-def by_sample(callbacks: Iterable[Callback]) -> bool:
-    """Return whether a callback reads the gradient of each sample, as ``grad_sample``."""
-    return any(getattr(callback, "reads_sample_gradients", False) for callback in callbacks)
-
-
-def phases(callbacks: Iterable[Callback]) -> bool:
-    """Return whether a callback does something else in some epochs or steps."""
-    return any(
-        type(one).on_train_epoch_start is not Callback.on_train_epoch_start for one in callbacks
-    )
-
-
-def _are_stackable(steps: Sequence[Callback]) -> bool:
-    """Return whether a stack can do what an algorithm does in a client's steps.
-
-    A callback that a stack can call has ``supports_stack = True``. In a step, it sees the gradients
-    in ``on_before_optimizer_step``, but neither batches nor the forward pass. It may take gradients
-    away, so that no step follows. It does the same for all clients.
-
-    A callback with ``on_train_epoch_start`` may freeze parameters there, and sees the batch right
-    before the gradients, in ``on_train_batch_start``. A callback that reads gradients by sample
-    receives the number of the batch there, but not the batch. Objectives state second models and
-    terms of features as functions of tensors, at most one of each.
-    """
-    kinds = [type(callback) for callback in steps if isinstance(callback, StatedCallback)]
-    return len(set(kinds)) == len(kinds) and all(map(_supports_stack, steps))
-
-
-def _supports_stack(callback: Callback) -> bool:
-    """Return whether a stack can call a callback and all hooks that it implements."""
-    if type(callback) in (FeatureCallback, SecondCallback):
-        return True
-    called = {*hooks_with("stack")}
-    if phases([callback]) or by_sample([callback]):
-        called.add("on_train_batch_start")
-    own = {*hooks_of_callback(callback)}
-    return getattr(callback, "supports_stack", False) and own <= called
-
-
-def optimizer_of(model: LightningModule) -> Optimizer:
-    """Return the optimizer that a model configures.
-
-    Raises:
-        FlsuiteError: If there are several, or it has a scheduler or steps of another kind.
-    """
-    made = only_optimizer(model)
-    if type(made) in _ELEMENTWISE:
-        return made
+    if len(optimizers) == 1 and type(optimizers[0]) in _ELEMENTWISE:
+        return optimizers[0], schedulers
     names = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
     raise FlsuiteError(
-        f"Vectorized needs one optimizer without a scheduler, one of {names}; set trainer.engine "
-        "to Processes"
+        f"Vectorized needs one optimizer, one of {names}; set trainer.engine to Processes"
     )
 
 
@@ -173,32 +96,18 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
             yield f"{name}.{path} has padding_idx, max_norm or scale_grad_by_freq"
     if has_gradient_hooks(model) or any(map(_has_backward_hooks, model.modules())):
         yield f"{name} has hooks on gradients"
-    if not is_every_batch(limit := setup.trainer_kwargs.get("limit_train_batches")):
-        yield f"trainer.limit_train_batches is {limit!r}"
     for argument, values in _ONE_BY_ONE.items():
         if (value := setup.trainer_kwargs.get(argument)) not in values:
             yield f"trainer.{argument} is {value!r}"
-    # Attackers train by themselves.
-    if not _steps_are_stackable(replace(setup, attack=None)):
-        yield f"{setup.uplink.aggregator.name} does more in a client's steps than a stack can"
     try:
-        optimizer = optimizer_of(model)
+        optimizer, _ = optimizer_of(model)
     except (RuntimeError, AttributeError) as error:
         yield f"{name}.configure_optimizers needs a Trainer ({one_line(error)})"
         return
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         yield f"the optimizer of {name} has hooks"
-    if any(isinstance(value, (Optimizer, LRScheduler)) for value in vars(model).values()):
+    if any(isinstance(value, Optimizer | LRScheduler) for value in vars(model).values()):
         yield f"{name} keeps its optimizer as an attribute, where a step may change it"
-
-
-def _steps_are_stackable(setup: WorkerSetup) -> bool:
-    """Return whether a stack can train the first client whose callbacks can be made."""
-    broadcast = Broadcast(1, setup.initial, {})
-    for client in range(setup.data.clients):
-        with suppress(Exception):  # this client fails alone
-            return candidate(setup, FitRequest(0, client, broadcast, {})) is not None
-    return True
 
 
 def _has_backward_hooks(part: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flsuite.aggregators.losses import step_loss
-from flsuite.aggregators.objectives.base import no_change_in_place
+from flsuite.aggregators.objectives.checks import no_change_in_place
 from flsuite.aggregators.objectives.feature_term import (
     FeatureTerm,
     compared_of,
@@ -95,6 +95,7 @@ class StackedLoss:
         self.head = term.head_in(model) if term else ""
         self.buffers = [name for name, _ in model.named_buffers()]
         self.of_step: set[str] = set()
+        self._in_full = False
         on_cpu = trainer.strategy.root_device.type == "cpu"  # a GPU copies in any order
         is_large = on_cpu and any(_is_large(parameter) for parameter in model.parameters())
         self._layers: AbstractContextManager[Any] = _WeightsFirst() if is_large else nullcontext()
@@ -108,6 +109,7 @@ class StackedLoss:
         held: Any,
         sizes: Tensor | None = None,
         by_sample: bool = False,
+        in_full: bool = False,
     ) -> StackedStep:
         """Return what a step of a group of clients gives. Nothing changes in place.
 
@@ -120,6 +122,7 @@ class StackedLoss:
             held: What the term reads of each client.
             sizes: See :class:`StackGroup`. Then a loss is the mean over samples, and buffers stay.
             by_sample: Whether to return the gradients of the samples' losses. It needs ``sizes``.
+            in_full: Whether to compute in the precision of the weights, without autocast.
         """
         leaves = {name: value.detach() for name, value in parameters.items()}
         if by_sample:
@@ -130,6 +133,7 @@ class StackedLoss:
         parts: tuple[Tensor, ...] = ()
         if sizes is not None:
             loss, parts = partial(self._mean_loss, by_sample=by_sample), (sizes,)
+        self._in_full = in_full
         with _uncached_casts():
             axes = (0, 0, 0, 0, None if isinstance(index, int) else 0, *(0 for _ in parts))
             together = torch.vmap(loss, axes, randomness="different")
@@ -196,7 +200,8 @@ class StackedLoss:
                 entered.enter_context(
                     outputs_of(self.model, self.head, lambda z: logits_of(term, z, batch, held))
                 )
-            entered.enter_context(self.trainer.precision_plugin.train_step_context())
+            if not self._in_full:
+                entered.enter_context(self.trainer.precision_plugin.train_step_context())
             log = partial(self._log, logged, tree_leaves(batch)[0].shape[0])
             loss = step_loss(self.model, tensors, batch, index, log, ends := dict[str, Tensor]())
 

@@ -1,14 +1,122 @@
-"""The state of a stack's optimizer, and each client's part of it."""
+"""The optimizers of a stack of clients, and each client's part of their state."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from flsuite.federation.client.stack_member import Member, stacked
+from flsuite.aggregators.optimizers import optimizer_for
+from flsuite.common.state import State
 
 _OF_THE_STEP = ("step", "mu_product")  # numbers that depend on the steps taken alone
+
+
+class StackedOptimizer:
+    """One optimizer for the tensors of many clients, each ``(clients, ...)``.
+
+    Args:
+        template: The optimizer that the model has configured, over the parameters of one model.
+        names: Names of these parameters, in their order.
+        tensors: The tensors to step. They change in place.
+        clip: Clips gradients in place.
+
+    Attributes:
+        template: The optimizer of one model. It takes no step.
+        names: Names of its parameters.
+    """
+
+    def __init__(
+        self,
+        template: Optimizer,
+        names: Mapping[int, str],
+        tensors: Mapping[str, Tensor],
+        clip: Callable[[State], None],
+    ) -> None:
+        self.template, self._tensors, self._clip = template, dict(tensors), clip
+        own = [p for group in template.param_groups for p in group["params"]]
+        # The parameters by name, each with its number in the optimizer's state dict.
+        self._own = {names[id(p)]: (index, p) for index, p in enumerate(own) if id(p) in names}
+        replaced = {id(p): tensors[name] for name, (_, p) in self._own.items() if name in tensors}
+        self._stacked = optimizer_for(template, replaced)
+        self.names = self._own.keys()
+
+    def for_tensors(self, tensors: Mapping[str, Tensor]) -> "StackedOptimizer":
+        """Return a new optimizer with the same settings for other tensors, without state."""
+        names = {id(p): name for name, (_, p) in self._own.items()}
+        return StackedOptimizer(self.template, names, tensors, self._clip)
+
+    def step_from(self, values: State, gradients: State) -> State:
+        """Return values of the tensors after a step. Other entries stay."""
+        for name, tensor in self._tensors.items():
+            tensor.data = values[name].clone()
+        self.step({name: value for name, value in gradients.items() if name in self._tensors})
+        return {**values, **{name: tensor.detach() for name, tensor in self._tensors.items()}}
+
+    @property
+    def rate(self) -> float:
+        """Return the learning rate."""
+        return float(self.template.param_groups[0]["lr"])
+
+    def step(self, gradients: State) -> None:
+        """Take one step. Parameters without a gradient take none."""
+        self._clip(gradients)
+        for name, tensor in self._tensors.items():
+            tensor.grad = gradients.get(name)
+        for group, own in zip(
+            self._stacked.param_groups, self.template.param_groups, strict=True
+        ):  # schedulers change the rate, and some the momentum
+            group.update({key: value for key, value in own.items() if key != "params"})
+        self._stacked.step()
+
+    def load(self, kept: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from the state dicts of the clients' own optimizers, which are alike."""
+        for name, (index, _) in self._own.items():
+            states = [own["state"].get(index, {}) for own in kept]
+            if name in self._tensors and states[0]:
+                tensor = self._tensors[name]
+                self._stacked.state[tensor] = {
+                    key: torch.stack([state[key].to(tensor.device) for state in states])
+                    if _is_stacked(key, value)
+                    else value
+                    for key, value in states[0].items()
+                }
+
+    def state_dict(self, place: int) -> dict[str, Any]:
+        """Return the state dict of one client's optimizer, on the CPU."""
+        state = {
+            self._own[name][0]: {key: _part(key, value, place, "cpu") for key, value in own.items()}
+            for name, own in self._states()
+        }
+        return {"state": state, "param_groups": self.template.state_dict()["param_groups"]}
+
+    def states_of(self, place: int) -> dict[Tensor, dict[str, Any]]:
+        """Return one client's part of the state by parameter of the template, without copies."""
+        return {
+            self._own[name][1]: {key: _part(key, value, place) for key, value in own.items()}
+            for name, own in self._states()
+        }
+
+    def take(self, place: int, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Refuse changes of one client's state that are not in place.
+
+        Raises:
+            RuntimeError: If a callback has replaced a tensor or changed a number.
+        """
+        for parameter, before in self.states_of(place).items():
+            after = states.get(parameter, {})
+            if after.keys() != before.keys() or not all(
+                map(_is_same, before.values(), after.values())
+            ):
+                raise RuntimeError("a callback replaces the optimizer's state; change it in place")
+        if len(states) != len(self.states_of(place)):
+            raise RuntimeError("a callback gives the optimizer of one client a state")
+
+    def _states(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Return the state of each parameter that has one."""
+        own = ((name, self._stacked.state.get(t)) for name, t in self._tensors.items())
+        return [(name, state) for name, state in own if state]
 
 
 def past_of(states: Sequence[Mapping[str, Any]] | None) -> tuple[Any, ...]:
@@ -17,106 +125,27 @@ def past_of(states: Sequence[Mapping[str, Any]] | None) -> tuple[Any, ...]:
     Args:
         states: The state dicts of a client's optimizers, from its last fit.
     """
-    entries = (
-        (index, key, kind)
+    return tuple(
+        (index, key, None if _is_stacked(key, value) else float(value))
         for one in states or ()
         for index, state in one["state"].items()
-        for key, kind in _shared(state).items()
+        for key, value in state.items()
+        if value is not None
     )
-    return tuple(entries)
 
 
-def gather_states(
-    optimizer: Optimizer, parameters: Mapping[str, Tensor], members: Sequence[Member]
-) -> None:
-    """Give the optimizer of a stack the states of the clients' own ones.
-
-    Args:
-        optimizer: The optimizer.
-        parameters: The parameters that it steps, each ``(clients, ...)``.
-        members: The clients.
-
-    Raises:
-        RuntimeError: If their states are of different kinds.
-    """
-    own = [dict(member.module.named_parameters()) for member in members]
-    for name, parameter in parameters.items():
-        states = [
-            member.optimizer.state.get(one[name], {})
-            for member, one in zip(members, own, strict=True)
-        ]
-        if any(_shared(state) != _shared(states[0]) for state in states[1:]):
-            raise RuntimeError("the optimizers of clients have states of different kinds")
-        if states[0]:
-            optimizer.state[parameter] = {
-                key: stacked([state[key] for state in states]).contiguous()
-                if _is_stacked(key, value)
-                else value
-                for key, value in states[0].items()
-            }
-
-
-def hand_state(
-    optimizer: Optimizer,
-    parameters: Mapping[str, Tensor],
-    member: Member,
-    place: int,
-    copies: bool = False,
-) -> None:
-    """Give a client's own optimizer its part of the stack's state, see :func:`gather_states`.
-
-    Args:
-        optimizer: The optimizer.
-        parameters: The parameters that it steps, each ``(clients, ...)``.
-        member: The client.
-        place: Its place in the stack.
-        copies: Whether to copy it. A kept view would keep the whole stack's memory.
-    """
-    own = dict(member.module.named_parameters())
-    for name, parameter in parameters.items():
-        if state := optimizer.state.get(parameter):
-            member.optimizer.state[own[name]] = {
-                key: _part(key, value, place, copies) for key, value in state.items()
-            }
-
-
-def has_state(
-    optimizer: Optimizer, parameters: Mapping[str, Tensor], member: Member, place: int
-) -> bool:
-    """Return whether a client's own optimizer still has what :func:`hand_state` has given it.
-
-    Its tensors may have changed in place, but not the numbers that the stack has for all clients.
-    The arguments are as in :func:`hand_state`.
-    """
-    own = dict(member.module.named_parameters())
-    for name, parameter in parameters.items():
-        ours, theirs = optimizer.state.get(parameter, {}), member.optimizer.state.get(own[name], {})
-        if _shared(ours) != _shared(theirs):
-            return False
-        for key, value in ours.items():
-            if _is_stacked(key, value) and value[place].data_ptr() != theirs[key].data_ptr():
-                return False
-    return True
-
-
-def _part(key: str, value: Any, place: int, copies: bool) -> Any:
-    """Return a client's part of an entry of the stack's state."""
+def _part(key: str, value: Any, place: int, device: str | None = None) -> Any:
+    """Return a client's part of an entry of the state. With a device, it is a copy there."""
     if not isinstance(value, Tensor):
         return value
-    if not _is_stacked(key, value):
-        return value.clone()
-    return value[place].clone() if copies else value[place]
+    own = value[place] if _is_stacked(key, value) else value.clone()
+    return own if device is None else own.detach().to(device, copy=True)
 
 
-def _shared(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a stack has for all clients: numbers, and which entries are tensors."""
-
-    def shared(key: str, value: Any) -> Any:
-        if _is_stacked(key, value):
-            return Tensor
-        return float(value) if isinstance(value, Tensor) else value
-
-    return {key: shared(key, value) for key, value in state.items()}
+def _is_same(before: Any, after: Any) -> bool:
+    if isinstance(before, Tensor) and isinstance(after, Tensor) and before.ndim:
+        return before.data_ptr() == after.data_ptr()
+    return bool(before == after)
 
 
 def _is_stacked(key: str, value: Any) -> bool:

@@ -17,7 +17,7 @@ from flsuite.common.arguments import PositiveInt, Settings, Threads
 from flsuite.common.errors import one_line
 from flsuite.common.messages import FitRequest, Outcome, ScoreRequest
 from flsuite.federation.client.setup import WorkerSetup
-from flsuite.federation.client.stackable import refuse_callbacks, require_stackable
+from flsuite.federation.client.stackable import require_stackable
 from flsuite.federation.engines.base import (
     NO_TIMEOUT,
     NO_WORKERS,
@@ -82,9 +82,6 @@ class Vectorized(Engine, Settings):
         self._engine.start(replace(setup, stack=self.clients))
 
     def submit(self, requests: Iterable[FitRequest]) -> None:
-        requests = list(requests)
-        for request in requests:
-            refuse_callbacks(request)
         self._engine.submit(requests)
 
     def join(self, awaited: Callable[[], Collection[int]]) -> None:

@@ -1,0 +1,331 @@
+"""A client's fit as its algorithm sees it, and the steps that the algorithm changes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from flsuite.aggregators.halves import Halves, is_at
+from flsuite.aggregators.losses import loss_and_gradient, mean_loss, random_state
+from flsuite.aggregators.objectives.feature_term import TermHooks
+from flsuite.aggregators.optimizers import optimizer_for
+from flsuite.common.client import ClientContext, Evaluation, Taken
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.lightning_internals import scaler_of
+from flsuite.common.state import State, load_
+from flsuite.data.loader import TrainLoader
+from flsuite.models.abilities import extra_epochs
+from flsuite.models.layers import entry_names
+
+
+class Known(NamedTuple):
+    """A batch, its number in the epoch, the random state of the model's step, and its gradient."""
+
+    batch: Any
+    index: int
+    draws: Any
+    gradient: State
+
+
+class OneFit:
+    """The fit of one client, see :class:`~flsuite.common.client.ClientFit`.
+
+    Args:
+        trainer: The Trainer of the fit.
+        module: The model.
+        loader: The client's batches.
+        state: All entries of the client's model. Default: they are the module's own.
+        continues: Whether the optimizers continue from the client's last fit.
+        optimizers: The model's optimizers. Default: they are the Trainer's.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        loader: TrainLoader,
+        state: State | None = None,
+        continues: bool = False,
+        optimizers: Sequence[Optimizer] | None = None,
+    ) -> None:
+        self.trainer, self.module, self.loader = trainer, module, loader
+        self._state = state or {}
+        parameters = {name for name, _ in module.named_parameters()}
+        self.buffers = [name for name in entry_names(module) if name not in parameters]
+        self.optimizers: Sequence[Optimizer] = optimizers or trainer.optimizers
+        self.clips, self.continues = bool(trainer.gradient_clip_val), continues
+        self.taken: list[Taken] = []
+        self._index = 0
+
+    @property
+    def batch_size(self) -> int:
+        return self.loader.data.batch_size
+
+    @property
+    def rate(self) -> float:
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def evaluate(self, at: State, batch: Any, in_full: bool = False) -> Evaluation:
+        here = {name: value.to(self.module.device) for name, value in at.items()}
+        return self.evaluate_at(here, batch, self._index, in_full)
+
+    def evaluate_at(
+        self, at: State, batch: Any, index: int, in_full: bool = False, draws: Any = None
+    ) -> Evaluation:
+        """Return the loss at some weights on the batch of this number in its epoch."""
+        given = {**self._state, **at}
+        names = {name for name, p in self.module.named_parameters() if p.requires_grad}
+        own = {name: value for name, value in at.items() if name in names}
+        others = {name: value.clone() for name, value in given.items() if name in self.buffers}
+        rest = {k: v for k, v in given.items() if k not in own and k not in others}
+        step = self.trainer, self.module, own, batch, index
+        loss, gradient = loss_and_gradient(*step, others | rest, in_full, draws)
+        return Evaluation(loss, gradient, {k: v for k, v in others.items() if k in at})
+
+    def mean_loss(self, at: State) -> float:
+        return mean_loss(self.trainer, self.module, {**self._state, **at}, self.batches())
+
+    def batches(self, samples: int | None = None, batch_size: int = 500) -> Iterator[Any]:
+        if is_private(self.module):
+            raise FlsuiteError(
+                "this aggregator reads samples of the client without the noise of DPSGD; choose "
+                "another trainer.aggregator, or leave out DPSGD"
+            )
+        for index, batch in enumerate(self.loader.plain_batches(samples, batch_size)):
+            self._index = index
+            yield self.trainer.strategy.batch_to_device(batch)
+
+    def steps(self, name: str) -> int:
+        return sum(taken.steps for taken in self.taken if name in taken.names)
+
+    def record(self, optimizer: Optimizer, names: frozenset[str]) -> None:
+        """Record a step of an optimizer."""
+        options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        new = Taken(optimizer, options, names, 1)
+        if self.taken and (last := self.taken[-1])[:3] == new[:3]:
+            new = last._replace(steps=last.steps + 1)
+            self.taken.pop()
+        self.taken.append(new)
+
+
+class OneOracle:
+    """The gradients of one client in one step, see :class:`~flsuite.common.client.Oracle`.
+
+    Args:
+        fit: The fit.
+        w: The present weights.
+        known: The batches of the step.
+        seconds: Copies of the optimizers for other weights, by name.
+    """
+
+    def __init__(
+        self,
+        fit: OneFit,
+        w: State,
+        known: Sequence[Known],
+        seconds: dict[str, "SecondOptimizer"],
+    ) -> None:
+        self._fit, self._w, self._known, self._seconds = fit, w, known, seconds
+
+    @property
+    def rate(self) -> float:
+        return self._fit.rate
+
+    def __call__(self, at: State, batch: Any, in_full: bool = False) -> State:
+        if not in_full and is_at(at, self._w):
+            return dict(self._of(batch).gradient)
+        return self.evaluate(at, batch, in_full).gradient
+
+    def evaluate(self, at: State, batch: Any, in_full: bool = False) -> Evaluation:
+        if self._fit.trainer.accumulate_grad_batches != 1:
+            raise FlsuiteError(
+                "this aggregator computes gradients at other weights batch by batch; leave out "
+                "trainer.accumulate_grad_batches"
+            )
+        known = self._of(batch)
+        return self._fit.evaluate_at(at, known.batch, known.index, in_full, known.draws)
+
+    def step(self, name: str, v: State, gradient: State) -> State:
+        if name not in self._seconds:
+            self._seconds[name] = SecondOptimizer(self._fit.trainer, self._fit.module, v)
+        return self._seconds[name].step(v, gradient)
+
+    def _of(self, batch: int) -> Known:
+        return self._known[batch]
+
+
+class SecondOptimizer:
+    """A copy of the model's optimizers for other weights. It starts anew in every fit.
+
+    Args:
+        trainer: The Trainer of the fit.
+        module: The model.
+        v: The weights, by names of the model's parameters.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, v: State) -> None:
+        own = {name: p for name, p in module.named_parameters() if name in v and p.requires_grad}
+        self._trainer = trainer
+        self._tensors = {name: torch.empty_like(p).requires_grad_() for name, p in own.items()}
+        replaced = {id(p): self._tensors[name] for name, p in own.items()}
+        self._optimizers = [optimizer_for(one, replaced) for one in trainer.optimizers]
+
+    def step(self, v: State, gradient: State) -> State:
+        """Return the weights after a step, with the present settings of the model's optimizers."""
+        for name, tensor in self._tensors.items():
+            tensor.data = torch.empty_like(tensor).copy_(v[name])  # in the layout of the model's
+            tensor.grad = gradient.get(name)
+        clip_(self._trainer, [t for t in self._tensors.values() if t.grad is not None])
+
+        for own, others in zip(self._optimizers, self._trainer.optimizers, strict=True):
+            for group, other in zip(own.param_groups, others.param_groups, strict=True):
+                # Schedulers change the rate, and some the momentum.
+                group.update({key: value for key, value in other.items() if key != "params"})
+            own.step()
+        return {**v, **{name: tensor.detach() for name, tensor in self._tensors.items()}}
+
+
+def clip_(trainer: Trainer, parameters: Sequence[Tensor]) -> None:
+    """Clip the gradients of parameters as the Trainer does."""
+    if (limit := trainer.gradient_clip_val) and parameters:
+        by_value = trainer.gradient_clip_algorithm == "value"
+        (clip_grad_value_ if by_value else clip_grad_norm_)(parameters, float(limit))
+
+
+class AlgorithmSteps:
+    """What an algorithm does in the steps of one client's fit.
+
+    Args:
+        halves: The parts of the algorithm.
+        client: The client's view of the round.
+        fit: The fit.
+    """
+
+    def __init__(self, halves: Halves, client: ClientContext, fit: OneFit) -> None:
+        self.halves, self.client, self.fit = halves, client, fit
+        client.fit = fit
+        trainer, module = fit.trainer, fit.module
+        if halves.batches > 1:
+            _require_plain_steps(trainer, halves.batches)
+
+        own = module.state_dict()
+        state = {name: own[name] for name in entry_names(module)}
+        w, helds = halves.start(client, state)
+        load_(own, {name: value for name, value in w.items() if value is not state[name]})
+        self._helds: Any = [tree_map(self._kept(), held) for held in helds]
+        self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._warmup = extra_epochs(module)
+        self._stepping: dict[int, list[tuple[str, Tensor]]] = {}
+        self._pending: list[Known] = []
+        self._seconds: dict[str, SecondOptimizer] = {}
+        self._is_first, self._batch = True, ((), 0, None)
+        self._term = TermHooks(halves.term, trainer, module) if halves.term else None
+
+    def _kept(self) -> Any:
+        """Return a function that gives tensors to hold: apart from the model's, on its device."""
+        module = self.fit.module
+        tensors = chain(module.parameters(), module.buffers())
+        own = {value.untyped_storage().data_ptr() for value in tensors}
+
+        def kept(value: Tensor) -> Tensor:
+            is_own = value.untyped_storage().data_ptr() in own
+            return value.detach().clone() if is_own else value.to(module.device)
+
+        return kept
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin an epoch: some parameters may rest in it."""
+        if not self.halves.has_phases:
+            return
+        names = self.halves.trains(epoch - self._warmup, self._trained.keys())
+        # A frozen parameter has no gradient, so the optimizer leaves it. The worker restores this.
+        for name, parameter in self._trained.items():
+            parameter.requires_grad_(name in names)
+
+    def begin_step(self, batch: Any, index: int) -> None:
+        """Begin a step on a batch."""
+        changes = self.halves.changes_gradients
+        self._batch = batch, index, random_state(self.fit.module.device) if changes else None
+        if self._term:
+            held = self._helds[self.halves.parts.index(self.halves.term)]
+            self._term.begin_step(batch, index, held)
+
+    def change(self, optimizer: Optimizer, is_last: bool) -> None:
+        """Change the gradients of a step, which are unscaled and not yet clipped.
+
+        Args:
+            optimizer: The optimizer that is about to step.
+            is_last: Whether this is the last step of the fit.
+        """
+        stepping = [(k, p) for k, p in self._about_to_step(optimizer) if p.grad is not None]
+        self._pending.append(Known(*self._batch, {name: p.grad for name, p in stepping}))  # type: ignore
+        if len(self._pending) < self.halves.batches and not is_last:
+            for _, parameter in stepping:
+                parameter.grad = None  # so that the optimizer leaves it
+            return
+        # The last batch of an odd number of them serves as both.
+        known = (self._pending * self.halves.batches)[: self.halves.batches]
+        self._pending = []
+        if self.halves.changes_gradients:
+            stepping = self._changed(dict(self._about_to_step(optimizer)), known)
+        self.fit.record(optimizer, frozenset(name for name, _ in stepping))
+
+    def _changed(
+        self, parameters: Mapping[str, Tensor], known: Sequence[Known]
+    ) -> list[tuple[str, Tensor]]:
+        """Set the gradients that the algorithm returns, and return the parameters with one."""
+        w = {name: p.detach() for name, p in self._trained.items()}
+        oracle = OneOracle(self.fit, w, known, self._seconds)
+        batch = tuple(range(len(known))) if self.halves.batches > 1 else 0
+        gradient, helds = self.halves.gradient(oracle, w, self._helds, batch, self._is_first)
+        self._helds, self._is_first = helds, False
+        for name, parameter in parameters.items():
+            parameter.grad = gradient.get(name)
+        return [(name, p) for name, p in parameters.items() if name in gradient]
+
+    def _about_to_step(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+        """Return the parameters of an optimizer by name."""
+        if id(optimizer) not in self._stepping:
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            own = [(name, p) for name, p in self._trained.items() if id(p) in ids]
+            self._stepping[id(optimizer)] = own
+        return self._stepping[id(optimizer)]
+
+    def end_step(self) -> None:
+        """End a step."""
+        if self._term:
+            self._term.end_step()
+
+    def end(self) -> None:
+        """End the fit."""
+        if self._term:
+            self._term.close()
+            self._term.require_called()
+        own = self.fit.module.state_dict()
+        w = {name: own[name] for name in entry_names(self.fit.module)}
+        self.halves.end(self.client, w, self._helds)
+
+    def close(self) -> None:
+        """Leave the model without hooks after an error."""
+        if self._term:
+            self._term.close()
+
+
+def is_private(module: LightningModule) -> bool:
+    """Return whether DP-SGD trains a model: Opacus keeps the gradients of its samples."""
+    return hasattr(module, "autograd_grad_sample_hooks")
+
+
+def _require_plain_steps(trainer: Trainer, batches: int) -> None:
+    is_simple = trainer.lightning_module.automatic_optimization and len(trainer.optimizers) == 1
+    if not is_simple or scaler_of(trainer) or trainer.accumulate_grad_batches != 1:
+        raise FlsuiteError(
+            f"this aggregator steps once per {batches} batches, with one optimizer and no scaler; "
+            "set precision to bf16-mixed, leave out accumulate_grad_batches, or change the model"
+        )
