@@ -10,23 +10,22 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
-from flsuite.aggregators.objectives.base import Objective, StatedCallback
 from flsuite.aggregators.objectives.feature_term import FeatureTerm
-from flsuite.aggregators.objectives.second_steps import SecondSteps
 from flsuite.aggregators.part import Statistic
 from flsuite.callbacks.base import FederationCallback
 from flsuite.common.arguments import PositiveFloat, Settings, SmallProbability
 from flsuite.common.errors import FlsuiteError, one_line, require_extra
-from flsuite.common.lightning_internals import hooks_with, scaler_of
-from flsuite.common.messages import ClientContext, ClientResult, Outcome
+from flsuite.common.lightning_internals import scaler_of
+from flsuite.common.messages import ClientResult, Outcome
 from flsuite.common.random import torch_generator
+from flsuite.common.state import State
 from flsuite.data.loader import TrainLoader
-from flsuite.federation.client.loop import hooks_of_callback
+from flsuite.federation.client.callbacks import SampleGradients
 from flsuite.federation.server.federation import Federation
 from flsuite.metrics.privacy import (
     RandomDraw,
@@ -44,7 +43,7 @@ _LEFT_OVER = {"activations", "max_batch_len"}
 
 
 @dataclass(eq=False)
-class DPSGD(FederationCallback, Settings):
+class DPSGD(FederationCallback, SampleGradients, Settings):
     """Sample-level differential privacy of every client against the server.
 
     Each sample's gradient, over all trainable parameters, is clipped to the L2 norm
@@ -70,8 +69,6 @@ class DPSGD(FederationCallback, Settings):
     """
 
     reads_updates: ClassVar[bool] = False
-    supports_stack = True
-    reads_sample_gradients = True
 
     noise_multiplier: PositiveFloat = 1.0
     max_grad_norm: PositiveFloat = 1.0
@@ -86,25 +83,41 @@ class DPSGD(FederationCallback, Settings):
 
     # One client's fit
 
+    def begin(self, loader: TrainLoader) -> None:
+        loader.is_poisson = True
+        self._loader = loader
+        self._mean_size = min(loader.data.batch_size, len(loader.data.train_rows(loader.client)))
+        stream = f"dp_sgd/{loader.repeat}"
+        self._generator = torch_generator(loader.seed, stream, loader.round, loader.client)
+
+    def gradient(self, samples: State, parameters: State, index: int) -> State:
+        # A bfloat16 norm is off by half a percent, so clipped gradients would be too long.
+        wide = {k: g.to(torch.promote_types(g.dtype, torch.float32)) for k, g in samples.items()}
+        norms = [g.reshape(len(g), -1).norm(dim=1) for g in wide.values()]
+        lengths = torch.stack(norms).norm(dim=0).clamp(min=1e-12)
+        factors = (self.max_grad_norm / lengths).clamp(max=1.0)
+        if not self._loader.drawn[index]:
+            factors = torch.zeros_like(factors)  # no sample was drawn: the step is pure noise
+
+        deviation, gradient = self.noise_multiplier * self.max_grad_norm, State()
+        for name, parameter in parameters.items():
+            noise = torch.randn(parameter.shape, generator=self._generator, dtype=torch.float64)
+            total = (deviation * noise).to(parameter)
+            if name in wide:
+                total += torch.einsum("n,n...->...", factors, wide[name])
+            gradient[name] = total / self._mean_size
+        return gradient
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loader: TrainLoader = trainer.train_dataloader  # type: ignore[assignment]
         if trainer.accumulate_grad_batches != 1 or scaler_of(trainer) is not None:
             raise FlsuiteError(
                 "DPSGD clips the gradients of each batch separately and unscaled; leave out "
                 "trainer.accumulate_grad_batches, and set trainer.precision to 32-true"
             )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            # Some fits may have an objective that others do not have.
-            if isinstance(callback, StatedCallback):
-                _refuse_seen(callback)
-
-        loader.is_poisson = True
-        self._loader, self._batch = loader, 0
-        self._trained = [p for p in pl_module.parameters() if p.requires_grad]
-        self._mean_size = min(loader.data.batch_size, len(loader.data.train_rows(loader.client)))
-        stream = f"dp_sgd/{loader.repeat}"
-        self._generator = torch_generator(loader.seed, stream, loader.round, loader.client)
-
+        self.begin(trainer.train_dataloader)  # type: ignore[arg-type]
+        self._batch = 0
+        named = pl_module.named_parameters()
+        self._trained: dict[str, Any] = {name: p for name, p in named if p.requires_grad}
         self._add_hooks(pl_module)
 
     def _add_hooks(self, module: LightningModule) -> None:
@@ -125,7 +138,7 @@ class DPSGD(FederationCallback, Settings):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._batch = batch_idx
-        if not all(p.requires_grad for p in self._trained):
+        if not all(p.requires_grad for p in self._trained.values()):
             raise FlsuiteError(
                 "DPSGD: the aggregator freezes layers in some epochs, as FedRep and FedBABU do; "
                 "choose another trainer.aggregator, or leave out DPSGD"
@@ -135,25 +148,10 @@ class DPSGD(FederationCallback, Settings):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         # Opacus stores the per-sample gradients as an attribute of the parameter.
-        parameters: list[Any] = [p for p in pl_module.parameters() if p.requires_grad]
-        for parameter in parameters:
-            if parameter.grad_sample is not None:
-                # A bfloat16 norm is off by half a percent, so clipped gradients would be too long.
-                wide = torch.promote_types(parameter.grad_sample.dtype, torch.float32)
-                parameter.grad_sample = parameter.grad_sample.to(wide)
-        gradients: list[Tensor] = [p.grad_sample for p in parameters if p.grad_sample is not None]
-        norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in gradients]).norm(dim=0)
-        factors = (self.max_grad_norm / norms.clamp(min=1e-12)).clamp(max=1.0)
-        if not self._loader.drawn[self._batch]:
-            factors = torch.zeros_like(factors)  # no sample was drawn: the step is pure noise
-
-        deviation = self.noise_multiplier * self.max_grad_norm
-        for parameter in parameters:
-            noise = torch.randn(parameter.shape, generator=self._generator, dtype=torch.float64)
-            total = (deviation * noise).to(parameter)
-            if parameter.grad_sample is not None:
-                total += torch.einsum("n,n...->...", factors, parameter.grad_sample)
-            parameter.grad, parameter.grad_sample = total / self._mean_size, None
+        own = {name: p.grad_sample for name, p in self._trained.items()}
+        samples = {name: gradient for name, gradient in own.items() if gradient is not None}
+        for name, gradient in self.gradient(samples, self._trained, self._batch).items():
+            self._trained[name].grad, self._trained[name].grad_sample = gradient, None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._undo.close()
@@ -243,12 +241,11 @@ def _statistics(federation: Federation) -> Mapping[str, Statistic]:
 def _refuse_algorithm(federation: Federation) -> None:
     """Refuse an algorithm that reveals samples of the clients without noise.
 
-    Its clients may send measurements. A user's algorithm may see batches in a fit, except in a term
-    of the features: its changes of gradients or weights come after the noise. flsuite's own
-    algorithms that see batches are refused where they train without noise.
+    Its clients may send measurements, or a user's objective may change the logits. Objectives that
+    compute gradients at other weights, or read samples when a fit starts, are refused there.
 
     Raises:
-        FlsuiteError: If it does. The message names the statistic or the callback.
+        FlsuiteError: If it does. The message names the statistic or the objective.
     """
     statistics = _statistics(federation).items()
     if measured := [n for n, s in statistics if not s.from_steps and s.release is None]:
@@ -256,34 +253,16 @@ def _refuse_algorithm(federation: Federation) -> None:
             f"DPSGD: clients of {federation.aggregator.name} also send {', '.join(measured)} "
             "without noise; choose another trainer.aggregator, or leave out DPSGD"
         )
-    data, server = federation.data, federation.server
-    counts = data.samples(0), data.class_counts(0)
-    client = ClientContext(0, 1, *counts, federation.state, {}, {}, layout=server.layout)
-    for callback in federation.aggregator.callbacks(client):
-        _refuse_seen(callback)
-
-
-def _refuse_seen(callback: Callback) -> None:
-    """Refuse one callback of a user that sees samples, see :func:`_refuse_algorithm`."""
-    for part in (callback, getattr(callback, "objective", None)):
-        is_ours = type(part).__module__.startswith("flsuite.")
-        if part is not None and not is_ours and (seen := _seen_by(part)) is not None:
+    objective = federation.aggregator.objective
+    is_ours = type(objective).__module__.startswith("flsuite.")
+    # The term is clipped, and no other function of a client half sees a sample.
+    if isinstance(objective, FeatureTerm) and not is_ours:
+        if type(objective).logits is not FeatureTerm.logits:
             raise FlsuiteError(
-                f"DPSGD: {type(part).__name__}.{seen} of the objective or rule sees samples, "
-                "which its change of gradients or weights would reveal without noise; leave the "
-                "method out, state the objective as the term of a FeatureTerm, or leave out DPSGD"
+                f"DPSGD: {type(objective).__name__}.logits sees samples, which its change of the "
+                "logits would reveal without noise; leave the method out, state it as the term of "
+                "the features, or leave out DPSGD"
             )
-
-
-def _seen_by(part: Callback | Objective) -> str | None:
-    """Return the first method of a part that sees samples without being clipped, or ``None``."""
-    if isinstance(part, SecondSteps):
-        return "direction"
-    if isinstance(part, FeatureTerm):  # its term is clipped, and nothing else
-        return None if type(part).logits is FeatureTerm.logits else "logits"
-    if isinstance(part, Callback):
-        return next((n for n in hooks_of_callback(part) if n in hooks_with("samples")), None)
-    return None
 
 
 def _refuse_unsupported(model: LightningModule) -> None:

@@ -36,6 +36,9 @@ class Known(NamedTuple):
 class OneFit:
     """The fit of one client, see :class:`~flsuite.common.client.ClientFit`.
 
+    Attributes:
+        is_private: Whether the client trains by DP-SGD.
+
     Args:
         trainer: The Trainer of the fit.
         module: The model.
@@ -60,6 +63,7 @@ class OneFit:
         self.buffers = [name for name in entry_names(module) if name not in parameters]
         self.optimizers: Sequence[Optimizer] = optimizers or trainer.optimizers
         self.clips, self.continues = bool(trainer.gradient_clip_val), continues
+        self.is_private = is_private(module)
         self.taken: list[Taken] = []
         self._index = 0
 
@@ -92,7 +96,7 @@ class OneFit:
         return mean_loss(self.trainer, self.module, {**self._state, **at}, self.batches())
 
     def batches(self, samples: int | None = None, batch_size: int = 500) -> Iterator[Any]:
-        if is_private(self.module):
+        if self.is_private:
             raise FlsuiteError(
                 "this aggregator reads samples of the client without the noise of DPSGD; choose "
                 "another trainer.aggregator, or leave out DPSGD"

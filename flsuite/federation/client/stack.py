@@ -86,11 +86,13 @@ class Stack:
         if reason := single(requests[0].broadcast.callbacks):
             self._say("clients train one by one: a stack cannot call %s", reason)
             return list(requests)
-        self._seed(requests[0])  # an objective may draw where it starts
+        self._seed(requests[0])  # an algorithm may draw where it starts a fit
         self.halves = self.setup.uplink.aggregator.halves if not requests[0].adapts else Halves([])
         # A copy, because a step may leave a tensor of the transforms in the model.
         self.model = copy.deepcopy(self.setup.model).to(trainer.strategy.root_device)
 
+        if self.halves.has_phases and by_sample(requests[0].broadcast.callbacks):
+            return list(requests)  # a frozen layer would get noise, which a fit by itself refuses
         alike: dict[Any, list[Member]] = {}
         for request in requests:
             if request.trained is not None or self.setup.poisons(request):
@@ -137,7 +139,8 @@ class Stack:
         # The learning rate is read, and nothing steps.
         optimizer, _ = optimizer_of(self.model)
         self._scale(optimizer, request)
-        client.fit = OneFit(trainer, self.model, loader, state, kept, [optimizer])
+        client.fit = fit = OneFit(trainer, self.model, loader, state, kept, [optimizer])
+        fit.is_private = bool(by_sample(request.broadcast.callbacks))
         with attached(self.model, trainer):
             w, helds = self.halves.start(client, state)
         return Member(request, client, loader, epoch_steps, steps, {**start, **w}, helds)

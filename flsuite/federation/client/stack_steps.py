@@ -221,6 +221,8 @@ class StackSteps:
         Raises:
             RuntimeError: If the losses do not all depend on the same parameters.
         """
+        if self.private:
+            raise RuntimeError("an algorithm trains at other weights, without the noise of DPSGD")
         groups, _, draws = known
         own = {name: value for name, value in at.items() if name in self.leaves}
         rest = {**self._tensors, **at}
