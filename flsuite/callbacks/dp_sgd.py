@@ -255,14 +255,16 @@ def _refuse_algorithm(federation: Federation) -> None:
         )
     objective = federation.aggregator.objective
     is_ours = type(objective).__module__.startswith("flsuite.")
-    # The term is clipped, and no other function of a client half sees a sample.
-    if isinstance(objective, FeatureTerm) and not is_ours:
-        if type(objective).logits is not FeatureTerm.logits:
-            raise FlsuiteError(
-                f"DPSGD: {type(objective).__name__}.logits sees samples, which its change of the "
-                "logits would reveal without noise; leave the method out, state it as the term of "
-                "the features, or leave out DPSGD"
-            )
+    changes = (
+        isinstance(objective, FeatureTerm) and type(objective).logits is not FeatureTerm.logits
+    )
+    # A term is clipped, and no other function of a client half sees a sample.
+    if changes and not is_ours:
+        raise FlsuiteError(
+            f"DPSGD: {kind.__name__}.logits sees samples, which its change of the "
+            "logits would reveal without noise; leave the method out, state it as the term of the "
+            "features, or leave out DPSGD"
+        )
 
 
 def _refuse_unsupported(model: LightningModule) -> None:

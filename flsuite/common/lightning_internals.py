@@ -180,7 +180,8 @@ def skips_step(trainer: Trainer, optimizer: Optimizer) -> bool:
 
 def configured(model: LightningModule) -> tuple[list[Optimizer], list[Any]]:
     """Return the optimizers that a model configures, and its schedulers as Lightning runs them."""
-    optimizers, schedulers, monitor = _configure_optimizers(model.configure_optimizers())
+    own: Any = model.configure_optimizers()
+    optimizers, schedulers, monitor = _configure_optimizers(own)
     return optimizers, _configure_schedulers_automatic_opt(schedulers, monitor)
 
 
@@ -188,7 +189,8 @@ def show_progress(trainer: Trainer, loader: Any, epoch: int, step: int) -> None:
     """Set the counters and the loader of a Trainer as they are before a step, counted from 0."""
     set_train_loader(trainer, loader)
     trainer.training, trainer.should_stop = True, False
-    trainer.fit_loop.epoch_progress.current.processed = epoch
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    progress.processed = epoch
     steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
     steps.total.completed = step
 

@@ -1,6 +1,6 @@
 """A client's fit as its algorithm sees it, and the steps that the algorithm changes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class Known(NamedTuple):
     """A batch, its number in the epoch, the random state of the model's step, and its gradient."""
 
     batch: Any
-    index: int
+    number: int
     draws: Any
     gradient: State
 
@@ -60,11 +60,13 @@ class OneFit:
         self.trainer, self.module, self.loader = trainer, module, loader
         self._state = state or {}
         parameters = {name for name, _ in module.named_parameters()}
-        self.buffers = [name for name in entry_names(module) if name not in parameters]
+        self.buffers: Sequence[str] = [
+            name for name in entry_names(module) if name not in parameters
+        ]
         self.optimizers: Sequence[Optimizer] = optimizers or trainer.optimizers
         self.clips, self.continues = bool(trainer.gradient_clip_val), continues
         self.is_private = is_private(module)
-        self.taken: list[Taken] = []
+        self.taken: Sequence[Taken] = []
         self._index = 0
 
     @property
@@ -111,11 +113,10 @@ class OneFit:
     def record(self, optimizer: Optimizer, names: frozenset[str]) -> None:
         """Record a step of an optimizer."""
         options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        new = Taken(optimizer, options, names, 1)
-        if self.taken and (last := self.taken[-1])[:3] == new[:3]:
-            new = last._replace(steps=last.steps + 1)
-            self.taken.pop()
-        self.taken.append(new)
+        new, before = Taken(optimizer, options, names, 1), self.taken
+        if before and before[-1][:3] == new[:3]:
+            before, new = before[:-1], new._replace(steps=before[-1].steps + 1)
+        self.taken = [*before, new]
 
 
 class OneOracle:
@@ -153,7 +154,7 @@ class OneOracle:
                 "trainer.accumulate_grad_batches"
             )
         known = self._of(batch)
-        return self._fit.evaluate_at(at, known.batch, known.index, in_full, known.draws)
+        return self._fit.evaluate_at(at, known.batch, known.number, in_full, known.draws)
 
     def step(self, name: str, v: State, gradient: State) -> State:
         if name not in self._seconds:
@@ -228,7 +229,8 @@ class AlgorithmSteps:
         self._stepping: dict[int, list[tuple[str, Tensor]]] = {}
         self._pending: list[Known] = []
         self._seconds: dict[str, SecondOptimizer] = {}
-        self._is_first, self._batch = True, ((), 0, None)
+        self._is_first = True
+        self._batch: tuple[Any, int, Any] = (), 0, None
         self._term = TermHooks(halves.term, trainer, module) if halves.term else None
 
     def _kept(self) -> Any:
@@ -267,8 +269,9 @@ class AlgorithmSteps:
             optimizer: The optimizer that is about to step.
             is_last: Whether this is the last step of the fit.
         """
-        stepping = [(k, p) for k, p in self._about_to_step(optimizer) if p.grad is not None]
-        self._pending.append(Known(*self._batch, {name: p.grad for name, p in stepping}))  # type: ignore
+        stepping = self._about_to_step(optimizer)
+        gradient = {name: p.grad for name, p in stepping if p.grad is not None}
+        self._pending.append(Known(*self._batch, gradient))
         if len(self._pending) < self.halves.batches and not is_last:
             for _, parameter in stepping:
                 parameter.grad = None  # so that the optimizer leaves it
@@ -277,28 +280,26 @@ class AlgorithmSteps:
         known = (self._pending * self.halves.batches)[: self.halves.batches]
         self._pending = []
         if self.halves.changes_gradients:
-            stepping = self._changed(dict(self._about_to_step(optimizer)), known)
-        self.fit.record(optimizer, frozenset(name for name, _ in stepping))
+            gradient = self._changed(stepping, known)
+        self.fit.record(optimizer, frozenset(gradient))
 
-    def _changed(
-        self, parameters: Mapping[str, Tensor], known: Sequence[Known]
-    ) -> list[tuple[str, Tensor]]:
-        """Set the gradients that the algorithm returns, and return the parameters with one."""
+    def _changed(self, stepping: Sequence[tuple[str, Tensor]], known: Sequence[Known]) -> State:
+        """Set the gradients that the algorithm returns for some parameters, and return them."""
         w = {name: p.detach() for name, p in self._trained.items()}
         oracle = OneOracle(self.fit, w, known, self._seconds)
         batch = tuple(range(len(known))) if self.halves.batches > 1 else 0
         gradient, helds = self.halves.gradient(oracle, w, self._helds, batch, self._is_first)
         self._helds, self._is_first = helds, False
-        for name, parameter in parameters.items():
+        for name, parameter in stepping:
             parameter.grad = gradient.get(name)
-        return [(name, p) for name, p in parameters.items() if name in gradient]
+        return gradient
 
     def _about_to_step(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """Return the parameters of an optimizer by name."""
         if id(optimizer) not in self._stepping:
             ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            own = [(name, p) for name, p in self._trained.items() if id(p) in ids]
-            self._stepping[id(optimizer)] = own
+            own = self._trained.items()
+            self._stepping[id(optimizer)] = [(name, p) for name, p in own if id(p) in ids]
         return self._stepping[id(optimizer)]
 
     def end_step(self) -> None:

@@ -193,7 +193,7 @@ class Stack:
         private = [one for member in members for one in by_sample(member.callbacks)]
         for callback, member in zip(private, members, strict=False):
             callback.begin(member.loader)
-            member.callbacks = [one for one in member.callbacks if one is not callback]
+            member.callbacks = [one for one in member.callbacks if id(one) != id(callback)]
         shown = MemberModel(copy.deepcopy(model), trainer, tensors, optimizer)
         memories: list[dict[str, Any]] = [{} for _ in members]
 

@@ -231,8 +231,9 @@ class StackSteps:
             leaves = {name: value[group.at] for name, value in own.items()}
             others = {k: v[group.at] for k, v in rest.items() if k not in own}
             with drawing_from(self.losses.device, draws):  # as the model's own step
-                at_group = group.batch, group.index, {}, group.sizes
-                step = self._plain_loss.step(leaves, others, *at_group, in_full=in_full)
+                step = self._plain_loss.step(
+                    leaves, others, group.batch, group.index, {}, group.sizes, in_full=in_full
+                )
             gradients = with_rows(gradients, group, step.gradients, own)
             buffers = with_rows(buffers, group, step.buffers, self._tensors)
             losses[group.at] += step.losses
