@@ -254,12 +254,10 @@ def _refuse_algorithm(federation: Federation) -> None:
             "without noise; choose another trainer.aggregator, or leave out DPSGD"
         )
     objective = federation.aggregator.objective
-    is_ours = type(objective).__module__.startswith("flsuite.")
-    changes = (
-        isinstance(objective, FeatureTerm) and type(objective).logits is not FeatureTerm.logits
-    )
+    kind = type(objective)
+    has_logits = isinstance(objective, FeatureTerm) and kind.logits is not FeatureTerm.logits
     # A term is clipped, and no other function of a client half sees a sample.
-    if changes and not is_ours:
+    if has_logits and not kind.__module__.startswith("flsuite."):
         raise FlsuiteError(
             f"DPSGD: {kind.__name__}.logits sees samples, which its change of the "
             "logits would reveal without noise; leave the method out, state it as the term of the "
