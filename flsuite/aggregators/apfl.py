@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives.second_steps import SecondSteps, start_of
+from flsuite.aggregators.objectives.base import Objective, second_start
 from flsuite.common.arguments import Settings, Share
-from flsuite.common.messages import ClientContext
-from flsuite.common.state import State
+from flsuite.common.client import ClientContext, Oracle
+from flsuite.common.state import State, Tree, clone
 
 
 class APFL(FedAvg):
@@ -40,41 +39,31 @@ class APFL(FedAvg):
 
 
 @dataclass(frozen=True)
-class MixedModel(SecondSteps, Settings):
-    """A client's mixture, which does not change what the client sends.
-
-    Args:
-        alpha: Share of the local model at first.
-        adaptive: Whether each client learns its share.
-    """
+class MixedModel(Objective, Settings):
+    """A client's mixture, which does not change what the client sends. See :class:`APFL`."""
 
     alpha: Share = 0.5
     adaptive: bool = True
 
-    def start(self, client: ClientContext, module: LightningModule) -> tuple[State, State]:
-        first = next(module.parameters())
+    def start(self, client: ClientContext, w: State) -> tuple[State, Tree]:
+        first = next(value for value in w.values() if value.is_floating_point())
         dtype = torch.promote_types(first.dtype, torch.float32)
         alpha = torch.tensor(client.memory.get("alpha", self.alpha), dtype=dtype)
-        start = start_of(client, module, client.memory.get("local"))
-        return start, {"alpha": alpha.to(first.device)}
+        return w, {"v": second_start(client, w, client.memory.get("local")), "alpha": alpha}
 
-    def point(self, v: State, w: State, held: State) -> State:
-        return _mixture(v, w, held["alpha"])
+    def gradient(self, oracle: Oracle, w: State, held: Tree, batch: Any) -> tuple[State, Tree]:
+        v, alpha = held["v"], held["alpha"]
+        _, g, buffers = oracle.evaluate(_mixture(v, w, alpha), batch)  # at v bar
+        own = {k: alpha.to(g[k].dtype) * g[k] for k in g}
+        after = oracle.step("local", v, own) | buffers  # eq. 5
+        if self.adaptive:  # eq. 11
+            slope = torch.stack([((v[k] - w[k]) * g[k]).sum() for k in g]).sum()
+            alpha = (alpha - oracle.rate * slope).clamp(0.0, 1.0)
+        return oracle(w, batch), {"v": after, "alpha": alpha}
 
-    def direction(
-        self, gradient: State, v: State, w: State, held: State, rate: float
-    ) -> tuple[State, State]:
-        """Return the gradient for ``v_k``, and ``alpha`` after its step (eq. 11)."""
-        alpha = held["alpha"]
-        own = {name: alpha.to(value.dtype) * value for name, value in gradient.items()}
-        if self.adaptive:
-            products = [((v[k] - w[k]) * value).sum() for k, value in gradient.items()]
-            alpha = (alpha - rate * torch.stack(products).sum()).clamp(0.0, 1.0)
-        return own, {"alpha": alpha}
-
-    def end(self, client: ClientContext, weights: State, held: State) -> None:
+    def end(self, client: ClientContext, w: State, held: Tree) -> None:
         alpha = float(held["alpha"])
-        client.memory |= {"local": weights, "alpha": alpha}
+        client.memory |= {"local": clone(held["v"]), "alpha": alpha}
         client.metrics["alpha"] = alpha
 
     def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:

@@ -6,27 +6,23 @@ Ditto: Fair and Robust Federated Learning Through Personalization, arXiv:2012.04
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import LightningModule
-
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives.second_steps import SecondSteps, pulled, start_of
+from flsuite.aggregators.objectives.base import Objective, pulled, second_start
 from flsuite.common.arguments import NonNegativeFloat, Settings
-from flsuite.common.messages import ClientContext
-from flsuite.common.state import State, difference
+from flsuite.common.client import ClientContext, Oracle
+from flsuite.common.state import State, Tree, clone
 
 
 class Ditto(FedAvg):
     """FedAvg, and on each client a personal model that is pulled to the global one.
 
-    A client's model takes a step on each batch of its fit, from the same batches, with the model's
-    own optimizer settings: ``v_k <- v_k - eta (grad F_k(v_k) + lam (v_k - w))`` (eq. 2), where
-    ``w`` is the global model that the client received. The client is scored by ``v_k``.
-
-    The personal model starts from the global model of the client's first fit, and its optimizer
-    anew in every fit. A fit costs about two fits of FedAvg. The bytes are the same.
+    The personal model starts from the global model of the client's first fit. It steps on each
+    batch of the fit, with the model's optimizer settings: ``v <- v - eta (grad F_k(v) + lam (v -
+    w_t))`` (eq. 2), where ``w_t`` is the global model. Its optimizer starts anew in every fit. The
+    client is scored by ``v``. A fit costs about two fits of FedAvg. The bytes are the same.
 
     Args:
-        lam: Weight of the pull, ``lambda``. With 0, the personal model trains alone from its start.
+        lam: Weight of the pull, ``lambda``. With 0, the personal model trains alone.
         kwargs: See FedAvg.
     """
 
@@ -36,27 +32,25 @@ class Ditto(FedAvg):
 
 
 @dataclass(frozen=True)
-class PulledModel(SecondSteps, Settings):
-    """A client's personal model, which does not change what the client sends.
-
-    Args:
-        lam: Weight of the pull to the global model.
-    """
+class PulledModel(Objective, Settings):
+    """A personal model, which does not change what the client sends. See :class:`Ditto`."""
 
     lam: NonNegativeFloat = 0.1
 
-    def start(self, client: ClientContext, module: LightningModule) -> tuple[State, State]:
-        own, w = dict(module.named_parameters()), client.global_state
-        received = {name: w[name].to(p.device) for name, p in own.items() if name in w}
-        return start_of(client, module, client.memory.get("personal")), received
+    def start(self, client: ClientContext, w: State) -> tuple[State, Tree]:
+        w_t = {name: client.global_state[name] for name in client.layout.parameters}
+        return w, {"w_t": w_t, "v": second_start(client, w, client.memory.get("personal"))}
 
-    def direction(
-        self, gradient: State, v: State, w: State, held: State, rate: float
-    ) -> tuple[State, State]:
-        return (pulled(gradient, difference(v, held), self.lam) if self.lam else gradient), held
+    def gradient(self, oracle: Oracle, w: State, held: Tree, batch: Any) -> tuple[State, Tree]:
+        v, w_t = held["v"], held["w_t"]
+        _, g, buffers = oracle.evaluate(v, batch)
+        if self.lam:
+            g = pulled(g, {k: v[k] - w_t[k] for k in w_t}, self.lam)
+        v = oracle.step("personal", v, g) | buffers
+        return oracle(w, batch), {"w_t": w_t, "v": v}
 
-    def end(self, client: ClientContext, weights: State, held: State) -> None:
-        client.memory["personal"] = weights
+    def end(self, client: ClientContext, w: State, held: Tree) -> None:
+        client.memory["personal"] = clone(held["v"])
 
     def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
         return memory.get("personal", {})

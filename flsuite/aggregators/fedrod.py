@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives.feature_term import FeatureTerm, classes_of
-from flsuite.aggregators.objectives.second_steps import SecondSteps
 from flsuite.aggregators.partial import HeadAware
 from flsuite.common.arguments import Settings
+from flsuite.common.client import ClientContext, Oracle
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.messages import ClientContext
-from flsuite.common.state import State, matches
+from flsuite.common.state import State, Tree, clone, matches
 from flsuite.models.abilities import own_entries
 from flsuite.models.layers import entry_names
 
@@ -56,38 +55,34 @@ class FedRoD(HeadAware):
 
 
 @dataclass(frozen=True)
-class TwoHeads(SecondSteps, FeatureTerm, Settings):
+class TwoHeads(FeatureTerm, Settings):
     """The balanced softmax loss, and a personal head.
 
     The sum of both heads is one linear layer, at which the personal one has its gradient.
     """
 
-    def start(self, client: ClientContext, module: LightningModule) -> tuple[State, State]:
-        layer = module.get_submodule(self.head.rstrip("."))
-        own = layer.named_parameters(prefix=self.head.rstrip("."))
+    def start(self, client: ClientContext, w: State) -> tuple[State, Tree]:
+        names = [name for name in client.layout.parameters if name.startswith(self.head)]
         # At first it adds nothing to the generic head.
-        zeros = {name: torch.zeros_like(p, device="cpu") for name, p in own}
-        return client.memory.get("head", zeros), {}
+        head = client.memory.get("head") or {name: torch.zeros_like(w[name]) for name in names}
+        # A class that the client lacks leaves the softmax: exp(-1e4) is 0, and so is its gradient.
+        # A logit of minus infinity would do the same, but 0 times infinity is NaN.
+        return w, {"head": head, "shift": client.class_counts.log().clamp(min=-1e4)}
 
-    def point(self, v: State, w: State, held: State) -> State:
-        return {name: v[name] + w[name] for name in v}
+    def logits(self, outputs: Tensor, batch: Any, held: Tree) -> Tensor:
+        classes_of(batch, "FedRoD")  # a softmax needs one class per sample
+        return (
+            outputs.to(torch.promote_types(outputs.dtype, torch.float32)) + held["shift"]
+        )  # eq. 6
 
-    def direction(
-        self, gradient: State, v: State, w: State, held: State, rate: float
-    ) -> tuple[State, State]:
-        return gradient, held
+    def gradient(self, oracle: Oracle, w: State, held: Tree, batch: Any) -> tuple[State, Tree]:
+        v = held["head"]
+        both = {name: v[name] + w[name] for name in v}
+        v = oracle.step("head", v, oracle(both, batch))  # eq. 9
+        return oracle(w, batch), {**held, "head": v}
 
-    def end(self, client: ClientContext, weights: State, held: State) -> None:
-        client.memory["head"] = weights
+    def end(self, client: ClientContext, w: State, held: Tree) -> None:
+        client.memory["head"] = clone(held["head"])
 
     def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
         return {name: state[name] + value for name, value in memory.get("head", {}).items()}
-
-    def read(self, client: ClientContext, module: LightningModule) -> State:
-        # A class that the client lacks leaves the softmax: exp(-1e4) is 0, and so is its gradient.
-        # A logit of minus infinity would do the same, but 0 times infinity is NaN.
-        return {"shift": client.class_counts.log().clamp(min=-1e4).to(module.device)}
-
-    def logits(self, outputs: Tensor, batch: Any, held: State) -> Tensor:
-        classes_of(batch, "FedRoD")  # a softmax needs one class per sample
-        return outputs.to(torch.promote_types(outputs.dtype, torch.float32)) + held["shift"]

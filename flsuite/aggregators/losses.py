@@ -157,26 +157,6 @@ def loss_and_gradient(
     return loss.detach(), used
 
 
-def hessian_product(
-    gradient_at: Callable[[State], State], at: Mapping[str, Tensor], vector: State, delta: float
-) -> State:
-    """Return the Hessian times a vector, by a central difference of gradients.
-
-    Rounding to half precision would be larger than the difference.
-
-    Args:
-        gradient_at: Returns the gradient at given weights, in full precision.
-        at: The weights at which the Hessian is taken.
-        vector: One tensor per entry of the weights.
-        delta: Step of the difference, as a multiple of the vector.
-    """
-    plus, minus = (
-        gradient_at({k: torch.add(p.detach(), vector[k], alpha=sign) for k, p in at.items()})
-        for sign in (delta, -delta)
-    )
-    return {k: (plus[k] - minus[k]) / (2 * delta) for k in at}
-
-
 def mean_loss(
     trainer: Trainer, module: LightningModule, weights: State, batches: Iterable[Any]
 ) -> float:

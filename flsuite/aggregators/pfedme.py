@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import LightningModule
-from torch import Tensor
 from torch.optim import SGD
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.objectives.second_steps import SecondSteps, pulled, start_of
+from flsuite.aggregators.objectives.base import Objective, pulled, second_start
 from flsuite.common.arguments import PositiveFloat, PositiveInt, Settings
+from flsuite.common.client import ClientContext, Oracle
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.messages import ClientContext
-from flsuite.common.state import State, difference
+from flsuite.common.state import State, Tree, clone
 
 
 class PFedMe(FedAvg):
@@ -63,26 +61,29 @@ class PFedMe(FedAvg):
 
 
 @dataclass(frozen=True)
-class MoreauEnvelope(SecondSteps, Settings):
+class MoreauEnvelope(Objective, Settings):
     """The gradient of the Moreau envelope, in place of the loss's own. See :class:`PFedMe`."""
 
     lam: PositiveFloat = 15.0
     steps: PositiveInt = 5
     personal_lr: PositiveFloat = 0.05
 
-    def start(self, client: ClientContext, module: LightningModule) -> tuple[State, State]:
-        return start_of(client, module, None), {}
+    def start(self, client: ClientContext, w: State) -> tuple[State, Tree]:
+        return w, {"theta": second_start(client, w, None)}
 
-    def direction(
-        self, gradient: State, v: State, w: State, held: State, rate: float
-    ) -> tuple[State, State]:
-        return pulled(gradient, difference(v, w), self.lam), held
+    def gradient(self, oracle: Oracle, w: State, held: Tree, batch: Any) -> tuple[State, Tree]:
+        theta = held["theta"]
+        for _ in range(self.steps):  # eq. 3
+            _, g, buffers = oracle.evaluate(theta, batch)
+            g = pulled(g, {k: theta[k] - w[k] for k in w if k in theta}, self.lam)
+            theta = theta | {k: theta[k].sub(g[k], alpha=self.personal_lr) for k in g} | buffers
 
-    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        return self.lam * (w - v)
+        own = oracle(w, batch)  # private parameters have no theta
+        own |= {k: self.lam * (w[k] - theta[k]) for k in own if k in theta}  # line 8
+        return own, {"theta": theta}
 
-    def end(self, client: ClientContext, weights: State, held: State) -> None:
-        client.memory["personal"] = weights
+    def end(self, client: ClientContext, w: State, held: Tree) -> None:
+        client.memory["personal"] = clone(held["theta"])
 
     def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
         return memory.get("personal", {})
