@@ -193,7 +193,7 @@ class SecondOptimizer:
                 # Schedulers change the rate, and some the momentum.
                 group.update({key: value for key, value in other.items() if key != "params"})
             own.step()
-        return {**v, **{name: tensor.detach() for name, tensor in self._tensors.items()}}
+        return {**v, **{name: tensor.data for name, tensor in self._tensors.items()}}
 
 
 def clip_(trainer: Trainer, parameters: Sequence[Tensor]) -> None:

@@ -52,7 +52,7 @@ class StackedOptimizer:
         for name, tensor in self._tensors.items():
             tensor.data = values[name].clone()
         self.step({name: value for name, value in gradients.items() if name in self._tensors})
-        return {**values, **{name: tensor.detach() for name, tensor in self._tensors.items()}}
+        return {**values, **{name: tensor.data for name, tensor in self._tensors.items()}}
 
     @property
     def rate(self) -> float:
