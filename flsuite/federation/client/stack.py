@@ -67,6 +67,7 @@ class Stack:
     def __init__(self, starts: StartStates, setup: WorkerSetup) -> None:
         self.starts, self.setup = starts, setup
         self.model = setup.model
+        self._algorithm, self._nothing = setup.uplink.aggregator.halves, Halves([])
         self._state_check = StateCheck(setup.uplink.aggregator)
         self._level = logging.WARNING
         keep_freed_memory()
@@ -87,9 +88,11 @@ class Stack:
             self._say("clients train one by one: a stack cannot call %s", reason)
             return list(requests)
         self._seed(requests[0])  # an algorithm may draw where it starts a fit
-        self.halves = self.setup.uplink.aggregator.halves if not requests[0].adapts else Halves([])
+        self.halves = self._nothing if requests[0].adapts else self._algorithm
         # A copy, because a step may leave a tensor of the transforms in the model.
         self.model = copy.deepcopy(self.setup.model).to(trainer.strategy.root_device)
+        self._names = entry_names(self.model)
+        self._has_schedulers = bool(optimizer_of(self.model)[1])
 
         if self.halves.has_phases and by_sample(requests[0].broadcast.callbacks):
             return list(requests)  # a frozen layer would get noise, which a fit by itself refuses
@@ -134,16 +137,25 @@ class Stack:
 
         client, device = setup.view_of(request), trainer.strategy.root_device
         start = self.starts.of(request, device)
-        state = {name: start[name] for name in entry_names(self.model)}
-        kept = bool(setup.keep_optimizers and request.memory.get("optimizers"))
-        # The learning rate is read, and nothing steps.
-        optimizer, _ = optimizer_of(self.model)
+        own = request, client, loader, epoch_steps, steps
+        if self.halves.trains_plainly:
+            return Member(*own, start, [{} for _ in self.halves.parts])
+
+        state = {name: start[name] for name in self._names}
+        optimizer, _ = optimizer_of(self.model)  # its rate is read, and it takes no step
         self._scale(optimizer, request)
-        client.fit = fit = OneFit(trainer, self.model, loader, state, kept, [optimizer])
+        client.fit = fit = OneFit(
+            trainer, self.model, loader, state, self._continues(request), [optimizer]
+        )
         fit.is_private = bool(by_sample(request.broadcast.callbacks))
         with attached(self.model, trainer):
             w, helds = self.halves.start(client, state)
-        return Member(request, client, loader, epoch_steps, steps, {**start, **w}, helds)
+        return Member(*own, {**start, **w}, helds)
+
+    def _continues(self, request: FitRequest) -> bool:
+        """Return whether the optimizer of a client continues from its last fit."""
+        is_kept = self.setup.keep_optimizers and not request.adapts
+        return bool(is_kept and request.memory.get("optimizers"))
 
     def _scale(self, optimizer: Optimizer, request: FitRequest) -> None:
         """Scale the learning rates of an optimizer for a round."""
@@ -157,7 +169,7 @@ class Stack:
         round, decay = request.broadcast.round, self.setup.lr_decay
         leaves, structure = tree_flatten(list(member.helds))
         # Epochs that train other parameters, and steps of a scheduler, come together.
-        together = self.halves.has_phases or self.halves.batches > 1 or optimizer_of(self.model)[1]
+        together = self.halves.has_phases or self.halves.batches > 1 or self._has_schedulers
         return (
             structure,
             tuple((leaf.shape, leaf.dtype) for leaf in leaves),
@@ -185,7 +197,7 @@ class Stack:
         self._scale(template, first)
         optimizer = _stacked(template, model, tensors, trainer)
         keeps = self.setup.keep_optimizers and not first.adapts
-        if keeps and members[0].client.fit.continues:
+        if self._continues(first):
             optimizer.load([member.request.memory["optimizers"][0] for member in members])
 
         for member in members:
@@ -194,7 +206,9 @@ class Stack:
         for callback, member in zip(private, members, strict=False):
             callback.begin(member.loader)
             member.callbacks = [one for one in member.callbacks if id(one) != id(callback)]
-        shown = MemberModel(copy.deepcopy(model), trainer, tensors, optimizer)
+        has_users = any(member.callbacks for member in members)
+        module = copy.deepcopy(model) if has_users else model
+        shown = MemberModel(module, trainer, tensors, optimizer)
         memories: list[dict[str, Any]] = [{} for _ in members]
 
         def end(place: int, state: State) -> None:

@@ -15,6 +15,7 @@ from flsuite.aggregators.losses import Draws, drawing_from, random_state
 from flsuite.common.client import Evaluation
 from flsuite.common.state import State, clone
 from flsuite.federation.client.callbacks import SampleGradients
+from flsuite.federation.client.fit import OneFit
 from flsuite.federation.client.stack_batches import StackBatches
 from flsuite.federation.client.stack_member import Member, stacked
 from flsuite.federation.client.stacked_loss import StackedLoss, StackGroup, with_rows
@@ -65,7 +66,7 @@ class StackSteps:
         self._logged: list[dict[str, tuple[float, int]]] = [{} for _ in members]
         self._entries = entry_names(model)
         self._frozen: frozenset[str] = frozenset()
-        self._pending: list[tuple[Sequence[StackGroup], State, Draws]] = []
+        self._pending: list[tuple[Sequence[StackGroup], State, Draws | None]] = []
         self._seconds: dict[str, StackedOptimizer] = {}
 
         device = trainer.strategy.root_device
@@ -131,7 +132,8 @@ class StackSteps:
     def _step(self, step: int, groups: Sequence[StackGroup]) -> None:
         """Take one step of the clients that have a batch left."""
         gradients: State = {}
-        draws = random_state(self.losses.device)
+        changes = self.halves.changes_gradients
+        draws = random_state(self.losses.device) if changes else None
         for group in groups:
             own = self._gradients(step, group)
             gradients = with_rows(gradients, group, own, self._parameters)
@@ -140,14 +142,14 @@ class StackSteps:
             return
         known = (self._pending * self.halves.batches)[: self.halves.batches]
         self._pending = []
-        if self.halves.changes_gradients:
+        if changes:
             gradients = self._changed(known)
-        names = frozenset(gradients)
         for place in chain.from_iterable(group.places for group in groups):
-            self.members[place].client.fit.record(self.optimizer.template, names)  # type: ignore
+            if isinstance(fit := self.members[place].client.fit, OneFit):
+                fit.record(self.optimizer.template, frozenset(gradients))
         self.optimizer.step(gradients)
 
-    def _changed(self, known: Sequence[tuple[Sequence[StackGroup], State, Draws]]) -> State:
+    def _changed(self, known: Sequence[tuple[Sequence[StackGroup], State, Draws | None]]) -> State:
         """Return the gradients that the algorithm makes of the clients' own ones."""
         handles = tuple(range(len(known)))
         batch = handles if self.halves.batches > 1 else 0
@@ -209,7 +211,7 @@ class StackSteps:
                     sums[name] = total + value * size, seen + size
 
     def evaluate(
-        self, at: State, known: tuple[Sequence[StackGroup], State, Draws], in_full: bool
+        self, at: State, known: tuple[Sequence[StackGroup], State, Draws | None], in_full: bool
     ) -> Evaluation:
         """Return the losses at other weights, with one row per client, zero without a batch.
 
@@ -257,7 +259,7 @@ class _StackedOracle:
         steps: StackSteps,
         w: State,
         gradients: Sequence[State],
-        known: Sequence[tuple[Sequence[StackGroup], State, Draws]],
+        known: Sequence[tuple[Sequence[StackGroup], State, Draws | None]],
     ) -> None:
         self._steps, self._w, self._gradients, self._known = steps, w, gradients, known
 
