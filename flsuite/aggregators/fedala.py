@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.objectives.second_steps import SecondModel, at_least_two
-from flsuite.aggregators.part import ClientHalf
 from flsuite.common.arguments import Fraction, NonNegativeFloat, PositiveInt, Settings
-from flsuite.common.messages import ClientContext
-from flsuite.common.state import State, clone, load_
+from flsuite.common.client import ClientContext
+from flsuite.common.state import State, clone
 
 # The first time, W is learned until the last ten losses deviate by less than 0.1, like in the
 # authors' code, whose loop has no other end.
@@ -61,64 +61,56 @@ class LocalAggregation(Objective, Settings):
     layers: PositiveInt = 1
     rate: NonNegativeFloat = 1.0
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_Start(client, self)]
+    def start(self, client: ClientContext, w: State) -> tuple[State, State]:
+        notes, fit = client.memory, client.fit
+        if "local" not in notes or not self.rate:
+            return w, {}
+        upper = upper_layers(client.layout.parameters, self.layers)
+        kept = notes.get("weights", {})
+        v = {k: notes["local"][k].to(w[k].device) for k in upper}
+        weights = {k: kept.get(k, torch.ones_like(w[k])).to(w[k].device) for k in upper}
+
+        samples = max(1, round(self.samples * client.samples))
+        passes, losses = 1 if kept else _MOST_PASSES, list[float]()
+        while len(losses) < passes and not has_settled(losses):
+            for batch in fit.batches(samples, fit.batch_size):
+                loss, g, _ = fit.evaluate(mixed(v, w, weights), at_least_two(batch))
+                for k in g:  # eq. 5
+                    step = self.rate * g[k] * (w[k] - v[k])
+                    weights[k] = (weights[k] - step).clamp(0, 1)
+            losses.append(float(loss))  # of the last batch, as in the authors' code
+
+        notes["weights"] = clone(weights)
+        return {**w, **mixed(v, w, weights)}, {}
+
+    def end(self, client: ClientContext, w: State, held: Any) -> None:
+        client.memory["local"] = clone({name: w[name] for name in client.global_state})
 
     def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
         return memory.get("local", {})
 
 
-class _Start(ClientHalf):
-    part: LocalAggregation
+def mixed(v: State, w: State, weights: State) -> State:
+    """Return ``v + (w - v) * W`` (eq. 4)."""
+    return {k: v[k].lerp(w[k], weights[k]) for k in weights}
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        w, notes = self.client.global_state, self.client.memory
-        if "local" not in notes or not self.part.rate:
-            return
-        names = self._upper(pl_module)
-        model = SecondModel(trainer, pl_module, w)
-        device = pl_module.device
-        v, w_up = ({k: s[k].to(device) for k in names} for s in (notes["local"], w))
-        weights = {k: torch.ones_like(w_up[k]) for k in names}
-        weights |= {k: value.to(device) for k, value in notes.get("weights", {}).items()}
 
-        passes = 1 if "weights" in notes else _MOST_PASSES
-        self._learn(model, weights, v, w_up, passes)
-        load_(pl_module.state_dict(), {k: v[k].lerp(w_up[k], weights[k]) for k in names})
-        notes["weights"] = clone(weights)
-
-    def _learn(self, model: SecondModel, weights: State, v: State, w: State, passes: int) -> None:
-        """Descend along ``W``: its gradient is the model's times ``w - v`` (eq. 5)."""
-        loader: Any = model.trainer.train_dataloader
-        samples = max(1, round(self.part.samples * self.client.samples))
-        losses: list[float] = []
-        while len(losses) < passes and not has_settled(losses):
-            for index, batch in enumerate(loader.plain_batches(samples, loader.data.batch_size)):
-                start = {k: v[k].lerp(w[k], weights[k]) for k in weights}
-                batch = at_least_two(model.trainer.strategy.batch_to_device(batch))
-                at = {**model.parameters, **start}
-                loss, gradient = model.loss_and_gradient(batch, index, at)
-                for k, slope in gradient.items():
-                    if k in weights:
-                        step = self.part.rate * slope * (w[k] - v[k])
-                        weights[k].sub_(step).clamp_(0, 1)
-            losses.append(float(loss))  # of the last batch, as in the authors' code
-
-    def _upper(self, module: LightningModule) -> Sequence[str]:
-        """Return the parameters of the upper layers that the client received."""
-        layers: dict[str, list[str]] = {}
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and name in self.client.global_state:
-                layers.setdefault(name.rpartition(".")[0], []).append(name)
-        upper = list(layers.values())[-self.part.layers :]
-        return [name for names in upper for name in names]
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        own = pl_module.state_dict()
-        self.client.memory["local"] = clone({k: own[k] for k in self.client.global_state})
+def upper_layers(parameters: Sequence[str], layers: int) -> list[str]:
+    """Return the parameters of the upper layers, given all of them in the model's order."""
+    named: dict[str, list[str]] = {}
+    for name in parameters:
+        named.setdefault(name.rpartition(".")[0], []).append(name)
+    return [name for names in list(named.values())[-layers:] for name in names]
 
 
 def has_settled(losses: Sequence[float]) -> bool:
     """Return whether the loss per pass has settled. It takes more passes than are compared."""
     last = torch.tensor(losses[-_COMPARED:])
     return len(losses) > _COMPARED and float(last.std(correction=0)) < _SETTLED
+
+
+def at_least_two(batch: Any) -> Any:
+    """Return a batch of one sample as two of them, because BatchNorm cannot train on one."""
+    if extract_batch_size(batch) > 1:
+        return batch
+    return apply_to_collection(batch, Tensor, lambda part: torch.cat([part, part]))

@@ -7,21 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.losses import loss_at
 from flsuite.aggregators.objectives.feature_term import (
     FeatureTerm,
+    as_rows,
     classes_of,
-    features_at,
+    inputs_of,
     shape_of,
 )
-from flsuite.aggregators.part import ClientHalf, Server, Statistic
+from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.partial import HeadAware
 from flsuite.common.arguments import NonNegativeFloat, Settings
-from flsuite.common.messages import ClientContext
+from flsuite.common.client import ClientContext
 from flsuite.common.state import State, StateLayout, Tree
+from flsuite.data.loader import TrainLoader
 from flsuite.models.modes import evaluating
 
 
@@ -71,18 +74,32 @@ class Prototypes(FeatureTerm, Settings):
     def broadcast(self, server: Server) -> dict[str, Any]:
         return dict(server.memory)
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [*super().callbacks(client), _SendFeatures(client, self)]
-
-    def read(self, client: ClientContext, module: LightningModule) -> State:
+    def start(self, client: ClientContext, w: State) -> tuple[State, State]:
         zeros = torch.zeros(self.shape)
-        received = client.received or {"prototypes": zeros, "known": zeros[:, 0]}
-        return {name: received[name].to(module.device) for name in ("prototypes", "known")}
+        return w, {"prototypes": zeros, "known": zeros[:, 0], **client.received}
 
     def term(self, features: Tensor, others: list[Tensor], batch: Any, held: State) -> Tensor:
         y = classes_of(batch, "FedProto")
         distance = (features - held["prototypes"][y]).square().mean(1)
         return self.lam * (distance * held["known"][y]).mean()
+
+    def measure(self, client: ClientContext, module: LightningModule, loader: TrainLoader) -> None:
+        """Send the sums of the features by class, per sample of the client."""
+        sums, counts = torch.zeros(self.shape), torch.zeros(self.shape[0])
+        for index, batch in enumerate(loader.plain_batches()):
+            batch = module._apply_batch_transfer_handler(batch)
+            y = classes_of(batch, "FedProto").cpu()
+            sums.index_add_(0, y, self._features(module, batch, index).float().cpu())
+            counts += torch.bincount(y, minlength=len(counts))
+        samples = counts.sum()
+        client.extras |= {"features": sums / samples, "classes": counts / samples}
+
+    def _features(self, module: LightningModule, batch: Any, index: int) -> Tensor:
+        """Return what the head reads, in evaluation mode and full precision."""
+        full: Any = None  # no Trainer gives the precision
+        with evaluating(module), torch.no_grad(), inputs_of(module, self.head) as seen:
+            loss_at(full, module, {}, batch, index, in_full=True)
+        return as_rows(seen[-1])
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         classes = self.shape[0]
@@ -104,23 +121,3 @@ class Prototypes(FeatureTerm, Settings):
         fresh = means["features"] / means["classes"].clamp(min=1e-12)[:, None]
         server.memory["prototypes"] = torch.where(seen[:, None], fresh.float(), old["prototypes"])
         server.memory["known"] = torch.maximum(old["known"], seen.float())
-
-
-class _SendFeatures(ClientHalf):
-    """Sends the sums of the trained model's features by class, per sample of the client."""
-
-    part: Prototypes
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        (classes, _), head = self.part.shape, self.part.head
-        sums, counts = torch.zeros(self.part.shape), torch.zeros(classes)
-        loader: Any = trainer.train_dataloader
-        with evaluating(pl_module):
-            for index, batch in enumerate(loader.plain_batches()):
-                batch = trainer.strategy.batch_to_device(batch)
-                y = classes_of(batch, "FedProto").cpu()
-                features = features_at(trainer, pl_module, head, {}, batch, index)
-                sums.index_add_(0, y, features.float().cpu())
-                counts += torch.bincount(y, minlength=classes)
-        samples = counts.sum()
-        self.client.extras |= {"features": sums / samples, "classes": counts / samples}

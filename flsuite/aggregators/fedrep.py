@@ -5,19 +5,19 @@ arXiv:2102.07078, algorithm 1. Oh et al. 2022, FedBABU: Toward Enhanced Represen
 Image Classification, arXiv:2106.06042, algorithm 1.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.part import ClientHalf
 from flsuite.aggregators.partial import HeadAware
 from flsuite.common.arguments import NonNegativeInt, PositiveInt, Settings
+from flsuite.common.client import ClientContext
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.messages import ClientContext
-from flsuite.models.abilities import extra_epochs
+from flsuite.common.state import State
 
 
 class FedRep(HeadAware):
@@ -72,27 +72,15 @@ class HeadThenBody(Objective, Settings):
     head: str
     head_epochs: NonNegativeInt
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_Phases(client, self)]
+    def trains(self, epoch: int, names: Collection[str]) -> Collection[str]:
+        is_for_head = 0 <= epoch < self.head_epochs  # a warm-up is for the body
+        return {name for name in names if name.startswith(self.head) == is_for_head}
 
-
-class _Phases(ClientHalf):
-    part: HeadThenBody
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.trained = {k: p for k, p in pl_module.named_parameters() if p.requires_grad}
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        epoch = trainer.current_epoch - extra_epochs(pl_module)
-        self.is_for_head = 0 <= epoch < self.part.head_epochs  # a warm-up is for the body
-        # A frozen parameter has no gradient, so the optimizer leaves it. The worker restores this.
-        for name, parameter in self.trained.items():
-            parameter.requires_grad_(name.startswith(self.part.head) == self.is_for_head)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.is_for_head:
+    def end(self, client: ClientContext, w: State, held: Any) -> None:
+        body = [name for name in client.layout.parameters if not name.startswith(self.head)]
+        if self.head_epochs and not any(map(client.fit.steps, body)):
             raise FlsuiteError(
-                f"FedRep: head_epochs {self.part.head_epochs} leaves no epoch for the body; "
-                f"set trainer.max_epochs to at least {self.part.head_epochs + 1}, and "
-                "trainer.max_steps to more than the steps of the head"
+                f"FedRep: head_epochs {self.head_epochs} leaves no step for the body; set "
+                f"trainer.max_epochs to at least {self.head_epochs + 1}, and trainer.max_steps to "
+                "more than the steps of the head"
             )

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.losses import mean_loss
 from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.part import ClientHalf, Server, Statistic
+from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.common.arguments import PositiveInt, Settings
+from flsuite.common.client import ClientContext
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.messages import ClientUpdate
 from flsuite.common.random import torch_generator
-from flsuite.common.state import State, StateLayout, Tree, cast, divided, load_, scaled, shuffled
+from flsuite.common.state import State, StateLayout, Tree, cast, divided, scaled, shuffled
 
 
 class IFCA(Aggregator):
@@ -68,8 +67,16 @@ class ClusterMeans(LinearRule, Settings):
     def broadcast(self, server: Server) -> dict[str, Any]:
         return {"models": _others(server, self.clusters)}
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_Choice(client, self)]
+    def start(self, client: ClientContext, w: State) -> tuple[State, State]:
+        models: dict[str, State] = {"0": client.global_state, **client.received["models"]}
+        losses = [client.fit.mean_loss(model) for model in models.values()]
+        chosen = min(range(len(losses)), key=losses.__getitem__)  # line 6
+
+        client.memory["cluster"] = chosen
+        client.metrics["cluster"] = float(chosen)
+        client.extras["cluster"] = torch.eye(len(models))[chosen]
+        reset = {name: w[name] for name in client.layout.reset}
+        return {**w, **models[str(chosen)], **reset}, {}
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         return {"cluster": Statistic(torch.zeros(self.clusters))}
@@ -111,19 +118,3 @@ class ClusterModel(Objective, Settings):
     def own_entries(self, state: State, received: dict[str, Any], memory: dict[str, Any]) -> State:
         own: State = received["models"].get(str(memory.get("cluster", 0)), {})
         return own
-
-
-class _Choice(ClientHalf):
-    """Chooses the model with the lowest loss on the client's samples, and starts from it."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        models: dict[str, State] = {"0": self.client.global_state, **self.client.received["models"]}
-        losses = [mean_loss(trainer, pl_module, model) for model in models.values()]
-        chosen = min(range(len(losses)), key=losses.__getitem__)
-        reset = self.client.layout.reset
-        start = {k: value for k, value in models[str(chosen)].items() if k not in reset}
-        load_(pl_module.state_dict(), start)
-
-        self.client.memory["cluster"] = chosen
-        self.client.metrics["cluster"] = float(chosen)
-        self.client.extras["cluster"] = torch.eye(len(models))[chosen]

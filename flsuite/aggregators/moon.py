@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives.feature_term import FeatureTerm
-from flsuite.aggregators.part import ClientHalf
 from flsuite.aggregators.partial import HeadAware
 from flsuite.common.arguments import NonNegativeFloat, PositiveFloat, Settings
-from flsuite.common.messages import ClientContext
+from flsuite.common.client import ClientContext
 from flsuite.common.state import State, clone
 
 
@@ -50,8 +49,7 @@ class MOON(HeadAware):
         super().__init__(head, **kwargs)
 
     def bound(self, model: LightningModule) -> Aggregator:
-        head = self.head_of(model)
-        return self.with_objective(Contrast(head, self.mu, self.temperature))
+        return self.with_objective(Contrast(self.head_of(model), self.mu, self.temperature))
 
 
 @dataclass(frozen=True)
@@ -61,33 +59,20 @@ class Contrast(FeatureTerm, Settings):
     mu: NonNegativeFloat = 1.0
     temperature: PositiveFloat = 0.5
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        if not self.mu:
-            return []
-        term = super().callbacks(client) if "last" in client.memory else []
-        return [*term, _Keep(client, self)]
+    def start(self, client: ClientContext, w: State) -> tuple[State, dict[str, State]]:
+        last = client.memory.get("last")
+        return w, {"received": client.global_state, "last": last} if last else {}
 
-    def read(self, client: ClientContext, module: LightningModule) -> dict[str, State]:
-        models = {"received": client.global_state, "last": client.memory["last"]}
-        return {
-            kind: {name: value.to(module.device) for name, value in state.items()}
-            for kind, state in models.items()
-        }
+    def compared(self, features_of: Callable[[State], Tensor], held: Any) -> list[Tensor]:
+        return [features_of(held[model]) for model in ("received", "last") if model in held]
 
-    def compared(
-        self, features_of: Callable[[State], Tensor], held: dict[str, State]
-    ) -> list[Tensor]:
-        return [features_of(held["received"]), features_of(held["last"])]
+    def term(self, z: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor | None:
+        if not others:
+            return None
+        similarities = [F.cosine_similarity(z, other, dim=1) for other in others]
+        logits = torch.stack(similarities, dim=1) / self.temperature
+        return -self.mu * logits.log_softmax(1)[:, 0].mean()  # eq. 3
 
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        similarity = [F.cosine_similarity(features, other, dim=1) for other in others]
-        logits = torch.stack(similarity, dim=1) / self.temperature
-        return -self.mu * logits.log_softmax(1)[:, 0].mean()
-
-
-class _Keep(ClientHalf):
-    """Keeps the client's trained model for its next fit."""
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        own = pl_module.state_dict()
-        self.client.memory["last"] = clone({k: own[k] for k in self.client.global_state})
+    def end(self, client: ClientContext, w: State, held: Any) -> None:
+        if self.mu:  # with 0, there is no term
+            client.memory["last"] = clone({name: w[name] for name in client.global_state})
