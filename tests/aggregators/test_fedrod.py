@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from flsuite import FlsuiteError
 from flsuite.aggregators import FedRoD
 from flsuite.aggregators.fedrod import TwoHeads
-from flsuite.common.messages import ClientContext
+from flsuite.common.client import ClientContext
 from flsuite.models import Classifier
 from tests.aggregators.federations import run, table_model
 
@@ -26,7 +26,7 @@ def balanced_loss(logits: Tensor, y: Tensor, counts: Tensor) -> Tensor:
 def test_an_absent_class_is_not_pushed_down(counts: list[int]) -> None:
     client = ClientContext(0, 1, 9, torch.tensor(counts), {}, {}, {})
     heads = TwoHeads("head.")
-    held = heads.read(client, table_model())
+    _, held = heads.start(client, {})
     y = torch.tensor(counts).nonzero()[:, 0].repeat(4)
     z = torch.randn(len(y), 3, generator=torch.Generator().manual_seed(1))
 

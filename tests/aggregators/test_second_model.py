@@ -3,11 +3,11 @@
 import copy
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
@@ -28,8 +28,8 @@ from flsuite.aggregators import (
     Quantize,
     TopK,
 )
-from flsuite.aggregators.objectives.second_steps import start_of
-from flsuite.common.messages import ClientContext
+from flsuite.aggregators.objectives.base import second_start
+from flsuite.common.client import ClientContext, ClientFit
 from flsuite.common.state import State, StateLayout
 from flsuite.data import IID, Digits, Synthetic
 from flsuite.models import CNN, Classifier
@@ -268,15 +268,14 @@ def test_buffers_of_a_personal_model_are_those_of_a_client_alone(batchnorm: str)
 
 
 def test_a_reset_buffer_stays_reset_even_if_the_global_one_has_the_same_numbers() -> None:
-    module = nn.BatchNorm1d(2)
-    shared = module.state_dict()
-    layout = StateLayout(("weight", "bias"), 1, buffers=tuple(dict(module.named_buffers())))
-    kept = {**shared, "running_mean": torch.ones(2)}
+    w = nn.BatchNorm1d(2).state_dict()
+    layout = StateLayout(("weight", "bias"), 1, buffers=("running_mean", "running_var"))
+    kept = {**w, "running_mean": torch.ones(2)}
     for reset, mean in ((), 1.0), (("running_mean",), 0.0):
-        client = ClientContext(0, 1, 1, torch.ones(1), shared, {}, {})
+        client = ClientContext(0, 1, 1, torch.ones(1), w, {}, {})
         client.layout = replace(layout, reset=reset)
-        start = start_of(client, cast(LightningModule, module), kept)
-        assert start["running_mean"].tolist() == [mean, mean]
+        client.fit = cast(ClientFit, SimpleNamespace(buffers=["running_mean", "running_var"]))
+        assert second_start(client, w, kept)["running_mean"].tolist() == [mean, mean]
 
 
 class Unused(Backbone):
