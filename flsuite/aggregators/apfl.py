@@ -53,7 +53,8 @@ class MixedModel(Objective, Settings):
 
     def gradient(self, oracle: Oracle, w: State, held: Tree, batch: Any) -> tuple[State, Tree]:
         v, alpha = held["v"], held["alpha"]
-        _, g, buffers = oracle.evaluate(_mixture(v, w, alpha), batch)  # at v bar
+        v_bar = _mixture(v, w, alpha)
+        _, g, buffers = oracle.evaluate(v_bar, batch)
         own = {k: alpha.to(g[k].dtype) * g[k] for k in g}
         after = oracle.step("local", v, own) | buffers  # eq. 5
         if self.adaptive:  # eq. 11

@@ -16,10 +16,9 @@ from flsuite.common.state import State, Tree, clone
 class Ditto(FedAvg):
     """FedAvg, and on each client a personal model that is pulled to the global one.
 
-    The personal model starts from the global model of the client's first fit. It steps on each
-    batch of the fit, with the model's optimizer settings: ``v <- v - eta (grad F_k(v) + lam (v -
-    w_t))`` (eq. 2), where ``w_t`` is the global model. Its optimizer starts anew in every fit. The
-    client is scored by ``v``. A fit costs about two fits of FedAvg. The bytes are the same.
+    On each batch, ``v <- v - eta (grad F_k(v) + lam (v - w_t))`` (eq. 2), by a copy of the model's
+    optimizer, where ``w_t`` is the global model. ``v`` starts from the client's first ``w_t``, and
+    the copy anew in every fit. The client is scored by ``v``. A fit costs about two of FedAvg.
 
     Args:
         lam: Weight of the pull, ``lambda``. With 0, the personal model trains alone.

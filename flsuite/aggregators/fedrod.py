@@ -71,9 +71,8 @@ class TwoHeads(FeatureTerm, Settings):
 
     def logits(self, outputs: Tensor, batch: Any, held: Tree) -> Tensor:
         classes_of(batch, "FedRoD")  # a softmax needs one class per sample
-        return (
-            outputs.to(torch.promote_types(outputs.dtype, torch.float32)) + held["shift"]
-        )  # eq. 6
+        z = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        return z + held["shift"]  # eq. 6
 
     def gradient(self, oracle: Oracle, w: State, held: Tree, batch: Any) -> tuple[State, Tree]:
         v = held["head"]

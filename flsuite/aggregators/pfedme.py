@@ -78,9 +78,9 @@ class MoreauEnvelope(Objective, Settings):
             g = pulled(g, {k: theta[k] - w[k] for k in w if k in theta}, self.lam)
             theta = theta | {k: theta[k].sub(g[k], alpha=self.personal_lr) for k in g} | buffers
 
-        own = oracle(w, batch)  # private parameters have no theta
-        own |= {k: self.lam * (w[k] - theta[k]) for k in own if k in theta}  # line 8
-        return own, {"theta": theta}
+        g = oracle(w, batch)  # stays where there is no theta: in private parameters
+        g |= {k: self.lam * (w[k] - theta[k]) for k in g if k in theta}  # line 8
+        return g, {"theta": theta}
 
     def end(self, client: ClientContext, w: State, held: Tree) -> None:
         client.memory["personal"] = clone(held["theta"])

@@ -314,23 +314,22 @@ MUTATIONS = [
     Mutation(
         "Ditto pulls to the model that was just trained",
         "aggregators/ditto.py",
-        "difference(v, held)",
-        "difference(v, w)",
+        "v[k] - w_t[k]",
+        "v[k] - w[k]",
         "aggregators/test_twins.py",
     ),
     Mutation(
         "APFL's local gradient lacks the factor alpha",
         "aggregators/apfl.py",
-        "{name: alpha.to(value.dtype) * value for name, value in gradient.items()}",
-        "gradient",
+        "{k: alpha.to(g[k].dtype) * g[k] for k in g}",
+        "g",
         "aggregators/test_twins.py",
     ),
     Mutation(
-        "a second model starts anew for every batch",
-        "aggregators/objectives/second_steps.py",
-        "    for _ in range(objective.steps):",
-        "    [v.detach().copy_(w[name]) for name, v in second.parameters.items()]\n"
-        "    for _ in range(objective.steps):",
+        "a personal model starts anew for every batch",
+        "aggregators/ditto.py",
+        'return oracle(w, batch), {"w_t": w_t, "v": v}',
+        "return oracle(w, batch), held",
         "aggregators/test_twins.py",
     ),
     Mutation(
@@ -456,8 +455,8 @@ MUTATIONS = [
     Mutation(
         "APFL's share climbs",
         "aggregators/apfl.py",
-        "alpha = (alpha - rate *",
-        "alpha = (alpha + rate *",
+        "alpha = (alpha - oracle.rate *",
+        "alpha = (alpha + oracle.rate *",
         "aggregators/test_apfl.py",
     ),
     Mutation(
@@ -477,8 +476,8 @@ MUTATIONS = [
     Mutation(
         "PFedMe moves away from its proximal points",
         "aggregators/pfedme.py",
-        "return self.lam * (w - v)",
-        "return self.lam * (v - w)",
+        "self.lam * (w[k] - theta[k])",
+        "self.lam * (theta[k] - w[k])",
         "aggregators/test_pfedme.py",
     ),
     Mutation(
