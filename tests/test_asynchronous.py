@@ -310,7 +310,14 @@ def test_a_run_can_be_extended_and_a_missing_version_is_named(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "rule", [FisherMerge(), FisherAveraging(), FedFisher("diag"), RegMean(), OTFusion()]
+    "rule",
+    [
+        FisherMerge(),
+        FisherAveraging(estimator="training"),
+        FedFisher("diag"),
+        RegMean(),
+        OTFusion(),
+    ],
 )
 def test_rules_that_merge_whole_models_need_the_current_version(rule: Rule) -> None:
     name = type(rule).__name__

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from flsuite.aggregators.attacks.base import Attack
-from flsuite.aggregators.rules.after_fit import AfterFit
 from flsuite.common.arguments import NonNegativeInt, Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import (
@@ -17,7 +16,7 @@ from flsuite.common.files import (
     make_folder,
     replace_tensors,
 )
-from flsuite.common.messages import ClientContext, ClientResult, FitRequest, TrainedFit
+from flsuite.common.messages import ClientResult, FitRequest, TrainedFit
 from flsuite.common.state import plain
 from flsuite.federation.server.federation import Federation
 from flsuite.runs.checkpoint import load_checkpoint
@@ -331,20 +330,10 @@ def trained_updates(run_dir: Path, settings: Mapping[str, Any]) -> UpdateStore:
 
 def _require_plain_training(federation: Federation) -> None:
     """Refuse an algorithm that changes local training."""
-    aggregator, data = federation.aggregator, federation.data.at(1)
-    client = ClientContext(
-        id=0,
-        round=1,
-        samples=data.samples(0),
-        class_counts=data.class_counts(0),
-        global_state=federation.state,
-        received={},
-        memory={},
-        layout=federation.server.layout,
-    )
+    aggregator = federation.aggregator
     if aggregator.pools or aggregator.private:
         fault = "does not train one model per client, so there are none to reuse"
-    elif not all(isinstance(c, AfterFit) for c in aggregator.callbacks(client)):
+    elif not aggregator.halves.trains_plainly:
         fault = "changes how clients train, so other aggregators cannot reuse their models"
     else:
         return

@@ -1,6 +1,6 @@
 """FisherAveraging against cases worked by hand, and its client half in a federation."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from flsuite.common.messages import ClientContext, ClientUpdate
 from flsuite.common.state import State, StateLayout, clone, nbytes
 from flsuite.data import DataSpec, FederatedDataModule
 from flsuite.data.loader import TrainLoader
-from flsuite.federation import Processes
+from flsuite.federation import Processes, Vectorized
 from flsuite.metrics.fisher import predictive_diagonal
 from flsuite.models import NFClassifier
 from flsuite.models.backbones import MLP
@@ -198,6 +198,21 @@ def test_the_fisher_sent_is_the_one_of_the_clients_own_samples() -> None:
             )
 
 
+def test_kept_models_have_the_fishers_of_their_fits(tmp_path: Path) -> None:
+    """The pass takes the first batches of the epoch that follows the fit's."""
+    kept = str(tmp_path / "kept")
+    fit(FedAvg(), max_epochs=2, keep_updates=True, run_dir=kept)
+    rule = FisherAveraging(batches=1)
+    (made, whole), (again, found) = (
+        fit(rule, max_epochs=2, from_updates=source) for source in (None, kept)
+    )
+    assert_same_models(made, again)
+    for one, other in zip(whole, found, strict=True):
+        assert equal_states(one.extras["fisher"], other.extras["fisher"])
+    with pytest.raises(FlsuiteError, match="FisherAveraging changes how clients train"):
+        fit(FisherAveraging(estimator="training"), max_epochs=2, from_updates=kept)
+
+
 class Unlikely(ClientModel):
     """A model that declares a group but has no likelihood."""
 
@@ -227,16 +242,37 @@ class Likely(Unlikely):
         return -F.cross_entropy(self.linear(batch[0]), batch[1], reduction="none")
 
 
+class Blind(Likely):
+    """A model that changes its batches when they are on its device."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return torch.zeros_like(batch[0]), batch[1]
+
+
+def test_the_pass_sees_what_training_steps_receive() -> None:
+    _, found = fit(FisherAveraging(), model=Blind())
+    for fisher in (update.extras["fisher"] for update in found):
+        assert not fisher["linear.weight"].any() and fisher["linear.bias"].all()
+
+
+def test_squared_gradients_of_the_training_of_a_stack() -> None:
+    rule = FisherAveraging(estimator="training")
+    alone, stacked = (fit(rule, model=Likely(), engine=e)[1] for e in (None, Vectorized()))
+    for one, other in zip(alone, stacked, strict=True):
+        for name, own in one.extras["fisher"].items():
+            torch.testing.assert_close(other.extras["fisher"][name], own, rtol=1e-5, atol=0.0)
+
+
 def test_models_that_do_not_fit_are_told_what_to_add() -> None:
-    with pytest.raises(FlsuiteError, match=r"no parameters in the group 'flow'"):
-        trainer(aggregator=FisherAveraging(), rounds=1).fit(classifier(), digits())
+    with pytest.raises(FlsuiteError, match=r"no parameters in the group 'flows'"):
+        trainer(aggregator=FisherAveraging(groups=["flows"]), rounds=1).fit(Likely(), small_data())
     with pytest.raises(FlsuiteError, match=r"'empty' \(it has flow\)"):
         trainer(aggregator=FisherAveraging(groups=["empty"]), rounds=1).fit(Likely(), small_data())
     with pytest.raises(FlsuiteError, match=r"Unlikely has none: add a method"):
         trainer(aggregator=FisherAveraging(), rounds=1).fit(Unlikely(), small_data())
 
 
-@pytest.mark.parametrize("make", [FisherMerge, lambda: FisherAveraging(groups=None)])
+@pytest.mark.parametrize("make", [FisherMerge, partial(FisherAveraging, None, "training")])
 def test_clients_that_share_no_parameters_are_refused_before_training(make: Any) -> None:
     made = trainer(rounds=1, aggregator=make())
     with pytest.raises(FlsuiteError, match=r"^Fisher\w+ needs shared parameters"):
@@ -324,16 +360,11 @@ def test_merging_says_what_it_needs() -> None:
             trainer(aggregator=rule, rounds=1).fit(Unlikely(), small_data())
 
 
-class After(pl.Callback):
-    """Records everything that the pass could change."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        modes = [module.training for module in pl_module.modules()]
-        grads = [p.grad is None or p.grad.clone() for p in pl_module.parameters()]
-        self.seen.append((clone(pl_module.state_dict()), modes, torch.get_rng_state(), grads))
+def everything(model: pl.LightningModule) -> tuple[Any, ...]:
+    """Return everything that the pass could change."""
+    modes = [module.training for module in model.modules()]
+    grads = [p.grad is None or p.grad.clone() for p in model.parameters()]
+    return clone(model.state_dict()), modes, torch.get_rng_state(), grads
 
 
 def test_the_pass_leaves_modes_generators_and_gradients_as_they_were() -> None:
@@ -345,14 +376,11 @@ def test_the_pass_leaves_modes_generators_and_gradients_as_they_were() -> None:
     names = tuple(n for n, _ in built.named_parameters() if n.startswith("flow."))
     layout = StateLayout((), 1, {"flow": names})
     client = ClientContext(0, 1, 1, torch.ones(1), {}, {}, {}, layout=layout)
-    before, after = After(), After()
-    callbacks = [before, *FisherAveraging().callbacks(client), after]
-    plain = plain_trainer(precision="bf16-mixed", callbacks=callbacks)
-    plain.fit(built, TrainLoader(module.federated, 0, 0, 1))
-    (state, modes, generator, grads), (state2, modes2, generator2, grads2) = (
-        before.seen[0],
-        after.seen[0],
-    )
+    loader = TrainLoader(module.federated, 0, 0, 1)
+    plain_trainer(precision="bf16-mixed").fit(built, loader)
+    state, modes, generator, grads = everything(built)
+    FisherAveraging().half.measure(client, built, loader)
+    state2, modes2, generator2, grads2 = everything(built)
     assert equal_states(state, state2) and modes == modes2 and torch.equal(generator, generator2)
     assert all(a is b or torch.equal(a, b) for a, b in zip(grads, grads2, strict=True))
     assert client.extras["fisher"]

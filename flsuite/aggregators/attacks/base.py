@@ -6,17 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from flsuite.aggregators.part import Capability
 from flsuite.aggregators.transforms.base import FitView
 from flsuite.common.arguments import Share, check_init
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.messages import ClientContext
 from flsuite.common.random import numpy_generator, torch_generator
 from flsuite.common.state import State
-from flsuite.data.federated import Batch, DataSplit, FederatedData
+from flsuite.data.federated import DataSplit, FederatedData
 from flsuite.data.loader import TrainLoader
 
 
@@ -81,7 +79,7 @@ class Attack(ABC):
     @property
     def needs(self) -> frozenset[Capability]:
         # An attack on batches has an effect even if nothing is shared.
-        if type(self).poison is not Attack.poison:
+        if self._changes_batches:
             return frozenset({"clients"})
         return frozenset({"clients", "shared parameters"})
 
@@ -99,10 +97,15 @@ class Attack(ABC):
         """
         self.attackers = self._chosen(data.clients, seed)
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        """Return the callbacks of one client's fit. They run before the algorithm's callbacks."""
-        poisons = client.id in self.attackers and type(self).poison is not Attack.poison
-        return [_PoisonBatches(self.poison)] if poisons else []
+    def poisons(self, client: int) -> bool:
+        """Return whether a client poisons its training batches."""
+        return client in self.attackers and self._changes_batches
+
+    def poisoned(self, loader: TrainLoader) -> None:
+        """Poison all batches of an attacker's fit, including those that it measures afterwards."""
+        stream = f"attack/batches/{loader.repeat}" if loader.repeat else "attack/batches"
+        generator = torch_generator(loader.seed, stream, loader.round, loader.client)
+        loader.change = lambda batch: self.poison(batch, generator)
 
     def poison(self, batch: Any, generator: torch.Generator) -> Any:
         """Return the poisoned version of a training batch.
@@ -140,6 +143,10 @@ class Attack(ABC):
         who = f": {numbers}{more}" if self.attackers else ""
         return f"{type(self).__name__} by {len(self.attackers)} of {clients} clients{who}"
 
+    @property
+    def _changes_batches(self) -> bool:
+        return type(self).poison is not Attack.poison
+
     def _chosen(self, clients: int, seed: int) -> tuple[int, ...]:
         owner = type(self).__name__
         if self.fraction is not None:
@@ -162,21 +169,3 @@ class Attack(ABC):
         if len(set(named)) < len(named):
             raise FlsuiteError(f"{owner}: clients names a client twice: {named}")
         return tuple(sorted(named))
-
-
-class _PoisonBatches(Callback):
-    """Poisons all batches of one fit, including those that the algorithm measures after training.
-
-    Args:
-        poison: Returns the poisoned version of a batch. It must not change the batch itself.
-    """
-
-    def __init__(self, poison: Callable[[Batch, torch.Generator], Batch]) -> None:
-        self.poison = poison
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loader = trainer.train_dataloader
-        assert isinstance(loader, TrainLoader)
-        stream = f"attack/batches/{loader.repeat}" if loader.repeat else "attack/batches"
-        generator = torch_generator(loader.seed, stream, loader.round, loader.client)
-        loader.change = lambda batch: self.poison(batch, generator)

@@ -291,7 +291,7 @@ class InnerProduct(Collusion):
 def with_attack(aggregator: Aggregator, attack: Attack | None) -> Aggregator:
     """Return an algorithm that includes the attack on its updates.
 
-    Changes to training batches are not included, see :meth:`Attack.callbacks`.
+    Changes to training batches are not included, see :meth:`Attack.poisoned`.
 
     Args:
         aggregator: The algorithm. It is not changed.

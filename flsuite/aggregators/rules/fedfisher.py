@@ -6,15 +6,19 @@ arXiv:2403.12329.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Callback
-from torch import Generator, nn
+from lightning.pytorch import LightningModule
 
 from flsuite.aggregators.part import Server, Statistic
-from flsuite.aggregators.rules.after_fit import LogitPass
+from flsuite.aggregators.rules.after_fit import (
+    after_fit,
+    own_draws,
+    plain_batches,
+    require_logits,
+)
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.aggregators.rules.fisher_forms import FORMS, FisherForm, FormName
 from flsuite.aggregators.rules.sample_noise import SampleNoise
@@ -28,9 +32,10 @@ from flsuite.aggregators.rules.solvers import (
     solvers,
 )
 from flsuite.common.arguments import PositiveInt, Settings
-from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.client import ClientContext
+from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree, cast, divided, scaled
-from flsuite.data.federated import Batch, Task
+from flsuite.data.federated import Batch
 from flsuite.data.loader import TrainLoader
 from flsuite.metrics.fisher.estimates import Expectation
 from flsuite.metrics.privacy import Release, require_small_delta
@@ -111,8 +116,27 @@ class FedFisher(LinearRule, Settings):
 
     # The client half
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_FisherPass(client, self, self._form(client.layout))]
+    def measure(self, client: ClientContext, module: LightningModule, loader: TrainLoader) -> None:
+        form, task = self._form(client.layout), loader.data.spec.task
+        draws = own_draws("FedFisher", loader)
+
+        def fisher(batches: Iterable[Batch]) -> Any:
+            return form.measure(module, (batches, task, self.expectation, draws))
+
+        with after_fit(client, module):
+            if self.noise is None:
+                batches = plain_batches(module, loader, self.samples)
+                client.extras["fisher"] = fisher(batches)
+            else:
+                drawn = self.noise.mean(
+                    lambda sample: fisher([sample]),
+                    lambda: plain_batches(module, loader),
+                    client.samples,
+                    self.samples,
+                    draws,
+                )
+                client.extras["fisher"] = form.repaired(drawn)
+                client.metrics["fisher_epsilon"] = self.noise.epsilon(client.samples, self.samples)
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         template = self._form(layout).template(state)
@@ -169,6 +193,9 @@ class FedFisher(LinearRule, Settings):
 
     # Before the first round
 
+    def check(self, model: LightningModule) -> None:
+        require_logits("FedFisher", model)
+
     def prepare(self, server: Server) -> None:
         if self.noise is not None:
             mean, whose = server.layout.samples // server.layout.clients, "a client's mean samples"
@@ -190,30 +217,3 @@ def _report(blocks: Sequence[Block], chosen: Iterate) -> dict[str, float]:
     metrics["residual"] = math.sqrt(after / before) if before else 0.0
     metrics["fisher_zero"] = unknown / max(1, sum(b.mean.numel() for b in blocks))
     return metrics
-
-
-class _FisherPass(LogitPass):
-    """The client half."""
-
-    def __init__(self, client: ClientContext, rule: FedFisher, form: FisherForm) -> None:
-        self.form, self.noise = form, rule.noise
-
-        def statistic(module: nn.Module, batches: Any, task: Task, generator: Generator) -> Any:
-            return form.measure(module, (batches, task, rule.expectation, generator))
-
-        super().__init__(client, "FedFisher", rule.samples, "fisher", statistic)
-
-    def measured(self, module: Any, loader: TrainLoader, generator: Generator) -> Any:
-        noise = self.noise
-        if noise is None:
-            return super().measured(module, loader, generator)
-
-        def share(one: Batch) -> Any:
-            return self.statistic(module, iter([one]), loader.data.spec.task, generator)
-
-        samples = len(loader.data.train_rows(loader.client))
-        drawn = noise.mean(
-            share, lambda: self.batches(module, loader), samples, self.samples, generator
-        )
-        self.client.metrics["fisher_epsilon"] = noise.epsilon(samples, self.samples)
-        return self.form.repaired(drawn)

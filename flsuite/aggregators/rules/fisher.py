@@ -11,21 +11,25 @@ from itertools import islice
 from typing import Annotated, Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Generator, Tensor
-from torch.optim import Optimizer
+from lightning.pytorch import LightningModule
+from torch import Tensor
 
-from flsuite.aggregators.optimizers import about_to_step
 from flsuite.aggregators.part import ClientHalf, Server, Statistic
-from flsuite.aggregators.rules.after_fit import LogitPass
+from flsuite.aggregators.rules.after_fit import (
+    after_fit,
+    own_draws,
+    plain_batches,
+    require_logits,
+    training_batches,
+)
 from flsuite.aggregators.rules.base import LinearRule, Weighting, withheld_by
 from flsuite.common.arguments import NonNegativeFloat, PositiveInt, Range, Settings
+from flsuite.common.client import ClientContext, Oracle
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.lightning_internals import skips_step
-from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree, clone, divided, scaled
-from flsuite.data.federated import Task
-from flsuite.metrics.fisher.estimates import Expectation, measuring
+from flsuite.data.loader import TrainLoader
+from flsuite.metrics.fisher.estimates import Expectation
 from flsuite.metrics.fisher.forms import Estimator, fisher_diagonal, predictive_diagonal
 from flsuite.models.abilities import LikelihoodModel
 
@@ -181,12 +185,14 @@ class FisherAveraging(FisherMean):
     estimator: Estimator | Literal["training"] = "exact"
     damping: NonNegativeFloat = 1e-12
     by_samples: bool = False
-    batches: PositiveInt | None = None
+    batches: PositiveInt | None = None  # type: ignore[assignment,misc]  # not those of a step
     weighting: Weighting = "samples"
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        of_steps = self.estimator == "training"
-        return [_TrainingGradients(client, self) if of_steps else _EmpiricalPass(client, self)]
+    @property
+    def half(self) -> ClientHalf:
+        if self.estimator == "training":
+            return _OfSteps(self)
+        return _OfLikelihood(self, self.estimator)
 
     def least(self, clients: float) -> float:
         return self.damping
@@ -229,70 +235,69 @@ class FisherMerge(FisherMean):
 
     needs = FisherMean.needs | {"classes or labels"}
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        names = self.names(client.layout)
+    def measure(self, client: ClientContext, module: LightningModule, loader: TrainLoader) -> None:
+        with after_fit(client, module):
+            fisher = predictive_diagonal(
+                module,
+                self.names(client.layout),
+                plain_batches(module, loader, self.samples),
+                loader.data.spec.task,
+                self.expectation,
+                own_draws("FisherMerge", loader),
+            )
+            client.extras["fisher"] = _logged(client, fisher)
 
-        def statistic(module: Any, batches: Any, task: Task, generator: Generator) -> State:
-            own = predictive_diagonal(module, names, batches, task, self.expectation, generator)
-            return _logged(client, own)
-
-        return [LogitPass(client, "FisherMerge", self.samples, "fisher", statistic)]
+    def check(self, model: LightningModule) -> None:
+        require_logits("FisherMerge", model)
 
     def least(self, clients: float) -> float:
         # The sums are over n_i F_i, which is N times the sum over p_i F_i.
         return self.floor * clients
 
 
-class _EmpiricalPass(ClientHalf):
-    """The client half: a pass over the training batches after the fit."""
+@dataclass(frozen=True)
+class _OfLikelihood(ClientHalf):
+    """The client half with a pass over the training batches after the fit."""
 
-    part: FisherAveraging
+    rule: FisherAveraging
+    estimator: Estimator
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not isinstance(pl_module, LikelihoodModel):
+    def measure(self, client: ClientContext, module: LightningModule, loader: TrainLoader) -> None:
+        names = self.rule.names(client.layout)
+        # The fit's batches: the Fisher describes the data that the parameters were fitted to.
+        batches = islice(training_batches(module, loader), self.rule.batches)
+        # bfloat16 and dropout would add noise to the squared gradients.
+        with after_fit(client, module):
+            fisher = fisher_diagonal(module, names, batches, self.estimator)
+            client.extras["fisher"] = _logged(client, fisher)
+
+    def check(self, model: LightningModule) -> None:
+        if not isinstance(model, LikelihoodModel):
             raise FlsuiteError(
                 "FisherAveraging needs the log-likelihood of each sample, but "
-                f"{type(pl_module).__name__} has none: add a method log_likelihood(batch) -> (n,), "
+                f"{type(model).__name__} has none: add a method log_likelihood(batch) -> (n,), "
                 "differentiable in its groups, or choose another aggregator"
             )
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        names = self.part.names(self.client.layout)
-        # Use the fit's batches: the Fisher describes the data that the parameters were fitted to.
-        loader: Any = trainer.train_dataloader
-        to_device, some = trainer.strategy.batch_to_device, islice(loader, self.part.batches)
-        batches, estimator = (to_device(batch) for batch in some), self.part.estimator
-        assert estimator != "training"
-        # bfloat16 and dropout would add noise to the squared gradients.
-        with measuring(pl_module):
-            fisher = fisher_diagonal(pl_module, names, batches, estimator)
-            self.client.extras["fisher"] = _logged(self.client, fisher)
 
+@dataclass(frozen=True)
+class _OfSteps(ClientHalf):
+    """The client half without a pass: the mean of the squared gradients of the fit's own steps."""
 
-class _TrainingGradients(ClientHalf):
-    """The client half without a pass: the squared gradients of the fit's own steps."""
+    rule: FisherAveraging
 
-    part: FisherAveraging
+    def start(self, client: ClientContext, w: State) -> tuple[State, State]:
+        names = self.rule.names(client.layout)
+        return w, {k: torch.zeros_like(w[k], dtype=torch.float32) for k in names}
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        names, named = {*self.part.names(self.client.layout)}, pl_module.named_parameters()
-        self.own = {name: p for name, p in named if name in names}
-        self.sums = {k: torch.zeros_like(p, dtype=torch.float32) for k, p in self.own.items()}
-        self.steps = 0
+    def gradient(self, oracle: Oracle, w: State, held: State, batch: Any) -> tuple[State, State]:
+        g = oracle(w, batch)
+        return g, {k: s + g[k].float().square() if k in g else s for k, s in held.items()}
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        if skips_step(trainer, optimizer):
-            return
-        own = list(about_to_step(optimizer, self.own.items()))
-        for name, _, gradient in own:
-            self.sums[name] += gradient.detach().float().square()
-        self.steps += bool(own)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        fisher = {name: total / max(self.steps, 1) for name, total in self.sums.items()}
-        self.client.extras["fisher"] = _logged(self.client, fisher)
+    def end(self, client: ClientContext, w: State, held: State) -> None:
+        steps = sum(own.steps for own in client.fit.taken if held.keys() & own.names)
+        fisher = {name: squares / max(steps, 1) for name, squares in held.items()}
+        client.extras["fisher"] = _logged(client, fisher)
 
 
 def _logged(client: ClientContext, diagonal: State) -> State:

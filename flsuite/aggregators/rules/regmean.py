@@ -6,19 +6,20 @@ Dataless Knowledge Fusion by Merging Weights of Language Models, arXiv:2212.0984
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from lightning.pytorch import Callback
-from torch import Tensor, nn
+from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from flsuite.aggregators.part import Server, Statistic
-from flsuite.aggregators.rules.after_fit import LogitPass
+from flsuite.aggregators.rules.after_fit import after_fit, plain_batches, require_logits
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.aggregators.rules.fisher_forms import columns, entries, matrix, square_template
 from flsuite.common.arguments import PositiveInt, Settings, Share
-from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.client import ClientContext
+from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import Layer, State, StateLayout, Tree, cast, clone, divided, scaled
+from flsuite.data.loader import TrainLoader
 from flsuite.metrics.fisher.products import gram_matrices
 
 log = logging.getLogger("flsuite")
@@ -70,18 +71,16 @@ class RegMean(LinearRule, Settings):
 
     # The client half
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        layers = self._layers(client.layout)
-
-        def statistic(module: nn.Module, batches: Any, *_: Any) -> State:
+    def measure(self, client: ClientContext, module: LightningModule, loader: TrainLoader) -> None:
+        layers, state = self._layers(client.layout), module.state_dict()
+        with after_fit(client, module):
+            batches = plain_batches(module, loader, self.samples)
             grams = clone(gram_matrices(module, layers, batches, self.bias))
-            # Layers that are called twice have no Gram. Zeros determine nothing.
-            for layer in layers:
-                size = columns(module.state_dict(), layer, self.bias)
-                grams.setdefault(layer.name, torch.zeros(size, size))
-            return grams
-
-        return [LogitPass(client, "RegMean", self.samples, "gram", statistic)]
+        # Layers that are called twice have no Gram. Zeros determine nothing.
+        for layer in layers:
+            size = columns(state, layer, self.bias)
+            grams.setdefault(layer.name, torch.zeros(size, size))
+        client.extras["gram"] = grams
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         layers = self._layers(layout)
@@ -133,6 +132,9 @@ class RegMean(LinearRule, Settings):
         return [layer for layer in layout.layers if self.conv or layer.kind == "linear"]
 
     # Before the first round
+
+    def check(self, model: LightningModule) -> None:
+        require_logits("RegMean", model)
 
     def prepare(self, server: Server) -> None:
         """Refuse to pick alpha without a score, and log the modules that are averaged."""

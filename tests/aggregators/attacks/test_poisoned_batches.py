@@ -1,7 +1,6 @@
 """Attacks on training batches: label flipping, and the backdoor with its score."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -16,7 +15,6 @@ from flsuite.aggregators import Attack, LabelFlip, PixelBackdoor
 from flsuite.analysis import read_metrics
 from flsuite.callbacks import FederationCallback
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.messages import ClientContext
 from flsuite.common.random import torch_generator
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, FromDataset, PublishedSplits
 from flsuite.data.loader import TrainLoader
@@ -66,9 +64,8 @@ def poisoned(attack: Attack, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def batches_of(attack: Attack, data: FederatedDataModule, client: int) -> tuple[Any, Any]:
     """Return the loader of a client's fit, without and with the attack."""
     honest, attacked = (TrainLoader(data.federated, client, 3, 1) for _ in range(2))
-    context = ClientContext(client, 1, 1, torch.zeros(0), {}, {}, {})
-    for callback in attack.callbacks(context):
-        callback.on_train_start(SimpleNamespace(train_dataloader=attacked), None)  # type: ignore[arg-type]
+    assert attack.poisons(client)
+    attack.poisoned(attacked)
     return honest, attacked
 
 
