@@ -4,9 +4,10 @@ Lightning does not guarantee them, so ``pyproject.toml`` pins its version. A tes
 name in :data:`INTERNALS` and reports those that are missing.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -214,6 +215,21 @@ def set_train_loader(trainer: Trainer, loader: Any) -> None:
     """Set ``trainer.train_dataloader`` and ``trainer.num_training_batches``."""
     trainer.fit_loop._combined_loader = CombinedLoader(loader, "max_size_cycle")
     trainer.fit_loop.max_batches = len(loader)
+
+
+def step_of(optimizer: Optimizer) -> Callable[[], Any]:
+    """Return ``optimizer.step``, without the entry in a profile if it does nothing else.
+
+    Making the entry takes as long as a step of a small network.
+    """
+    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    wrapped = getattr(type(optimizer).step, "__wrapped__", None)
+    is_patched = "step" in vars(optimizer)
+    for_all = sys.modules[Optimizer.__module__]
+    has_global = for_all._global_optimizer_pre_hooks or for_all._global_optimizer_post_hooks
+    if wrapped is None or has_hooks or is_patched or has_global:
+        return optimizer.step
+    return partial(wrapped, optimizer)
 
 
 def detects_anomalies(trainer: Trainer) -> bool:

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 
 from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.common.lightning_internals import hooks_with
-from flsuite.federation.client.loop import hooks_of_callback
+from flsuite.federation.client.hooks import hooks_of_callback
 
 _BASE = "flsuite.callbacks.base"  # whose hooks do nothing
 

@@ -58,6 +58,7 @@ class FitRecord(Callback):
         continues: Whether the optimizers continue from the client's last fit.
 
     Attributes:
+        steps: What the algorithm does in the steps, if anything.
         skipped: Number of steps that the gradient scaler of ``16-mixed`` has skipped, because
             gradients overflow.
     """
@@ -66,7 +67,7 @@ class FitRecord(Callback):
         self, halves: Halves | None, client: ClientContext, continues: bool = False
     ) -> None:
         self._halves, self._client, self._continues = halves, client, continues
-        self._steps: AlgorithmSteps | None = None
+        self.steps: AlgorithmSteps | None = None
         self._totals: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self.skipped = 0
@@ -76,31 +77,31 @@ class FitRecord(Callback):
             return
         loader: Any = trainer.train_dataloader
         fit = OneFit(trainer, pl_module, loader, continues=self._continues)
-        self._steps = AlgorithmSteps(self._halves, self._client, fit)
+        self.steps = AlgorithmSteps(self._halves, self._client, fit)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._steps:
-            self._steps.begin_epoch(trainer.current_epoch)
+        if self.steps:
+            self.steps.begin_epoch(trainer.current_epoch)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._steps:
-            self._steps.begin_step(batch, batch_idx)
+        if self.steps:
+            self.steps.begin_step(batch, batch_idx)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         if skips_step(trainer, optimizer):
             self.skipped += 1
-        elif self._steps:
-            self._steps.change(optimizer, _is_last_step(trainer))
+        elif self.steps:
+            self.steps.change(optimizer, _is_last_step(trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
     ) -> None:
-        if self._steps:
-            self._steps.end_step()
+        if self.steps:
+            self.steps.end_step()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is None:
             return
@@ -108,10 +109,11 @@ class FitRecord(Callback):
         if pl_module.automatic_optimization:
             # Lightning has divided it, because gradients of several batches are summed.
             loss = loss * trainer.accumulate_grad_batches
+        self.add(loss, trainer.current_epoch < extra_epochs(pl_module))
 
-        is_warmup = trainer.current_epoch < extra_epochs(pl_module)
+    def add(self, loss: Tensor, is_warmup: bool) -> None:
+        """Add the loss of a step."""
         name = "warmup_loss" if is_warmup else "loss"
-
         # In place and on the device, because reading the value would synchronize.
         if name in self._totals:
             self._totals[name].add_(loss)
@@ -120,12 +122,12 @@ class FitRecord(Callback):
         self._counts[name] = self._counts.get(name, 0) + 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._steps:
-            self._steps.end()
+        if self.steps:
+            self.steps.end()
 
     def on_exception(self, trainer: Trainer, *args: Any) -> None:
-        if self._steps:
-            self._steps.close()
+        if self.steps:
+            self.steps.close()
 
     @property
     def losses(self) -> int:
@@ -209,54 +211,53 @@ class StepDecay(LRDecay, Settings):
         return float(self.gamma ** ((round - 1) // self.every))
 
 
-class RoundLearningRate(Callback):
-    """Scales the learning rates of a fit's optimizers before its first step.
+class FitOptimizers(Callback):
+    """Prepares a client's optimizers for a fit, and keeps their states for its next fit.
+
+    The learning rates are scaled before the first step. Accumulated state (momentum, moments) is
+    kept. Settings such as the learning rate are not: the model sets them for each fit. Otherwise, a
+    schedule inside a fit, or ``trainer.lr_decay``, would compound from round to round.
 
     Args:
-        factor: Factor of the model's own learning rates in this round.
-    """
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A scheduler would overwrite the scaled rates at its first step.
-        if trainer.lr_scheduler_configs:
-            raise FlsuiteError(
-                f"trainer.lr_decay and the scheduler of {type(pl_module).__name__}."
-                "configure_optimizers would both set the learning rate; leave one of them out"
-            )
-
-        # Every fit has new optimizers, so the factor does not compound.
-        for optimizer in trainer.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] *= self.factor
-
-
-class KeepOptimizers(Callback):
-    """Carries a client's optimizer states over between its fits.
-
-    Accumulated state (momentum, moments) carries over. Settings such as the learning rate do not:
-    the model sets them for each fit. Otherwise, a schedule inside a fit, or ``trainer.lr_decay``,
-    would compound from round to round.
+        factor: Factor of the model's own learning rates in this round. Default: they stay.
+        kept: The state dicts of the optimizers from the client's last fit, if any.
+        keeps: Whether to keep them.
 
     Attributes:
-        states: The state dicts of the optimizers, on the CPU. ``None`` before the first fit.
+        states: The state dicts of the optimizers after the fit, on the CPU.
     """
 
-    def __init__(self, states: list[dict[str, Any]] | None) -> None:
-        self.states = states
+    def __init__(
+        self, factor: float | None, kept: list[dict[str, Any]] | None, keeps: bool
+    ) -> None:
+        self._factor, self._kept, self._keeps = factor, kept, keeps
+        self.states: list[dict[str, Any]] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not strict, because there is nothing to restore before the client's first fit.
-        for optimizer, kept in zip(trainer.optimizers, self.states or (), strict=False):
+        for optimizer, kept in zip(trainer.optimizers, self._kept or (), strict=False):
             settings = optimizer.state_dict()["param_groups"]
             # Copy, because load_state_dict keeps references to its tensors.
             optimizer.load_state_dict(
                 {"state": copy.deepcopy(kept["state"]), "param_groups": settings}
             )
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Copy, because the state dict aliases the optimizer's tensors.
-        states = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
-        self.states = move_data_to_device(states, torch.device("cpu"))
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._factor is None:
+            return
+        # A scheduler would overwrite the scaled rates at its first step.
+        if trainer.lr_scheduler_configs:
+            raise FlsuiteError(
+                f"trainer.lr_decay and the scheduler of {type(pl_module).__name__}."
+                "configure_optimizers would both set the learning rate; leave one of them out"
+            )
+        # Every fit has new optimizers, so the factor does not compound.
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] *= self._factor
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._keeps:
+            # Copy, because the state dict aliases the optimizer's tensors.
+            states = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers]
+            self.states = move_data_to_device(states, torch.device("cpu"))

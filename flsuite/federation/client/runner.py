@@ -5,6 +5,7 @@ state dict and an index array.
 """
 
 import copy
+import logging
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -33,17 +34,20 @@ from flsuite.common.messages import (
 from flsuite.common.random import seed_process
 from flsuite.common.state import State, clone, load_, nbytes
 from flsuite.data.federated import FederatedData
-from flsuite.federation.client.callbacks import FitRecord, KeepOptimizers, RoundLearningRate
+from flsuite.data.loader import TrainLoader
+from flsuite.federation.client.callbacks import FitOptimizers, FitRecord
 from flsuite.federation.client.devices import on_one_gpu
 from flsuite.federation.client.entries import ResidentModel, entries_of
 from flsuite.federation.client.faults import carry_out
-from flsuite.federation.client.loop import NeedsLightningLoopError, supports_local_loop
+from flsuite.federation.client.plain import PlainLoop, not_plain
 from flsuite.federation.client.scorer import Scorer
 from flsuite.federation.client.setup import StartStates, WorkerSetup
 from flsuite.federation.client.stack import Stack
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models import abilities
 from flsuite.models.layers import to_channels_last
+
+log = logging.getLogger(__name__)
 
 
 class ClientRunner:
@@ -65,8 +69,9 @@ class ClientRunner:
         self._state_check = StateCheck(setup.uplink.aggregator)
         self._halves = setup.uplink.aggregator.halves
         self._record: FitRecord | None = None
-        self._use_local_loop = True
         self._trainer: ClientTrainer | None = None
+        self._plain: PlainLoop | None = None
+        self._needs_lightning: str | None = None  # the reason, once known
         self._data: FederatedData | None = None
         self._counted: tuple[Broadcast, int] | None = None
         self._starts = StartStates(setup, self.entries)
@@ -87,11 +92,6 @@ class ClientRunner:
         try:
             result = self._fit(request)
             return result if request.fault is None else carry_out(request.fault, result)
-        except NeedsLightningLoopError:
-            # Restart the whole fit in Lightning's loop, from the same state and seed.
-            self._use_local_loop, self._trainer = False, None
-            self._resident.release()  # a callback may have frozen a part of the model
-            return self.run(request)
         except FlsuiteError:
             raise
         except (Exception, SystemExit) as error:  # a library may call exit()
@@ -112,7 +112,7 @@ class ClientRunner:
         """
         if self._stack is None:
             return list(requests)
-        trainer, data = self._rewound_trainer([], requests[0].adapts)
+        trainer, data = self._rewound_trainer(requests[0].adapts)
         self._resident.restore()
         try:
             return self._stack.train_all(requests, trainer, data)
@@ -126,7 +126,7 @@ class ClientRunner:
         """
         self._resident.restore()
         try:
-            trainer, _ = self._rewound_trainer([])
+            trainer, _ = self._rewound_trainer()
             data = self.setup.data.at(request.broadcast.round)
             device, precision = trainer.strategy.root_device, trainer.precision_plugin
             scorer = Scorer(
@@ -160,28 +160,10 @@ class ClientRunner:
         load_(self.model.state_dict(), self._starts.of(request, device))
         self._resident.mark()
         abilities.begin_task(self.model, view.stage)
-        kept = request.memory.get("optimizers")
-        keeper = KeepOptimizers(kept) if setup.keep_optimizers and not request.adapts else None
-        record = FitRecord(None if request.adapts else self._halves, client, bool(keeper and kept))
-        self._record = record
-        callbacks = self._callbacks(request, client.round, [keeper] if keeper else [], record)
-        trainer, data = self._rewound_trainer(callbacks, request.adapts)
-        trainer.callbacks = callbacks  # type: ignore[attr-defined]
+        trainer, data = self._rewound_trainer(request.adapts)
         loader = setup.loader_of(data.at(broadcast.round), request)
         if trained is None:
-            trainer.fit(self.model, loader)
-            self._resident.check()
-            self._state_check.check("in a fit", "client.memory")
-            steps = steps_taken(trainer) - record.skipped
-            if steps and self.model.automatic_optimization and not record.losses:
-                raise RuntimeError(
-                    f"training_step of {type(self.model).__name__} returned no loss for any batch, "
-                    "so nothing was trained; return the loss, or set automatic_optimization to "
-                    "False"
-                )
-            numbers = _training_numbers(trainer, record, steps)
-            memory = {"optimizers": keeper.states} if keeper else {}
-            trained = TrainedFit({}, memory, steps, numbers, seconds=0.0)
+            trained = self._trained(request, client, trainer, loader)
         else:
             load_(self.model.state_dict(), trained.state)
             load_(self.model.state_dict(), trained.memory.get("model", {}))
@@ -193,25 +175,54 @@ class ClientRunner:
             request, client, started - trained.seconds, trained, self.model.state_dict()
         )
 
-    def _callbacks(
+    def _trained(
         self,
         request: FitRequest,
-        round: int,
-        keeper: list[KeepOptimizers],
-        record: FitRecord,
-    ) -> list[Callback]:
-        """Return the callbacks of a fit, in order.
+        client: ClientContext,
+        trainer: ClientTrainer,
+        loader: TrainLoader,
+    ) -> TrainedFit:
+        """Train the model, and return what the training leaves, without its weights."""
+        setup, decay = self.setup, self.setup.lr_decay
+        keeps = setup.keep_optimizers and not request.adapts
+        kept = request.memory.get("optimizers") if keeps else None
+        optimizers = FitOptimizers(decay.factor(client.round) if decay else None, kept, keeps)
+        record = FitRecord(None if request.adapts else self._halves, client, bool(kept))
+        self._record = record
+        callbacks = copy.deepcopy(list(request.broadcast.callbacks))
+        if self._is_plain(trainer, callbacks, loader):
+            logged = self._plain.fit(loader, callbacks, optimizers, record)
+        else:
+            # The learning rate is set before the user's callbacks see it. The algorithm comes after
+            # them, to change the final gradient.
+            trainer.callbacks = [optimizers, *callbacks, record]  # type: ignore[attr-defined]
+            trainer.fit(self.model, loader)
+            logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+        self._resident.check()
+        self._state_check.check("in a fit", "client.memory")
+        steps = steps_taken(trainer) - record.skipped
+        if steps and self.model.automatic_optimization and not record.losses:
+            raise RuntimeError(
+                f"training_step of {type(self.model).__name__} returned no loss for any batch, so "
+                "nothing was trained; return the loss, or set automatic_optimization to False"
+            )
+        memory = {"optimizers": optimizers.states} if keeps else {}
+        numbers = _training_numbers(logged, record, steps)
+        return TrainedFit({}, memory, steps, numbers, seconds=0.0)
 
-        The learning rate is set before the user's callbacks see it. The algorithm comes after them,
-        to change the final gradient.
-        """
-        decay = self.setup.lr_decay
-        return [
-            *([RoundLearningRate(decay.factor(round))] if decay else []),
-            *copy.deepcopy(request.broadcast.callbacks),
-            *keeper,
-            record,
-        ]
+    def _is_plain(
+        self, trainer: ClientTrainer, callbacks: Sequence[Callback], loader: TrainLoader
+    ) -> bool:
+        """Return whether the short loop trains all clients of this worker."""
+        if self._needs_lightning is None:
+            self._needs_lightning = not_plain(trainer, self.model, callbacks, loader) or ""
+            if self._needs_lightning:
+                log.info("clients train in Lightning's own loop: %s", self._needs_lightning)
+        if self._needs_lightning:
+            return False
+        if self._plain is None or self._plain.trainer is not trainer:
+            self._plain = PlainLoop(trainer, self.model)
+        return True
 
     def _result(
         self,
@@ -268,16 +279,13 @@ class ClientRunner:
             self._counted = broadcast, nbytes(broadcast.state) + nbytes(broadcast.extras)
         return self._counted[1]
 
-    def _rewound_trainer(
-        self, callbacks: list[Callback], epochs: int = 0
-    ) -> tuple[ClientTrainer, FederatedData]:
+    def _rewound_trainer(self, epochs: int = 0) -> tuple[ClientTrainer, FederatedData]:
         """Return a Trainer rewound for some epochs, or for its own, and the data on its device.
 
-        The Trainer is reused unless callbacks may have changed it in unknown ways. In that case,
-        every fit has a new Trainer, so a fit never depends on earlier fits of its worker.
+        The Trainer is reused unless users' callbacks may have changed it in unknown ways. In that
+        case, every fit has a new Trainer, so a fit never depends on earlier fits of its worker.
         """
-        is_known = all(map(supports_local_loop, callbacks)) and self._has_no_callbacks_of_its_own()
-        if not is_known:
+        if self._needs_lightning:
             self._trainer = None
         trainer = self._started_trainer()
         if self._data is None:
@@ -289,19 +297,16 @@ class ClientRunner:
         """Return the Trainer with its device initialized. Create it if necessary."""
         if self._trainer is None:
             with isolate_rng():  # the fit may already be seeded
-                self._trainer = ClientTrainer(self._use_local_loop, **self.trainer_kwargs)
+                self._trainer = ClientTrainer(**self.trainer_kwargs)
             if self._trainer.strategy.root_device.type == "cuda":
                 torch.cuda.init()
         return self._trainer
 
-    def _has_no_callbacks_of_its_own(self) -> bool:
-        method = type(self.model).configure_callbacks
-        return method.__module__.startswith(("flsuite.", "lightning."))
 
-
-def _training_numbers(trainer: ClientTrainer, record: FitRecord, steps: int) -> dict[str, float]:
+def _training_numbers(
+    logged: Mapping[str, float], record: FitRecord, steps: int
+) -> dict[str, float]:
     """Return the fit's measurements and the model's logged metrics."""
-    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
     numbers = {**record.numbers(), **logged}
     if steps and not record.losses:  # under manual optimization, steps need not return a loss
         del numbers["loss"]

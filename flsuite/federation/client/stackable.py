@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.common.lightning_internals import configured
 from flsuite.federation.client.callbacks import SampleGradients
-from flsuite.federation.client.loop import hooks_of, hooks_of_callback, takes_a_batch
+from flsuite.federation.client.hooks import hooks_of, hooks_of_callback, takes_a_batch
 from flsuite.federation.client.setup import WorkerSetup
 from flsuite.models.abilities import extra_epochs
 from flsuite.models.layers import has_gradient_hooks

@@ -1,10 +1,4 @@
-"""The Lightning Trainer of a worker: one object that fits client after client.
-
-``Trainer.fit`` checks its configuration, connects its parts and enters hooks that do nothing. On a
-small client, that takes as long as a step, with the same outcome for every client. After a plain
-fit, only the client-specific steps are repeated: the implemented hooks, the optimizer, and the
-loader.
-"""
+"""The Lightning Trainer of a worker: one object that fits client after client."""
 
 import copy
 import logging
@@ -15,25 +9,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import (
-    attach_to_fit,
     detects_anomalies,
-    enter_hook,
     leave_hooks,
     make_slim,
     rewind,
     scaler_of,
     trainer_settings,
-)
-from flsuite.federation.client.loop import (
-    LocalLoop,
-    NeedsLightningLoopError,
-    bound_hooks,
-    only_optimizer,
 )
 from flsuite.federation.client.setup import refuse_callbacks
 
@@ -41,15 +26,16 @@ from flsuite.federation.client.setup import refuse_callbacks
 class ClientTrainer(Trainer):
     """A Lightning Trainer that is reusable for many fits.
 
-    It has no logger, checkpoint, progress bar, model summary or validation. In the plain case,
-    the local loop (``loop.py``) runs the steps. All other cases use Lightning's loop.
+    It has no logger, checkpoint, progress bar, model summary or validation.
 
     Args:
-        use_local_loop: Whether the local loop may run the steps.
         kwargs: Arguments of :class:`lightning.pytorch.Trainer`.
+
+    Attributes:
+        given: The same arguments.
     """
 
-    def __init__(self, use_local_loop: bool = True, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         quiet_lightning()
         if kwargs.get("plugins") is not None:
             # A plugin may hold a gradient scaler, which other Trainers must not share.
@@ -65,12 +51,9 @@ class ClientTrainer(Trainer):
             limit_val_batches=0,
         )
 
+        self.given = kwargs
         # max_epochs itself changes with every fit that has a warm-up.
         self._local_epochs = self.max_epochs or 1
-        self._use_local_loop = use_local_loop
-        self._was_plain = False
-        self._plain_fit: _PlainFit | None = None
-
         make_slim(self)
         self._settings = trainer_settings(self)
         self._scaler = scaler_of(self)
@@ -93,19 +76,13 @@ class ClientTrainer(Trainer):
     def fit(  # type: ignore[override]
         self, model: LightningModule, train_dataloaders: Iterable[Any]
     ) -> None:
-        """Fit one client.
-
-        Lightning sets up the first fit, and fits that are not the plain case.
+        """Fit one client in Lightning's own loop.
 
         Raises:
             KeyboardInterrupt: On Ctrl-C. Lightning would exit and ignore the next Ctrl-C, but the
                 federation still has to close its run.
         """
-        again = self._plain_fit
         try:
-            if again is not None and again.module is model:
-                again.run(train_dataloaders)
-                return
             super().fit(model, train_dataloaders)
         except SystemExit as end:
             if not isinstance(end.__context__, KeyboardInterrupt):
@@ -113,80 +90,17 @@ class ClientTrainer(Trainer):
             # Lightning has set SIGINT to be ignored.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt from None
-        if self._was_plain:
-            self._plain_fit = _PlainFit(self, model)
 
     def _run_stage(self) -> None:
-        self.run_epochs()
-
-    def run_epochs(self) -> None:
-        """Run the part of a fit between the hooks ``on_fit_start`` and ``on_fit_end``."""
         refuse_callbacks(self.callbacks)  # type: ignore[attr-defined]  # also the model's own
         if self._scaler is not None:
-            _refuse_fused(self.optimizers)
-        local_loop = LocalLoop(self)
+            refuse_fused(self.optimizers)
         with torch.autograd.set_detect_anomaly(detects_anomalies(self)):
-            self._was_plain = self._use_local_loop and local_loop.is_plain()
-            if self._was_plain:
-                local_loop.run()
-            elif self._plain_fit is not None:
-                raise NeedsLightningLoopError("this fit is not the plain case that the first was")
-            else:
-                self.fit_loop.run()
+            self.fit_loop.run()
         leave_hooks(self.lightning_module)
 
 
-class _PlainFit:
-    """Fits one model with the calls of ``Trainer.fit``, in its order.
-
-    Args:
-        trainer: It has fitted ``module`` once, with the local loop.
-        module: The model of all its fits.
-    """
-
-    def __init__(self, trainer: ClientTrainer, module: LightningModule) -> None:
-        self.trainer = trainer
-        self.module = module
-
-    def run(self, loader: Any) -> None:
-        """Fit.
-
-        Raises:
-            NeedsLightningLoopError: If the optimizers do not fit the plain case.
-        """
-        trainer = self.trainer
-        trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
-        trainer.training = True
-        attach_to_fit(trainer, loader)
-
-        try:
-            self._call("prepare_data")
-            self._call("setup", stage="fit")
-            self._call("configure_model")
-            trainer.strategy.model_to_device()
-            enter_hook(self.module, "configure_optimizers")
-            optimizer = only_optimizer(self.module)
-            if not isinstance(optimizer, Optimizer):
-                raise NeedsLightningLoopError("there is more than one optimizer, or a scheduler")
-            trainer.strategy.optimizers = [optimizer]
-            self._call("on_fit_start")
-            trainer.run_epochs()
-            self._call("on_fit_end")
-            self._call("teardown", stage="fit")
-        except BaseException as error:
-            trainer.state.status = TrainerStatus.INTERRUPTED
-            self._call("on_exception", error)
-            raise
-
-        leave_hooks(self.module)
-        trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
-
-    def _call(self, hook: str, *args: Any, **kwargs: Any) -> None:
-        for method in bound_hooks(self.trainer, hook):
-            method(*args, **kwargs)
-
-
-def _refuse_fused(optimizers: Iterable[Optimizer]) -> None:
+def refuse_fused(optimizers: Iterable[Optimizer]) -> None:
     """Refuse optimizers that unscale gradients themselves, after an algorithm has changed them."""
     for optimizer in optimizers:
         if getattr(optimizer, "_step_supports_amp_scaling", False):

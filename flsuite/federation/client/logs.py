@@ -1,0 +1,97 @@
+"""What a model logs in its training steps, as Lightning's ``self.log`` would report it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+
+
+class OtherMeanError(RuntimeError):
+    """A value that is no mean over an epoch by sizes of batches, which only Lightning reports."""
+
+
+class Logged(NamedTuple):
+    """One value that a step logs.
+
+    Attributes:
+        name: Its name in the report.
+        value: A float32 scalar.
+        is_of_step: Whether the last value counts, instead of the mean over the last epoch.
+    """
+
+    name: str
+    value: Tensor
+    is_of_step: bool
+
+
+def logged_values(
+    size: Callable[[], int],
+    name: str,
+    value: Any,
+    prog_bar: bool = False,
+    logger: bool | None = None,
+    on_step: bool | None = None,
+    on_epoch: bool | None = None,
+    reduce_fx: Any = "mean",
+    batch_size: int | None = None,
+    **kwargs: Any,
+) -> list[Logged]:
+    """Return what a call of ``self.log`` in a ``training_step`` reports.
+
+    Args:
+        size: Returns the number of samples in the batch.
+        name: See :meth:`lightning.pytorch.LightningModule.log`, also for the other arguments.
+
+    Raises:
+        OtherMeanError: If the value is no number, or its mean over an epoch is another one.
+    """
+    is_mean = reduce_fx in ("mean", torch.mean) and batch_size in (None, size())
+    if on_epoch and not is_mean:
+        raise OtherMeanError(f"a step logs {name} with a reduce_fx or batch_size of its own")
+    if logger is False:
+        return []
+    try:
+        number = torch.as_tensor(value).detach().float()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OtherMeanError(f"a step logs {name}, which is a {type(value).__name__}") from error
+    of_step, of_epoch = on_step is not False, bool(on_epoch)
+    values = []
+    if of_step:
+        values.append(Logged(f"{name}_step" if of_epoch else name, number, True))
+    if of_epoch:
+        values.append(Logged(f"{name}_epoch" if of_step else name, number, False))
+    return values
+
+
+class LoggedNumbers:
+    """The numbers that one client's model logs in its fit.
+
+    Args:
+        batch: Returns the batch of the present step.
+    """
+
+    def __init__(self, batch: Callable[[], Any]) -> None:
+        self._batch = batch
+        self._last: dict[str, Tensor] = {}
+        self._sums: dict[str, tuple[Tensor, int]] = {}
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch. Means are over the last one."""
+        self._sums = {}
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Take what a model logs, in place of its ``self.log``."""
+        size = extract_batch_size(self._batch())
+        for one in logged_values(lambda: size, name, value, *args, **kwargs):
+            if one.is_of_step:
+                self._last[one.name] = one.value
+            else:
+                total, seen = self._sums.get(one.name, (torch.zeros_like(one.value), 0))
+                self._sums[one.name] = total + one.value * size, seen + size
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers by name."""
+        means = {name: float(total) / seen for name, (total, seen) in self._sums.items()}
+        return {**{name: float(value) for name, value in self._last.items()}, **means}
