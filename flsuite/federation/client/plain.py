@@ -191,6 +191,7 @@ class PlainLoop:
         self._call("on_train_start")
         record.on_train_start(trainer, module)
 
+        step, warmup = self._step_of(trainer.optimizers[0], record), extra_epochs(module)
         progress = trainer.fit_loop.epoch_progress
         for epoch in range(trainer.fit_loop.max_epochs or 1):
             progress.increment_ready()
@@ -198,7 +199,7 @@ class PlainLoop:
             record.on_train_epoch_start(trainer, module)
             progress.increment_started()
             logged.begin_epoch()
-            self._run_epoch(loader, record, is_warmup=epoch < extra_epochs(module))
+            self._run_epoch(loader, step, is_warmup=epoch < warmup)
             progress.increment_processed()
             self._call("on_train_epoch_end")
             progress.increment_completed()
@@ -207,9 +208,10 @@ class PlainLoop:
         self._call("on_train_end")
         record.on_train_end(trainer, module)
 
-    def _run_epoch(self, loader: Any, record: FitRecord, is_warmup: bool) -> None:
+    def _run_epoch(
+        self, loader: Any, step: Callable[[Any, int, bool], None], is_warmup: bool
+    ) -> None:
         trainer, last = self.trainer, len(loader) - 1
-        step = self._step_of(trainer.optimizers[0], record, is_warmup)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         device = trainer.strategy.root_device
         for index, batch in enumerate(loader):
@@ -218,13 +220,11 @@ class PlainLoop:
             if not _is_on(batch, device):
                 batch = trainer.strategy.batch_to_device(batch)
             self._batch = batch
-            step(batch, index)
+            step(batch, index, is_warmup)
             if trainer.should_stop:
                 break
 
-    def _step_of(
-        self, optimizer: Optimizer, record: FitRecord, is_warmup: bool
-    ) -> Callable[[Any, int], None]:
+    def _step_of(self, optimizer: Optimizer, record: FitRecord) -> Callable[[Any, int, bool], None]:
         """Return the function that takes one step."""
         trainer, module, hooks = self.trainer, self.module, self._hooks
         scaler = scaler_of(trainer)
@@ -241,7 +241,7 @@ class PlainLoop:
             for method in hooks_around.get(hook, ()):
                 method(*args)
 
-        def step(batch: Any, index: int) -> None:
+        def step(batch: Any, index: int, is_warmup: bool) -> None:
             batches.increment_ready()
             if hooks_around:
                 call("on_train_batch_start", batch, index)
