@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.optim import SGD
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import FeatureTerm, FedAvg, Objective, SecondSteps
-from flsuite.aggregators.objectives.base import own_tensors
-from flsuite.aggregators.rules.after_fit import AfterFit
-from flsuite.common.messages import ClientContext
+from flsuite.aggregators import Aggregator, FeatureTerm, FedAvg, Mean, Objective
+from flsuite.aggregators.objectives.base import second_start
+from flsuite.common.client import ClientContext
 from flsuite.data import Dirichlet
 from flsuite.federation import InProcess, Vectorized
 from flsuite.models import Classifier
-from tests.aggregators.federations import run
+from tests.aggregators.federations import Quadratic, Quadratics, federation, run
 from tests.conftest import long
 from tests.federation.engines import test_vectorized
 from tests.federation.engines.test_processes import Images
@@ -27,27 +25,27 @@ from tests.federation.engines.test_vectorized import InDouble, close, fitted
 stacks = test_vectorized.stacks  # a fixture
 
 
-class Steps(SecondSteps):
+class Steps(Objective):
     """A second model that pulls the first one."""
 
-    def start(self, client: ClientContext, module: Any) -> Any:
-        return dict(module.state_dict()), {}
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w, {"v": second_start(client, w, None)}
 
-    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
-        return gradient, held
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        _, own, buffers = oracle.evaluate(held["v"], batch)
+        v = oracle.step("v", held["v"], own) | buffers
+        g = oracle(w, batch)
+        return {k: g[k] + 0.1 * (w[k] - v[k]) for k in g}, {"v": v}
 
-    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        return gradient + 0.1 * (w - v)
-
-    def end(self, client: ClientContext, weights: Any, held: Any) -> None:
-        client.memory |= {"v": weights, "held": held}
+    def end(self, client: ClientContext, w: Any, held: Any) -> None:
+        client.memory["v"] = held["v"]
 
 
 class MeansStayNear(FeatureTerm):
     """Mixes the samples of a batch, and is zero at the start of a fit."""
 
-    def read(self, client: ClientContext, module: Any) -> Any:
-        return {"received": client.global_state}
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w, {"received": client.global_state}
 
     def compared(self, features_of: Any, held: Any) -> list[Tensor]:
         return [features_of(held["received"])]
@@ -59,8 +57,8 @@ class MeansStayNear(FeatureTerm):
 class OfSomeClients(FeatureTerm):
     """Mixes the samples of a batch, but not those of the first client."""
 
-    def read(self, client: ClientContext, module: Any) -> Any:
-        return {"weight": torch.tensor(float(client.id > 0), dtype=torch.float64)}
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w, {"weight": torch.tensor(float(client.id > 0), dtype=torch.float64)}
 
     def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
         return held["weight"] * features.mean(0).square().sum()
@@ -69,8 +67,8 @@ class OfSomeClients(FeatureTerm):
 class FromStart(FeatureTerm):
     """Reads tensors of the model, which its steps change."""
 
-    def read(self, client: ClientContext, module: Any) -> Any:
-        return {"start": dict(module.state_dict())}
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w, {"start": w}
 
     def compared(self, features_of: Any, held: Any) -> list[Tensor]:
         return [features_of(held["start"])]
@@ -80,58 +78,62 @@ class FromStart(FeatureTerm):
 
 
 class ToStart(Steps):
-    """The same with a second model, whose start is in another precision."""
+    """The same with a second model, at the rate of the model."""
 
-    def start(self, client: ClientContext, module: Any) -> Any:
-        weights = {name: value.float() for name, value in module.state_dict().items()}
-        return weights, dict(module.named_parameters())
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w, {"v": dict(w), "start": w}
 
-    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
-        return {name: gradient[name] + rate * (v[name] - held[name]) for name in v}, held
-
-
-class Normed(Steps):
-    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        return gradient / (1.0 + gradient.norm())
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        v, start = held["v"], held["start"]
+        own = oracle(v, batch)
+        v = oracle.step("v", v, {k: own[k] + oracle.rate * (v[k] - start[k]) for k in own})
+        return oracle(w, batch), {"v": v, "start": start}
 
 
-class Pull(Callback):
-    supports_stack = True
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        for parameter in pl_module.parameters():
-            parameter.grad.add_(parameter.detach(), alpha=0.1)
+class Normed(Objective):
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        return {k: g / (1.0 + g.norm()) for k, g in oracle(w, batch).items()}, held
 
 
-class AfterPull(Normed):
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [Pull(), *super().callbacks(client)]
+class Pulling(Mean):
+    """A rule that changes the gradient of the objective."""
+
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        return {k: g + 0.1 * w[k] for k, g in oracle(w, batch).items()}, held
 
 
-ALIKE = (MeansStayNear(), OfSomeClients(), FromStart(), Steps(), ToStart(), Normed(), AfterPull())
+ALIKE = (
+    *(FedAvg(objective=one()) for one in (MeansStayNear, OfSomeClients, FromStart, Steps, ToStart)),
+    Aggregator(objective=Normed(), rule=Pulling()),
+)
 
 
 @pytest.mark.parametrize(
-    "objective", [*ALIKE[:3], *long(*ALIKE[3:])], ids=lambda one: type(one).__name__
+    "method", [*ALIKE[:3], *long(*ALIKE[3:])], ids=lambda one: type(one.objective).__name__
 )
-def test_clients_of_a_stack_train_as_alone(objective: Objective, stacks: list[int]) -> None:
+def test_clients_of_a_stack_train_as_alone(method: Aggregator, stacks: list[int]) -> None:
     data = Images(clients=6, partition=Dirichlet(1.0), batch_size=8, val_fraction=0.0)
     model = Classifier(InDouble(), partial(SGD, lr=0.01))
-    close(stacks, 1e-12, FedAvg(objective=objective), model, data)
+    close(stacks, 1e-12, method, model, data)
 
 
-def test_tensors_of_the_model_are_copied_and_others_shared() -> None:
-    module, other = LightningModule(), torch.zeros(())
-    module.register_buffer("steps", torch.zeros(()), persistent=False)
-    kept = own_tensors(FeatureTerm(), "read", {"own": module.steps, "other": other}, module)
-    assert kept["own"] is not module.steps and kept["other"] is other
+def test_a_rule_changes_the_gradient_of_the_objective() -> None:
+    """The first step of one client goes down the objective's gradient, and then the rule's."""
+
+    class Fixed(Objective):
+        def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+            return {k: torch.ones_like(g) for k, g in oracle(w, batch).items()}, held
+
+    made = federation(Aggregator(objective=Fixed(), rule=Pulling()), 1, max_epochs=2)
+    made.fit(Quadratic(partial(SGD, lr=0.5)), Quadratics((1.0,), (0.0,)))
+    assert float(made.federation.state["w"]) == pytest.approx(-0.5 - 0.5 * (1.0 - 0.05))
 
 
 def test_what_a_client_keeps_of_a_stack_is_its_own(stacks: list[int]) -> None:
     made = fitted(Vectorized(clients=4), FedAvg(objective=ToStart()))
-    kept = [made.federation.clients[client]["objective"]["held"] for client in range(4)]
+    kept = [made.federation.clients[client]["objective"]["v"] for client in range(4)]
     assert stacks
-    for value in (value for held in kept for value in held.values()):
+    for value in (value for v in kept for value in v.values()):
         assert value.untyped_storage().nbytes() == value.nbytes
 
 
@@ -148,8 +150,8 @@ class OneFeature(FeatureTerm):
 class InCompared(FeatureTerm):
     """Changes the global model in place."""
 
-    def read(self, client: ClientContext, module: Any) -> Any:
-        return {"bias": client.global_state["network.3.bias"]}
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w, {"bias": client.global_state["network.3.bias"]}
 
     def compared(self, features_of: Any, held: Any) -> list[Tensor]:
         held["bias"].add_(0.5)
@@ -157,55 +159,60 @@ class InCompared(FeatureTerm):
 
 
 class ReadsNumbers(FeatureTerm):
-    def read(self, client: ClientContext, module: Any) -> Any:
-        return {"samples": client.samples}
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w, {"samples": client.samples}
 
 
 class OnlyWeights(Steps):
-    def start(self, client: ClientContext, module: Any) -> Any:
-        return dict(module.state_dict())
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w
 
 
-class SomePoint(Steps):
-    def point(self, v: Any, w: Any, held: Any) -> Any:
-        return dict([*v.items()][:2])
+class SomeWeights(Steps):
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return dict([*w.items()][:2]), {}
 
 
-class OtherNames(Steps):
-    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
-        return {f"module.{name}": value for name, value in gradient.items()}, held
+class OtherNames(Objective):
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        return {f"module.{name}": value for name, value in oracle(w, batch).items()}, held
 
 
-class OnlyGradient(Steps):
-    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
-        return gradient
+class OnlyGradient(Objective):
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        return oracle(w, batch)
 
 
-class NoGradient(Steps):
-    def model_gradient(self, gradient: Tensor, w: Tensor, v: Tensor) -> Any:
-        gradient + 1.0
+class NoGradient(Objective):
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        oracle(w, batch)
+
+
+class Counts(Objective):
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        return oracle(w, batch), {"steps": 1}
 
 
 class Averages(FeatureTerm):
     """Changes in place what it holds."""
 
-    def read(self, client: ClientContext, module: Any) -> Any:
-        return {"mean": torch.zeros(())}
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w, {"mean": torch.zeros(())}
 
     def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
         held["mean"].mul_(0.9).add_(features.detach().mean(), alpha=0.1)
         return (features.mean() - held["mean"]).square()
 
 
-class Shrinks(Steps):
+class Shrinks(Objective):
     """Changes the global model in place."""
 
-    def start(self, client: ClientContext, module: Any) -> Any:
-        return dict(module.state_dict()), client.global_state
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w, client.global_state
 
-    def direction(self, gradient: Any, v: Any, w: Any, held: Any, rate: float) -> Any:
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
         held["network.3.bias"].mul_(0.9)
-        return gradient, held
+        return oracle(w, batch), held
 
 
 class ReplacesInTerm(Averages):
@@ -217,9 +224,9 @@ class ReplacesInTerm(Averages):
 
 
 class ChangesGlobal(FeatureTerm):
-    def read(self, client: ClientContext, module: Any) -> Any:
+    def start(self, client: ClientContext, w: Any) -> Any:
         client.global_state["network.3.bias"].mul_(1.01)
-        return {}
+        return w, {}
 
 
 class FewLogits(FeatureTerm):
@@ -227,32 +234,27 @@ class FewLogits(FeatureTerm):
         return outputs[:, :1]
 
 
-class OtherEntry(Steps):
-    def start(self, client: ClientContext, module: Any) -> Any:
-        return {"foo": torch.zeros(())}, {}
-
-
-class NoList(Objective):
+class HasCallbacks(Objective):
     def callbacks(self, client: ClientContext) -> Any:
-        return Pull()
+        return []
 
 
 WRONG = {
     OfEachSample: r"term returned Tensor of shape \(\d+,\); return the mean over the samples",
     OneFeature: r"compared returned Tensor of shape \(16, 8\); return a list of tensors",
-    ReadsNumbers: "read returned int; return tensors in dictionaries",
+    ReadsNumbers: "start returned int; return tensors in dictionaries",
     InCompared: "InCompared changes what it reads of the client; make new tensors",
-    OnlyWeights: "start returned dict; return weights, and what else the steps hold",
-    SomePoint: "point returned dict; return all entries of v: network",
-    OtherNames: r"direction returned tuple; return a gradient of entries as in v \(network",
-    OnlyGradient: r"direction returned dict; return a gradient of entries as in v \(network",
-    NoGradient: "model_gradient returned None; return a tensor of the gradient's shape",
+    OnlyWeights: "start returned dict; return the weights, and what the steps hold",
+    SomeWeights: "start returned dict; return all entries of w, and what the steps hold",
+    OtherNames: r"gradient returned dict; return entries of w, of the same .* \(network",
+    OnlyGradient: "gradient returned dict; return a gradient, and what the steps hold",
+    NoGradient: "gradient returned None; return a gradient, and what the steps hold",
+    Counts: "gradient returned int; return tensors in dictionaries",
     Averages: "Averages changes what it reads of the client; make new tensors",
     ReplacesInTerm: "ReplacesInTerm changes what it reads of the client",
     ChangesGlobal: "ChangesGlobal changes what it reads of the client",
     FewLogits: r"logits returned Tensor of shape \(\d+, 1\); return logits of the outputs' shape",
-    OtherEntry: "OtherEntry.start returned weights of foo, which the model does not have",
-    NoList: "NoList.callbacks returned Pull; return a list of callbacks",
+    HasCallbacks: "HasCallbacks.callbacks is not called: state what a client does",
     Shrinks: "Shrinks changes what it reads of the client; make new tensors",
 }
 
@@ -271,15 +273,10 @@ def test_a_head_that_the_model_lacks_is_refused_before_the_first_round() -> None
         run(FedAvg(objective=MeansStayNear("nope.")), 1)
 
 
-class Measured(AfterFit):
-    def after_fit(self, module: Any, loader: Any) -> None:
-        self.client.metrics["measured"] = 1.0
-
-
 class MeasuresSome(FeatureTerm):
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        measured = [Measured(client)] if client.id in (1, 2) else []
-        return [*super().callbacks(client), *measured]
+    def measure(self, client: ClientContext, module: Any, loader: Any) -> None:
+        if client.id in (1, 2):
+            client.metrics["measured"] = 1.0
 
 
 def test_a_stack_measures_the_clients_that_are_to_be_measured(stacks: list[int]) -> None:
