@@ -86,20 +86,17 @@ class Prototypes(FeatureTerm, Settings):
     def measure(self, client: ClientContext, module: LightningModule, loader: TrainLoader) -> None:
         """Send the sums of the features by class, per sample of the client."""
         sums, counts = torch.zeros(self.shape), torch.zeros(self.shape[0])
-        for index, batch in enumerate(loader.plain_batches()):
-            batch = module._apply_batch_transfer_handler(batch)
-            y = classes_of(batch, "FedProto").cpu()
-            sums.index_add_(0, y, self._features(module, batch, index).float().cpu())
-            counts += torch.bincount(y, minlength=len(counts))
+        trainer: Any = None  # of no use in full precision
+        with evaluating(module), torch.no_grad(), inputs_of(module, self.head) as seen:
+            for index, batch in enumerate(loader.plain_batches()):
+                moved = module.transfer_batch_to_device(batch, module.device, 0)
+                batch = module.on_after_batch_transfer(moved, 0)
+                y = classes_of(batch, "FedProto").cpu()
+                loss_at(trainer, module, {}, batch, index, in_full=True)
+                sums.index_add_(0, y, as_rows(seen.pop()).float().cpu())
+                counts += torch.bincount(y, minlength=len(counts))
         samples = counts.sum()
         client.extras |= {"features": sums / samples, "classes": counts / samples}
-
-    def _features(self, module: LightningModule, batch: Any, index: int) -> Tensor:
-        """Return what the head reads, in evaluation mode and full precision."""
-        full: Any = None  # no Trainer gives the precision
-        with evaluating(module), torch.no_grad(), inputs_of(module, self.head) as seen:
-            loss_at(full, module, {}, batch, index, in_full=True)
-        return as_rows(seen[-1])
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         classes = self.shape[0]

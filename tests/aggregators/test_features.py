@@ -24,9 +24,9 @@ from flsuite.aggregators import (
     Objective,
     PerFedAvg,
 )
-from flsuite.aggregators.ditto import PulledModel
-from flsuite.aggregators.objectives.feature_term import FeatureCallback, refuse_mixed_samples
-from flsuite.common.messages import ClientContext
+from flsuite.aggregators.objectives.feature_term import refuse_mixed_samples
+from flsuite.common.client import ClientContext, Oracle
+from flsuite.common.state import State
 from flsuite.data import IID
 from flsuite.federation import InProcess, Vectorized
 from flsuite.models import MLP, Backbone, Classifier
@@ -40,8 +40,8 @@ HEAD = "network.3."
 
 
 class Scaled(FeatureTerm):
-    def read(self, client: ClientContext, module: Any) -> Any:
-        return {"shift": torch.arange(float(module.head.out_features))}
+    def start(self, client: ClientContext, w: State) -> tuple[State, State]:
+        return w, {"shift": torch.arange(float(len(client.class_counts)))}
 
     def logits(self, outputs: Tensor, batch: Any, held: Any) -> Tensor:
         return outputs * 2 + held["shift"]
@@ -53,11 +53,11 @@ class Squares(FeatureTerm):
 
 
 class Near(FeatureTerm):
-    def read(self, client: ClientContext, module: Any) -> Any:
-        return {"start": {k: v.detach().clone() for k, v in module.state_dict().items()}}
+    def start(self, client: ClientContext, w: State) -> tuple[State, State]:
+        return w, w
 
     def compared(self, features_of: Any, held: Any) -> list[Tensor]:
-        return [features_of(held["start"])]
+        return [features_of(held)]
 
     def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
         return (features - others[0]).square().mean()
@@ -68,47 +68,40 @@ class WithoutGradient(FeatureTerm):
         return torch.ones(())
 
 
-class EndsBatches(FeatureCallback):
-    def on_train_batch_end(self, *args: Any) -> None:
-        super().on_train_batch_end(*args)
+@dataclass(frozen=True, kw_only=True)
+class Both(FeatureTerm):
+    """The term of one objective, and the gradient of another."""
+
+    own: FeatureTerm
+    other: Objective
+
+    @property
+    def batches(self) -> int:  # type: ignore[override]
+        return self.other.batches
+
+    def start(self, client: ClientContext, w: State) -> tuple[State, Any]:
+        w, held = self.other.start(client, w)
+        return w, {"own": self.own.start(client, w)[1], "other": held}
+
+    def gradient(self, oracle: Oracle, w: State, held: Any, batch: Any) -> tuple[State, Any]:
+        g, other = self.other.gradient(oracle, w, held["other"], batch)
+        return g, {"own": held["own"], "other": other}
+
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor | None:
+        return self.own.term(features, others, batch, held["own"])
+
+    def logits(self, outputs: Tensor, batch: Any, held: Any) -> Tensor:
+        return self.own.logits(outputs, batch, held["own"])
+
+    def end(self, client: ClientContext, w: State, held: Any) -> None:
+        self.other.end(client, w, held["other"])
+
+    def own_entries(self, *args: Any) -> State:
+        return self.other.own_entries(*args)
 
 
-class SetUp(FeatureCallback):
-    def setup(self, *args: Any, **kwargs: Any) -> None: ...
-
-
-class Writes(FeatureCallback):
-    """Reads a batch where DPSGD adds its noise."""
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        pl_module.head.bias.grad.add_(self._batch[0].sum())
-
-
-@dataclass(frozen=True)
-class Given(Objective):
-    """The callbacks of another objective after or before some of its own."""
-
-    make: Callable[[ClientContext], list[Callback]]
-    other: Objective | None = None
-    is_first: bool = True
-
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        own, theirs = self.make(client), self.other.callbacks(client) if self.other else []
-        return own + theirs if self.is_first else theirs + own
-
-
-def of(*kinds: type[FeatureTerm], head: str = HEAD, **kwargs: Any) -> Aggregator:
-    terms = [kind(head) for kind in kinds]
-
-    def make(client: ClientContext) -> list[Callback]:
-        return [callback for term in terms for callback in term.callbacks(client)]
-
-    return FedAvg(objective=Given(make, **kwargs))
-
-
-def by(kind: type[FeatureCallback], head: str = HEAD) -> Aggregator:
-    term = Squares(head)
-    return FedAvg(objective=Given(lambda client: [kind(client, term)]))
+def of(kind: type[FeatureTerm], head: str = HEAD) -> Aggregator:
+    return FedAvg(objective=kind(head))
 
 
 IN_DOUBLE = Classifier(InDouble(), partial(SGD, lr=0.01))
@@ -116,47 +109,21 @@ DOUBLE: dict[str, Any] = {"model": IN_DOUBLE, "rounds": 1, "max_epochs": 1}
 
 
 @pytest.mark.parametrize(
-    ("kind", "other", "is_first"),
+    ("kind", "other"),
     [
-        (Scaled, None, True),
-        (Squares, Ditto(lam=0.5), True),
-        (Scaled, PerFedAvg(0.05), True),
-        (Squares, PerFedAvg(0.05, "hessian_free", delta=0.1), False),
+        (Scaled, FedAvg()),
+        (Squares, Ditto(lam=0.5)),
+        (Scaled, PerFedAvg(0.05)),
+        (Squares, PerFedAvg(0.05, "hessian_free", delta=0.1)),
     ],
 )
 def test_it_changes_the_models_own_loss_alone(
-    kind: type[FeatureTerm], other: Aggregator | None, is_first: bool, stacks: list[int]
+    kind: type[FeatureTerm], other: Aggregator, stacks: list[int]
 ) -> None:
-    objective = other.objective if other else None
-    aggregator = of(kind, head="network.5.", other=objective, is_first=is_first)
+    head = "network.5."
+    aggregator = FedAvg(objective=Both(head, own=kind(head), other=other.objective))
     data = Images(clients=5, partition=IID(), batch_size=16, val_fraction=0.0)
     close(stacks, 1e-12, aggregator, data=data, **DOUBLE)
-
-
-@pytest.mark.parametrize(
-    "aggregator", [of(Scaled, Squares), by(EndsBatches), by(SetUp)], ids=["two", "a hook", "setup"]
-)
-def test_what_a_stack_cannot_do_is_refused(aggregator: Aggregator) -> None:
-    with pytest.raises(FlsuiteError, match="does more in a client's steps"):
-        run(aggregator, 1, engine=Vectorized())
-    run(aggregator, 1)
-
-
-class OwnTerm(FeatureTerm):
-    """Holds a client, so that there is one for each."""
-
-    def __init__(self, client: ClientContext) -> None:
-        super().__init__(HEAD)
-        self.client = client
-
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        return self.client.samples / 30 * features.square().mean()
-
-
-def test_an_objective_of_each_client_trains_client_by_client(stacks: list[int]) -> None:
-    aggregator = FedAvg(objective=Given(lambda client: OwnTerm(client).callbacks(client)))
-    alone, stacked = (run(aggregator, 1, engine=engine) for engine in (InProcess(), Vectorized()))
-    assert distance(alone, stacked) == 0.0 and not stacks
 
 
 def test_a_term_may_be_a_constant() -> None:
@@ -195,14 +162,6 @@ def test_a_loss_without_the_head_moves_no_personal_head() -> None:
     assert len(made.federation.log.updates) == 4 and not made.federation.log.failures
 
 
-class Counted(FeatureTerm):
-    terms = 0
-
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        Counted.terms += 1
-        return features.square().mean()
-
-
 class Checkpointed(nn.Sequential):
     """Computes its layers again in the backward pass."""
 
@@ -231,31 +190,18 @@ def test_checkpointed_layers_train_as_others(make: Callable[[], Aggregator]) -> 
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-class Slower(PulledModel):
-    """Steps of a second model by a user's own class."""
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "aggregator",
-    [of(Scaled), by(Writes), by(EndsBatches), FedAvg(objective=Slower(0.1))],
-    ids=["Scaled", "Writes", "EndsBatches", "Slower"],
-)
-def test_with_sample_privacy_only_a_term_may_see_samples(
-    aggregator: Aggregator, request: pytest.FixtureRequest
-) -> None:
+def test_with_sample_privacy_only_a_term_may_see_samples() -> None:
     pytest.importorskip("opacus", reason="needs Opacus: pip install 'flsuite[privacy]'")
     from flsuite.callbacks import DPSGD
 
-    name = request.node.callspec.id
-    with pytest.raises(FlsuiteError, match=f"DPSGD: {name}.* sees samples"):
-        run(aggregator, 1, callbacks=[DPSGD()], model=Classifier(MLP(hidden=(8,))))
+    with pytest.raises(FlsuiteError, match=r"DPSGD: Scaled\.logits sees samples"):
+        run(of(Scaled), 1, callbacks=[DPSGD()], model=Classifier(MLP(hidden=(8,))))
 
 
 class Undoes(Callback):
     """Undoes at the end of a fit, or of one that fails, what it did at the start."""
 
-    supports_stack = True
     open = 0
 
     def on_train_start(self, *args: Any) -> None:
@@ -274,7 +220,7 @@ def test_callbacks_of_a_stack_that_fails_are_told(stacks: list[int]) -> None:
             return loss * (2.0 if batch_idx and float(loss.detach()) < 0 else 1.0)
 
     model = ReadsNumbers(MLP(hidden=(8,)), partial(SGD, lr=0.1))
-    run(FedAvg(objective=Given(lambda _: [Undoes()])), 1, model=model, engine=Vectorized())
+    run(FedAvg(), 1, model=model, engine=Vectorized(), callbacks=[Undoes()])
     assert not stacks and Undoes.open == 0
 
 

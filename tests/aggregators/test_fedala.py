@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from flsuite.aggregators import FedALA, FedAvg
-from flsuite.aggregators.objectives.second_steps import SecondModel
+from flsuite.aggregators.fedala import mixed
+from flsuite.common.client import Evaluation
+from flsuite.federation.client.fit import OneFit
 from tests.aggregators.federations import (
     Quadratic,
     Quadratics,
@@ -45,10 +47,15 @@ def test_weights_are_learned_until_ten_losses_agree_and_then_in_one_pass(
 ) -> None:
     seen: list[float] = []
 
-    def step(model: SecondModel, *args: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def evaluate(fit: OneFit, *args: object) -> Evaluation:
         seen.append(next(losses))
-        return torch.tensor(seen[-1]), {}
+        return Evaluation(torch.tensor(seen[-1]), {}, {})
 
-    monkeypatch.setattr(SecondModel, "loss_and_gradient", step)
+    monkeypatch.setattr(OneFit, "evaluate", evaluate)
     federation(FedALA(), 3).fit(Quadratic(), Quadratics((1.0,), (1.0,)))
     assert len(seen) == passes + 1
+
+
+def test_weights_of_one_take_the_global_model_and_weights_of_zero_the_own_one() -> None:
+    v, w = {"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([3.0, 5.0])}
+    assert torch.equal(mixed(v, w, {"a": torch.tensor([1.0, 0.0])})["a"], torch.tensor([3.0, 2.0]))
