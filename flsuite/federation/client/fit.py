@@ -105,7 +105,8 @@ class OneFit:
             )
         for index, batch in enumerate(self.loader.plain_batches(samples, batch_size)):
             self._index = index
-            yield self.trainer.strategy.batch_to_device(batch)
+            moved = self.module.transfer_batch_to_device(batch, self.module.device, 0)
+            yield self.module.on_after_batch_transfer(moved, 0)
 
     def steps(self, name: str) -> int:
         return sum(taken.steps for taken in self.taken if name in taken.names)

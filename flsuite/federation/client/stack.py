@@ -149,6 +149,7 @@ class Stack:
         )
         fit.is_private = bool(by_sample(request.broadcast.callbacks))
         with attached(self.model, trainer):
+            abilities.begin_task(self.model, view.stage)
             w, helds = self.halves.start(client, state)
         return Member(*own, {**start, **w}, helds)
 
