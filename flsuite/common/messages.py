@@ -59,6 +59,7 @@ class TrainedFit:
         client: The client's view of the round, as its algorithm has left it. ``None`` if the
             algorithm has not seen the training.
         measures: Whether the algorithm still measures the trained model.
+        epochs: Epochs that the training has begun. Default: all of the fit.
     """
 
     state: State
@@ -68,6 +69,7 @@ class TrainedFit:
     seconds: float
     client: ClientContext | None = None
     measures: bool = True
+    epochs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -279,11 +281,13 @@ class ClientResult:
             (its notes), ``optimizers``, ``transforms`` (notes by the position of the transform)
             and, until it is masked, ``unmasked``, if any.
         training: The metrics of local training alone.
+        epochs: Epochs that the training has begun. Default: all of the fit.
     """
 
     update: ClientUpdate
     memory: dict[str, Any]
     training: dict[str, float] = field(default_factory=dict)
+    epochs: int | None = None
 
     def fault(self, reads_numbers: bool = True) -> str | None:
         """Return why the update must not reach the aggregator, or ``None`` if it may.

@@ -201,6 +201,7 @@ class UpdateStore:
             "memory": {k: v for k, v in memory.items() if k in FROM_TRAINING},
             "steps": update.steps,
             "metrics": result.training,
+            "epochs": result.epochs,
             "seconds": update.seconds - update.metrics.get("after_fit_seconds", 0.0),
         }
         make_folder(path.parent)

@@ -198,19 +198,20 @@ def test_the_fisher_sent_is_the_one_of_the_clients_own_samples() -> None:
             )
 
 
-def test_kept_models_have_the_fishers_of_their_fits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_epochs": 5, "max_steps": 3}])
+def test_kept_models_have_the_fishers_of_their_fits(limit: dict[str, Any], tmp_path: Path) -> None:
     """The pass takes the first batches of the epoch that follows the fit's."""
     kept = str(tmp_path / "kept")
-    fit(FedAvg(), max_epochs=2, keep_updates=True, run_dir=kept)
+    fit(FedAvg(), model=Likely(), keep_updates=True, run_dir=kept, **limit)
     rule = FisherAveraging(batches=1)
     (made, whole), (again, found) = (
-        fit(rule, max_epochs=2, from_updates=source) for source in (None, kept)
+        fit(rule, model=Likely(), from_updates=source, **limit) for source in (None, kept)
     )
     assert_same_models(made, again)
     for one, other in zip(whole, found, strict=True):
         assert equal_states(one.extras["fisher"], other.extras["fisher"])
     with pytest.raises(FlsuiteError, match="FisherAveraging changes how clients train"):
-        fit(FisherAveraging(estimator="training"), max_epochs=2, from_updates=kept)
+        fit(FisherAveraging(estimator="training"), model=Likely(), from_updates=kept, **limit)
 
 
 class Unlikely(ClientModel):
@@ -255,9 +256,12 @@ def test_the_pass_sees_what_training_steps_receive() -> None:
         assert not fisher["linear.weight"].any() and fisher["linear.bias"].all()
 
 
-def test_squared_gradients_of_the_training_of_a_stack() -> None:
-    rule = FisherAveraging(estimator="training")
-    alone, stacked = (fit(rule, model=Likely(), engine=e)[1] for e in (None, Vectorized()))
+@pytest.mark.parametrize("estimator", ["training", "exact"])
+def test_fishers_of_a_stack_are_those_of_single_fits(estimator: Any) -> None:
+    rule = FisherAveraging(estimator=estimator, batches=1)
+    limit = {"max_epochs": 5, "max_steps": 3}
+    engines = None, Vectorized()
+    alone, stacked = (fit(rule, model=Likely(), engine=e, **limit)[1] for e in engines)
     for one, other in zip(alone, stacked, strict=True):
         for name, own in one.extras["fisher"].items():
             torch.testing.assert_close(other.extras["fisher"][name], own, rtol=1e-5, atol=0.0)

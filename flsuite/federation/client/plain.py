@@ -33,6 +33,7 @@ from flsuite.common.lightning_internals import (
     set_train_loader,
     step_of,
 )
+from flsuite.data.federated import unchanged
 from flsuite.federation.client.callbacks import FitOptimizers, FitRecord, SampleGradients
 from flsuite.federation.client.hooks import hooks_of_callback, implements, takes_a_batch
 from flsuite.federation.client.logs import LoggedNumbers, OtherMeanError
@@ -77,7 +78,9 @@ def not_plain(
     if not type(module).configure_callbacks.__module__.startswith(("flsuite.", "lightning.")):
         return f"{name} has configure_callbacks"
     for argument, values in _PLAIN.items():
-        if (value := trainer.given.get(argument)) not in values or value is True:
+        value = trainer.given.get(argument)
+        # 1 is one batch, and 1.0 all of them.
+        if value not in values or type(value) not in map(type, values):
             return f"trainer.{argument} is {value!r}"
     if type(trainer.precision_plugin) not in (Precision, MixedPrecision):
         return f"trainer.precision is {trainer.precision}"
@@ -90,13 +93,14 @@ def _shown_by_a_copy(
     trainer: ClientTrainer, module: LightningModule, loader: Iterable[Any]
 ) -> str | None:
     """Return what a step of a copy of the model shows to be out of the plain case."""
-    trial = copy.deepcopy(module)
+    trial, shown = copy.deepcopy(module), copy.copy(loader)
+    vars(shown)["change"] = unchanged  # an attacker's draws belong to its fit
     with attached(trial, trainer), torch.random.fork_rng(), suppress(Exception):
         optimizers, schedulers = configured(trial)
         if len(optimizers) != 1 or schedulers or not _steps_without_closure(optimizers[0]):
             return f"{type(module).__name__} has another optimizer than one, or a scheduler"
         trial.to(trainer.strategy.root_device)
-        batch = trainer.strategy.batch_to_device(next(iter(copy.copy(loader))))  # type: ignore[call-overload]
+        batch = trainer.strategy.batch_to_device(next(iter(shown)))
         tensors = {**dict(trial.named_parameters()), **dict(trial.named_buffers())}
         with trainer.precision_plugin.train_step_context():
             try:

@@ -168,7 +168,7 @@ class ClientRunner:
             load_(self.model.state_dict(), trained.state)
             load_(self.model.state_dict(), trained.memory.get("model", {}))
             self.model.to(device)
-            loader.epoch = trainer.fit_loop.max_epochs or 1  # as after the fit
+            loader.epoch = trained.epochs or trainer.fit_loop.max_epochs or 1  # as after the fit
         if self._halves.measures and not request.adapts:
             self._halves.measure(client, self.model, loader)
         return self._result(
@@ -208,7 +208,7 @@ class ClientRunner:
             )
         memory = {"optimizers": optimizers.states} if keeps else {}
         numbers = _training_numbers(logged, record, steps)
-        return TrainedFit({}, memory, steps, numbers, seconds=0.0)
+        return TrainedFit({}, memory, steps, numbers, seconds=0.0, epochs=loader.epoch)
 
     def _is_plain(
         self, trainer: ClientTrainer, callbacks: Sequence[Callback], loader: TrainLoader
@@ -271,7 +271,8 @@ class ClientRunner:
             "unmasked": unmasked,
         }
         # Without empty parts, which a checkpoint does not need.
-        return ClientResult(packed, {k: v for k, v in memory.items() if v}, trained.metrics)
+        own = {k: v for k, v in memory.items() if v}
+        return ClientResult(packed, own, trained.metrics, trained.epochs)
 
     def _bytes_of(self, broadcast: Broadcast) -> int:
         """Return the bytes of a broadcast, computed once per version."""

@@ -244,7 +244,8 @@ class Stack:
             if not math.isfinite(metrics["loss"]):
                 continue  # by itself, its step may say why
             ended = member.steps, metrics, seconds, member.client, self.halves.measures
-            fits[member.request.number] = TrainedFit(ends[place], memories[place], *ended)
+            epochs = math.ceil(member.steps / member.epoch_steps)
+            fits[member.request.number] = TrainedFit(ends[place], memories[place], *ended, epochs)
         return fits
 
     def _seed(self, first: FitRequest) -> None:
