@@ -193,6 +193,14 @@ class Counts(Objective):
         return oracle(w, batch), {"steps": 1}
 
 
+class Decays(Objective):
+    """Changes the model in place."""
+
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        w["network.3.bias"].mul_(0.9)
+        return oracle(w, batch), held
+
+
 class Averages(FeatureTerm):
     """Changes in place what it holds."""
 
@@ -250,6 +258,7 @@ WRONG = {
     OnlyGradient: "gradient returned dict; return a gradient, and what the steps hold",
     NoGradient: "gradient returned None; return a gradient, and what the steps hold",
     Counts: "gradient returned int; return tensors in dictionaries",
+    Decays: "Decays changes what it reads of the client; make new tensors",
     Averages: "Averages changes what it reads of the client; make new tensors",
     ReplacesInTerm: "ReplacesInTerm changes what it reads of the client",
     ChangesGlobal: "ChangesGlobal changes what it reads of the client",

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.utils._pytree import tree_leaves
 
 from flsuite.aggregators.part import ClientHalf
@@ -53,14 +54,21 @@ def no_change_in_place(part: ClientHalf | None, held: Any) -> Iterator[None]:
     Raises:
         FlsuiteError: If a tensor has changed in place, or has been replaced in its dictionary.
     """
-    before = [(leaf, leaf._version) for leaf in tree_leaves(held)]
+    before = [(leaf, _version(leaf)) for leaf in tree_leaves(held)]
     yield
     after = tree_leaves(held)
     if len(after) != len(before) or any(
-        new is not old or new._version != version
+        new is not old or _version(new) != version
         for new, (old, version) in zip(after, before, strict=True)
     ):
         raise FlsuiteError(
             f"{type(part).__name__} changes what it reads of the client; make new tensors, "
             "and leave the dictionaries as they are"
         )
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the number of changes in place, also of a tensor under ``torch.vmap``."""
+    while is_batchedtensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor._version
