@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.optim import Optimizer
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.optimizers import about_to_step
-from flsuite.aggregators.part import ClientHalf, Server
+from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.base import Weighting, withheld_by
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.common.arguments import PositiveFloat, Settings
-from flsuite.common.messages import ClientContext, ClientUpdate
-from flsuite.common.state import State, Tree, clone, load_
+from flsuite.common.client import ClientContext, Oracle
+from flsuite.common.messages import ClientUpdate
+from flsuite.common.state import State, Tree, clone
 
 
 class FedDyn(Aggregator):
@@ -52,32 +50,21 @@ class Dynamic(Objective, Settings):
 
     alpha: PositiveFloat = 0.1
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_Regularizer(client, self)]
+    def start(self, client: ClientContext, w: State) -> tuple[State, Tree]:
+        w_t = {name: client.global_state[name] for name in client.layout.parameters}
+        zeros = {name: torch.zeros_like(value) for name, value in w_t.items()}
+        return w, {"w_t": w_t, "g_k": {**zeros, **client.memory.get("gradient", {})}}
 
+    def gradient(self, oracle: Oracle, w: State, held: Tree, batch: Any) -> tuple[State, Tree]:
+        g, w_t, g_k = oracle(w, batch), held["w_t"], held["g_k"]
+        for k in g.keys() & w_t.keys():
+            g[k] = g[k].add(w[k] - w_t[k], alpha=self.alpha) - g_k[k]  # line 4
+        return g, held
 
-class _Regularizer(ClientHalf):
-    part: Dynamic
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        start, kept = self.client.global_state, self.client.memory.get("gradient", {})
-        named = {k: p for k, p in pl_module.named_parameters() if k in start}
-        self.w_t = {k: start[k].to(p.device) for k, p in named.items()}
-        self.g = {k: torch.zeros_like(p) for k, p in named.items()}
-        load_(self.g, kept)
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        for name, p, gradient in about_to_step(optimizer, pl_module.named_parameters()):
-            if name in self.g:
-                gradient.add_(p.detach() - self.w_t[name], alpha=self.part.alpha).sub_(self.g[name])
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        own = dict(pl_module.named_parameters())
-        change = {k: own[k].detach() - w for k, w in self.w_t.items()}
-        renewed = {k: g - self.part.alpha * change[k] for k, g in self.g.items()}
-        self.client.memory["gradient"] = clone(renewed)
+    def end(self, client: ClientContext, w: State, held: Tree) -> None:
+        w_t, g_k = held["w_t"], held["g_k"]
+        renewed = {k: g - self.alpha * (w[k] - w_t[k]) for k, g in g_k.items()}
+        client.memory["gradient"] = clone(renewed)
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.part import ClientHalf, Server, Statistic
+from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import Weighting, withheld_by
 from flsuite.aggregators.rules.mean import Mean
 from flsuite.common.arguments import PositiveFloat
-from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.client import ClientContext
+from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree
 
 
@@ -51,8 +51,8 @@ class ExtrapolatedMean(Mean):
     needs = frozenset({"current models", "exact changes"})
     withholds = withheld_by("the size of its change")
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [SquaredChange(client, self)]
+    def end(self, client: ClientContext, w: State, held: Any) -> None:
+        client.extras["squared_change"] = squared_change(client, w)
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         return {"squared_change": Statistic(0.0)}
@@ -75,12 +75,13 @@ class ExtrapolatedMean(Mean):
         return mean | {k: torch.add(old[k].double(), d, alpha=step) for k, d in change.items()}
 
 
-class SquaredChange(ClientHalf):
-    """Sends the squared norm of a client's change of the shared parameters."""
+def squared_change(client: ClientContext, w: State) -> float:
+    """Return the squared norm of a client's change of the shared parameters.
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        start = self.client.global_state
-        named = pl_module.named_parameters()
-        changes = (p.detach() - start[k].to(p.device) for k, p in named if k in start)
-        squares = sum(change.double().square().sum() for change in changes)
-        self.client.extras["squared_change"] = float(squares)
+    Args:
+        client: The client.
+        w: All entries of its trained model.
+    """
+    start = client.global_state
+    changes = (w[name] - start[name].to(w[name].device) for name in client.layout.parameters)
+    return float(sum(change.double().square().sum() for change in changes))

@@ -9,19 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
-from torch.optim import Optimizer
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives.base import Objective, Proximal
 from flsuite.aggregators.optimizers import base_rate, optimizer_for
-from flsuite.aggregators.part import ClientHalf, Server, Statistic
+from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.rules.mean import mixed, split_buffers
 from flsuite.common.arguments import NonNegativeFloat, Settings
-from flsuite.common.lightning_internals import skips_step
-from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.client import ClientContext, Taken
+from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree, clone, divided, scaled
 
 
@@ -56,8 +53,42 @@ class NormalizedMean(LinearRule, Settings):
     weighting = "samples"
     withholds = withheld_by("the worth of its steps")
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_Worth(client, self)]
+    def end(self, client: ClientContext, w: State, held: Any) -> None:
+        """Send ``|a_k|``: how far the optimizer moves a number whose gradient is always one."""
+        shared = {*client.layout.parameters}
+        # Only one optimizer's steps count. A step of private parameters alone, as in a warm-up,
+        # moves nothing that is sent.
+        taken = [one for one in client.fit.taken if one.names & shared]
+        client.extras["plain_steps"] = 0.0
+        if not taken:
+            client.memory.pop("optimizer", None)
+            return
+        first = next(o for o in client.fit.optimizers if any(o is one.optimizer for one in taken))
+        kept = client.memory.pop("optimizer", None) if client.fit.continues else None
+        a_k, state = self._worth([one for one in taken if one.optimizer is first], kept)
+        client.extras["plain_steps"] = a_k
+        client.memory.update({"optimizer": state} if state else {})
+
+    def _worth(self, taken: Sequence[Taken], kept: State | None) -> tuple[float, State]:
+        """Return ``|a_k|``, and the state of its optimizer.
+
+        Args:
+            taken: The steps of the client's optimizer.
+            kept: The state after the client's last fit, if the optimizer continues from it.
+        """
+        number = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+        original = taken[0].optimizer
+        optimizer = optimizer_for(original, {id(original.param_groups[0]["params"][0]): number})
+        optimizer.state[number].update(clone(kept or {}))
+        for one in taken:
+            for group, settings in zip(optimizer.param_groups, one.settings, strict=True):
+                group |= {**settings, "weight_decay": 0.0}
+            for _ in range(one.steps):
+                number.grad = 1.0 + self.mu * number.detach()
+                optimizer.step()
+        return -float(number.detach()) / base_rate(taken[0].settings[0]), clone(
+            optimizer.state[number]
+        )
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         return {"plain_steps": Statistic(0.0, from_steps=True)}
@@ -84,59 +115,3 @@ class NormalizedMean(LinearRule, Settings):
         mean = divided(sums["model"], sums["per_step"])
         model = {name: mixed(server.state[name], value, rate) for name, value in mean.items()}
         return model | divided(sums["buffers"], sums["weight"])
-
-
-class _Worth(ClientHalf):
-    """Finds ``|a_k|``: how far the optimizer moves a number whose gradient is always one."""
-
-    part: NormalizedMean
-    optimizer: Optimizer | None = None
-    counted: Optimizer | None = None
-    shared: Sequence[Tensor] = ()
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        if self.counted is None:
-            shared = [p for k, p in pl_module.named_parameters() if k in self.client.global_state]
-            self.counted, self.shared = _of_shared(trainer.optimizers, shared)
-        # Only one optimizer's steps count, without the ones that a gradient scaler skips. A step of
-        # private parameters alone, as in a warm-up, moves nothing that is sent.
-        moves = any(p.grad is not None for p in self.shared)
-        if optimizer is not self.counted or not moves or skips_step(trainer, optimizer):
-            return
-        if self.optimizer is None:
-            self.number = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-            first = optimizer.param_groups[0]
-            self.optimizer = optimizer_for(optimizer, {id(first["params"][0]): self.number})
-            if _goes_on(optimizer):
-                kept = clone(self.client.memory.get("optimizer", {}))
-                self.optimizer.state[self.number].update(kept)
-            self.rate = base_rate(optimizer)
-        for own, other in zip(self.optimizer.param_groups, optimizer.param_groups, strict=True):
-            own |= {key: value for key, value in other.items() if key != "params"}
-            own["weight_decay"] = 0.0
-        self.number.grad = 1.0 + self.part.mu * self.number.detach()
-        self.optimizer.step()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        moved = 0.0 if self.optimizer is None else -float(self.number.detach()) / self.rate
-        self.client.extras["plain_steps"] = moved
-        if self.optimizer is not None and (state := self.optimizer.state.get(self.number)):
-            self.client.memory["optimizer"] = clone(state)
-
-
-def _of_shared(
-    optimizers: Sequence[Optimizer], shared: Sequence[Tensor]
-) -> tuple[Optimizer | None, list[Tensor]]:
-    """Return the first optimizer with a shared parameter, and which of them it has."""
-    for optimizer in optimizers:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if own := [p for p in shared if id(p) in held]:
-            return optimizer, own
-    return None, []
-
-
-def _goes_on(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer was kept from the last fit, such as its momentum."""
-    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())

@@ -2,7 +2,8 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -10,31 +11,13 @@ from torch.optim import LBFGS, Optimizer
 from flsuite.common.errors import FlsuiteError
 
 
-def about_to_step(
-    optimizer: Optimizer, named: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name, the tensor and the gradient of each parameter that an optimizer will step.
-
-    A parameter without a gradient takes no step.
-
-    Args:
-        optimizer: The optimizer. The model may have several.
-        named: The model's parameters by name.
-    """
-    stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in named:
-        if parameter.grad is not None and id(parameter) in stepping:
-            yield name, parameter, parameter.grad
-
-
-def base_rate(optimizer: Optimizer) -> float:
-    """Return an optimizer's learning rate, or the one that a warm-up from zero leads to.
+def base_rate(settings: Mapping[str, Any]) -> float:
+    """Return the learning rate of a parameter group, or the one that a warm-up from zero leads to.
 
     Raises:
         FlsuiteError: If it is zero.
     """
-    group = optimizer.param_groups[0]
-    if rate := float(group["lr"]) or float(group.get("initial_lr", 0.0)):
+    if rate := float(settings["lr"]) or float(settings.get("initial_lr", 0.0)):
         return rate
     raise FlsuiteError(
         "this aggregator divides by the optimizer's learning rate, which is 0; set a rate above 0"

@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.fedexp import SquaredChange
-from flsuite.aggregators.losses import mean_loss
+from flsuite.aggregators.fedexp import squared_change
 from flsuite.aggregators.optimizers import base_rate
-from flsuite.aggregators.part import ClientHalf, Server, Statistic
+from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.rules.mean import mixed, split_buffers
 from flsuite.common.arguments import NonNegativeFloat, Settings
+from flsuite.common.client import ClientContext
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree, divided, scaled
 
 
@@ -53,8 +51,16 @@ class FairMean(LinearRule, Settings):
     needs = frozenset({"current models", "exact changes"})
     withholds = withheld_by("its loss")
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [SquaredChange(client, self), _ReceivedLoss(client, self)]
+    def start(self, client: ClientContext, w: State) -> tuple[State, Tree]:
+        loss = client.fit.mean_loss({})  # of the received model
+        if loss < 0:
+            raise FlsuiteError("QFedAvg needs a loss of at least 0; choose another aggregator")
+        inverse = 1.0 / base_rate(client.fit.optimizers[0].param_groups[0])
+        client.extras |= {"received_loss": loss, "inverse_lr": inverse}
+        return w, {}
+
+    def end(self, client: ClientContext, w: State, held: Any) -> None:
+        client.extras["squared_change"] = squared_change(client, w)
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         return {name: Statistic(0.0) for name in ("squared_change", "received_loss", "inverse_lr")}
@@ -82,14 +88,3 @@ class FairMean(LinearRule, Settings):
         mean = divided(sums["model"], sums["weight"])
         model = {name: mixed(server.state[name], value, rate) for name, value in mean.items()}
         return model | divided(sums["buffers"], len(updates))
-
-
-class _ReceivedLoss(ClientHalf):
-    """Sends the mean loss of the received model on the client's samples."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loss = mean_loss(trainer, pl_module, {})
-        if loss < 0:
-            raise FlsuiteError("QFedAvg needs a loss of at least 0; choose another aggregator")
-        inverse = 1.0 / base_rate(trainer.optimizers[0])
-        self.client.extras |= {"received_loss": loss, "inverse_lr": inverse}

@@ -3,28 +3,23 @@
 Stochastic Controlled Averaging for Federated Learning, arXiv:1910.06378.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import OptimizerCallable
-from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.optimizers import about_to_step
-from flsuite.aggregators.part import ClientHalf, Server, Statistic
+from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import Weighting
 from flsuite.common.arguments import PositiveFloat, Settings
+from flsuite.common.client import ClientContext, Oracle
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.lightning_internals import skips_step
-from flsuite.common.messages import ClientContext
-from flsuite.common.state import State, StateLayout, Tree, add, difference
+from flsuite.common.state import State, StateLayout, Tree, add, clone, difference
 
 Control = Literal["displacement", "mean_gradient"]
 
@@ -61,8 +56,39 @@ class ControlVariates(Objective, Settings):
         # c is sent with x (line 5), unless it is zero.
         return {"control": server.memory["control"]} if server.memory else {}
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [_LocalSteps(client, self)]
+    def start(self, client: ClientContext, w: State) -> tuple[State, Tree]:
+        if self.control == "displacement":
+            _require_plain_sgd(client)
+        zeros = _zeros(client.global_state, client.layout.parameters)
+        c = client.received.get("control", zeros)
+        c_i = client.memory.get("control", zeros)
+        return w, {"correction": difference(c, c_i), "sum": dict(zeros)}
+
+    def gradient(self, oracle: Oracle, w: State, held: Tree, batch: Any) -> tuple[State, Tree]:
+        g, correction, total = oracle(w, batch), held["correction"], held["sum"]
+        if self.control == "mean_gradient":  # before the correction: c_i+ is the mean of g
+            total = {k: total[k] + g[k] if k in g else total[k] for k in total}
+        for k in g.keys() & correction.keys():
+            g[k] = g[k] + correction[k]  # g - c_i + c (line 10)
+        return g, {"correction": correction, "sum": total}
+
+    def end(self, client: ClientContext, w: State, held: Tree) -> None:
+        """Keep ``c_i+`` and send ``c_i+ - c_i``."""
+        x, zeros = client.global_state, _zeros(client.global_state, client.layout.parameters)
+        c, c_i = client.received.get("control", zeros), client.memory.get("control", zeros)
+        y, total = clone({k: w[k] for k in c_i}), clone(held["sum"])
+        c_new = clone(c_i)
+        for k in c_i:
+            K = client.fit.steps(k)
+            if K == 0:  # there is no gradient to estimate from, and c_i stays
+                continue
+            if self.control == "mean_gradient":
+                c_new[k] = total[k] / K
+            else:
+                eta = _constant_rate(client, (g for one in client.fit.taken for g in one.settings))
+                c_new[k] = c_i[k] - c[k] + (x[k] - y[k]) / (K * eta)  # line 12, option II
+        client.extras["control_change"] = difference(c_new, c_i)
+        client.memory["control"] = c_new
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         controls = {name: state[name] for name in layout.parameters}
@@ -79,94 +105,34 @@ class ControlVariates(Objective, Settings):
         server.memory["control"] = add(control, change, updates / server.layout.clients)
 
 
-class _LocalSteps(ClientHalf):
-    """The client half, lines 7 to 14."""
-
-    part: ControlVariates
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.plain = self.part.control == "displacement"
-        self.rate: float | None = None
-        self.steps, self.gradients, self.corrections = Counter[str](), State(), State()
-        if self.plain and trainer.gradient_clip_val:
-            setting = f"trainer.gradient_clip_val is {trainer.gradient_clip_val}"
-            raise _refusal(self.client, setting, "unset it")
-
-        named, shared = pl_module.named_parameters(), self.client.global_state
-        self.parameters = {name: parameter for name, parameter in named if name in shared}
-        zeros = _zeros(shared, self.parameters)
-        self.own: State = self.client.memory.get("control", zeros)
-        self.server: State = self.client.received.get("control", zeros)
-        for name, parameter in self.parameters.items():
-            self.corrections[name] = (self.server[name] - self.own[name]).to(parameter.device)
-            if not self.plain:
-                self.gradients[name] = torch.zeros_like(parameter)
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Turn ``g`` into ``g - c_i + c``, so that ``y <- y - eta (g - c_i + c)``."""
-        if self.plain:
-            self.rate = _constant_rate(self.client, optimizer, self.rate)
-
-        # The gradients are not finite, and the step is skipped.
-        if skips_step(trainer, optimizer):
-            return
-
-        # K does not count a parameter that is frozen in this step.
-        for name, _, gradient in about_to_step(optimizer, self.parameters.items()):
-            self.steps[name] += 1
-            # Before the correction: c_i+ is the mean of g.
-            if not self.plain:
-                self.gradients[name].add_(gradient)
-            gradient.add_(self.corrections[name])
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep ``c_i+`` and send ``c_i+ - c_i``."""
-        # New tensors: ``c_i`` must not change before the difference is computed.
-        renewed = {name: self._renewed(name) for name in self.parameters}
-        self.client.extras["control_change"] = difference(renewed, self.own)
-        self.client.memory["control"] = renewed
-
-    def _renewed(self, name: str) -> Tensor:
-        """Return ``c_i+`` of a parameter (line 12, option II)."""
-        # Without a step, there is no gradient to estimate from, and c_i stays.
-        if not self.steps[name]:
-            return self.own[name].clone()
-        if not self.plain:
-            # On the CPU, where client memories are kept. Gradients may have a graph.
-            return (self.gradients[name] / self.steps[name]).detach().cpu()
-
-        # (x - y) / (K eta) is the mean of g - c_i + c. The other terms reduce it to the mean of g.
-        assert self.rate is not None
-        x, y = self.client.global_state[name], self.parameters[name].detach().cpu()
-        return self.own[name] - self.server[name] + (x - y) / (self.steps[name] * self.rate)
-
-
 def _zeros(state: State, names: Iterable[str]) -> State:
     return {name: torch.zeros_like(state[name]) for name in names}
 
 
-def _constant_rate(client: ClientContext, optimizer: Optimizer, rate: float | None) -> float:
-    """Return the learning rate of plain SGD, which must not change between steps.
-
-    ``rate`` is the rate of earlier steps, or ``None`` before the first.
-    """
-    if not isinstance(optimizer, SGD):
-        setting = f"the optimizer is {type(optimizer).__name__}"
-        raise _refusal(client, setting, "use torch.optim.SGD")
-
-    for group in optimizer.param_groups:
+def _constant_rate(client: ClientContext, groups: Iterable[Mapping[str, Any]]) -> float:
+    """Return the learning rate of plain SGD, given the settings of all its parameter groups."""
+    rates = dict[float, None]()
+    for group in groups:
         for name in ("momentum", "weight_decay"):
             if group[name] != 0:
                 raise _refusal(client, f"the optimizer has {name} {group[name]}", "set it to 0")
-        own = float(group["lr"])
-        if rate is not None and own != rate:
-            setting = f"the learning rate is {rate:g} and {own:g} in one fit"
-            raise _refusal(client, setting, "keep it constant")
-        rate = own
-    assert rate is not None
-    return rate
+        rates[float(group["lr"])] = None
+    first, *others = rates
+    if others:
+        setting = f"the learning rate is {first:g} and {others[0]:g} in one fit"
+        raise _refusal(client, setting, "keep it constant")
+    return first
+
+
+def _require_plain_sgd(client: ClientContext) -> None:
+    """Refuse what is known at the start of a fit."""
+    if client.fit.clips:
+        raise _refusal(client, "trainer.gradient_clip_val is set", "unset it")
+    for optimizer in client.fit.optimizers:
+        if not isinstance(optimizer, SGD):
+            setting = f"the optimizer is {type(optimizer).__name__}"
+            raise _refusal(client, setting, "use torch.optim.SGD")
+    _constant_rate(client, (g for one in client.fit.optimizers for g in one.param_groups))
 
 
 def _refusal(client: ClientContext, setting: str, remedy: str) -> FlsuiteError:

@@ -202,6 +202,8 @@ class Stack:
             optimizer.load([member.request.memory["optimizers"][0] for member in members])
 
         for member in members:
+            if isinstance(fit := member.client.fit, OneFit):
+                fit.optimizers = [template]
             member.callbacks = copy.deepcopy(list(first.broadcast.callbacks))
         private = [one for member in members for one in by_sample(member.callbacks)]
         for callback, member in zip(private, members, strict=False):
