@@ -79,14 +79,14 @@ class ControlVariates(Objective, Settings):
         y, total = clone({k: w[k] for k in c_i}), clone(held["sum"])
         c_new = clone(c_i)
         for k in c_i:
-            K = client.fit.steps(k)
-            if K == 0:  # there is no gradient to estimate from, and c_i stays
+            steps = client.fit.steps(k)  # K
+            if not steps:  # there is no gradient to estimate from, and c_i stays
                 continue
             if self.control == "mean_gradient":
-                c_new[k] = total[k] / K
+                c_new[k] = total[k] / steps
             else:
                 eta = _constant_rate(client, (g for one in client.fit.taken for g in one.settings))
-                c_new[k] = c_i[k] - c[k] + (x[k] - y[k]) / (K * eta)  # line 12, option II
+                c_new[k] = c_i[k] - c[k] + (x[k] - y[k]) / (steps * eta)  # line 12, option II
         client.extras["control_change"] = difference(c_new, c_i)
         client.memory["control"] = c_new
 

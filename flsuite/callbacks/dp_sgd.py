@@ -254,7 +254,7 @@ def _refuse_algorithm(federation: Federation) -> None:
             "without noise; choose another trainer.aggregator, or leave out DPSGD"
         )
     objective = federation.aggregator.objective
-    kind = type(objective)
+    kind: Any = type(objective)
     has_logits = isinstance(objective, FeatureTerm) and kind.logits is not FeatureTerm.logits
     # A term is clipped, and no other function of a client half sees a sample.
     if has_logits and not kind.__module__.startswith("flsuite."):

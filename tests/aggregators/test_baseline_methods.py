@@ -14,7 +14,7 @@ from flsuite import FederatedTrainer, FlsuiteError
 from flsuite import aggregators as methods
 from flsuite.callbacks import FederationCallback
 from flsuite.federation import Processes, Synchronous
-from flsuite.federation.client.loop import LocalLoop
+from flsuite.federation.client.plain import PlainLoop
 from tests.aggregators.federations import (
     assert_same_models,
     assert_same_tree,
@@ -122,7 +122,7 @@ def test_mixed_precision(make: Make) -> None:
 
 
 class Users(Callback):
-    """A callback of a user, which is not known to work in the short loop."""
+    """A callback of a user, which the short loop does not call."""
 
     def on_train_batch_end(self, *args: Any) -> None: ...
 
@@ -132,7 +132,7 @@ def test_lightnings_own_loop_ends_with_the_same_weights(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = whole(make)
-    monkeypatch.delattr(LocalLoop, "run")
+    monkeypatch.delattr(PlainLoop, "fit")
     assert_same_models(expected, run(make(), 2, callbacks=[Users()], **SETTINGS))
 
 

@@ -190,8 +190,8 @@ class ClientRunner:
         record = FitRecord(None if request.adapts else self._halves, client, bool(kept))
         self._record = record
         callbacks = copy.deepcopy(list(request.broadcast.callbacks))
-        if self._is_plain(trainer, callbacks, loader):
-            logged = self._plain.fit(loader, callbacks, optimizers, record)
+        if plain := self._plain_loop(trainer, callbacks, loader):
+            logged = plain.fit(loader, callbacks, optimizers, record)
         else:
             # The learning rate is set before the user's callbacks see it. The algorithm comes after
             # them, to change the final gradient.
@@ -210,19 +210,19 @@ class ClientRunner:
         numbers = _training_numbers(logged, record, steps)
         return TrainedFit({}, memory, steps, numbers, seconds=0.0, epochs=loader.epoch)
 
-    def _is_plain(
+    def _plain_loop(
         self, trainer: ClientTrainer, callbacks: Sequence[Callback], loader: TrainLoader
-    ) -> bool:
-        """Return whether the short loop trains all clients of this worker."""
+    ) -> PlainLoop | None:
+        """Return the short loop, or ``None`` if clients need Lightning's own."""
         if self._needs_lightning is None:
             self._needs_lightning = not_plain(trainer, self.model, callbacks, loader) or ""
             if self._needs_lightning:
                 log.info("clients train in Lightning's own loop: %s", self._needs_lightning)
         if self._needs_lightning:
-            return False
+            return None
         if self._plain is None or self._plain.trainer is not trainer:
             self._plain = PlainLoop(trainer, self.model)
-        return True
+        return self._plain
 
     def _result(
         self,

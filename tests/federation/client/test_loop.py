@@ -1,14 +1,15 @@
-"""The local loop makes the calls of Lightning's own, and gives the same weights bit for bit."""
+"""The short loop makes the calls of Lightning's own, and gives the same weights bit for bit."""
 
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 
 from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedProx
+from flsuite.common.lightning_internals import hooks_with
 from flsuite.common.messages import ClientResult
-from flsuite.federation.client.loop import LocalLoop
+from flsuite.federation.client.plain import PlainLoop
 from flsuite.models import MLP, Classifier, FusedSpaceFed
 from flsuite.models.base import ClientModel
 from tests.conftest import classifier, digits, equal_states, trainer
@@ -16,41 +17,35 @@ from tests.federation.client.workers import outcome, runner
 
 HOOKS = [
     name
-    for name in vars(Callback)
+    for name in vars(LightningModule)
     if name.startswith(("on_", "setup", "teardown"))
-    and "checkpoint" not in name
-    and "exception" not in name
-    and "validation" not in name
+    and name in hooks_with("fit") + hooks_with("steps")
 ]
 
 
-class Diary(Callback):
-    """Records every hook that is called, with the counters that a callback may read."""
+class Diary:
+    """Records every hook of a model that is called, with the counters that it may read."""
 
-    supports_local_loop = True
     lines: list[tuple[Any, ...]] = []
 
 
 def _note(name: str) -> Any:
-    def hook(self: Diary, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        Diary.lines.append(
-            (
-                name,
-                trainer.state.status,
-                trainer.state.stage,
-                trainer.current_epoch,
-                trainer.global_step,
-                trainer.num_training_batches,
-                module.training,
-            )
-        )
+    def hook(self: Any, *args: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        state = trainer.state.status, trainer.state.stage, self.training
+        counters = trainer.current_epoch, trainer.global_step, trainer.num_training_batches
+        Diary.lines.append((name, *state, *counters))
+        getattr(super(type(self), self), name)(*args, **kwargs)
 
     hook.__name__ = name
     return hook
 
 
-for _name in HOOKS:
-    setattr(Diary, _name, _note(_name))
+def with_diary(model: ClientModel) -> ClientModel:
+    """Let a model write a line in each of its hooks."""
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (kind,), {name: _note(name) for name in HOOKS})
+    return model
 
 
 class Accumulates(Classifier):
@@ -71,15 +66,15 @@ def fused() -> FusedSpaceFed:
 def fits(
     model: ClientModel, lean: bool, aggregator: Aggregator, **kwargs: Any
 ) -> tuple[list[ClientResult], list[Any], bool]:
-    """Fit three clients; return results, the diary, and whether the local loop is still in use."""
-    made = runner(model, aggregator, lean, **{"max_epochs": 2, **kwargs})
+    """Fit three clients; return results, the diary, and whether the short loop is in use."""
+    made = runner(with_diary(model), aggregator, lean, **{"max_epochs": 2, **kwargs})
     Diary.lines = []
     results = []
     for client in range(3):
-        result = outcome(made, client, Diary())
+        result = outcome(made, client)
         assert isinstance(result, ClientResult), result.reason
         results.append(result)
-    return results, Diary.lines, made._use_local_loop
+    return results, Diary.lines, not made._needs_lightning
 
 
 @pytest.mark.parametrize(
@@ -107,8 +102,8 @@ def test_same_weights_and_same_hooks(
     model: Any, aggregator: Any, kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[int] = []
-    run = LocalLoop.run
-    monkeypatch.setattr(LocalLoop, "run", lambda self: (runs.append(1), run(self))[1])
+    run = PlainLoop.fit
+    monkeypatch.setattr(PlainLoop, "fit", lambda *args: (runs.append(1), run(*args))[1])
     is_special = kwargs.keys() & {"max_steps", "accumulate_grad_batches"}
     is_special = is_special or isinstance(model(), Accumulates)
     lean, lean_diary, _ = fits(model(), True, aggregator(), **kwargs)
@@ -135,19 +130,18 @@ def one_optimizer(first: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("form", "stays"),
+    "form",
     [
-        (lambda optimizer: [optimizer], True),
-        (lambda optimizer: {"optimizer": optimizer}, True),
-        (lambda optimizer: ([optimizer], []), False),
+        lambda optimizer: [optimizer],
+        lambda optimizer: {"optimizer": optimizer},
+        lambda optimizer: ([optimizer], []),
     ],
 )
 def test_later_fits_take_the_optimizer_in_the_forms_that_lightning_takes(
-    form: Any, stays: bool
+    form: Any,
 ) -> None:
     plain, _, _ = fits(one_optimizer(lambda optimizer: optimizer), True, FedAvg())
-    other, _, local_loop = fits(one_optimizer(form), True, FedAvg())
-    assert local_loop == stays
+    other, _, _ = fits(one_optimizer(form), True, FedAvg())
     for a, b in zip(plain, other, strict=True):
         assert equal_states(a.update.state, b.update.state)
 
@@ -155,7 +149,6 @@ def test_later_fits_take_the_optimizer_in_the_forms_that_lightning_takes(
 class Fails(Callback):
     """Raises at the end of the first epoch of one client, and records its calls."""
 
-    supports_local_loop = True
     told: list[str] = []
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

@@ -13,7 +13,7 @@ from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedProx
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientResult
 from flsuite.federation import InProcess, Processes
-from flsuite.federation.client.loop import LocalLoop
+from flsuite.federation.client.plain import PlainLoop
 from flsuite.federation.client.runner import ClientRunner
 from flsuite.models import MLP, Classifier
 from tests.conftest import classifier, digits, equal_states, trainer
@@ -50,12 +50,12 @@ def fit(made: ClientRunner, client: int, *callbacks: Callback) -> Any:
 def test_both_loops_take_the_same_steps(
     make: Any, kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    updates, runs, run = [], list[int](), LocalLoop.run
-    monkeypatch.setattr(LocalLoop, "run", lambda self: (runs.append(1), run(self))[1])
+    updates, runs, run = [], list[int](), PlainLoop.fit
+    monkeypatch.setattr(PlainLoop, "fit", lambda *args: (runs.append(1), run(*args))[1])
     for lean in (True, False):
         made = half_precision(make(), lean, **kwargs)
         updates.append([fit(made, client) for client in range(3)])
-    assert len(runs) == 3, "the local loop takes the first three fits"
+    assert len(runs) == 3, "the short loop takes the first three fits"
     for a, b in zip(*updates, strict=True):
         assert equal_states(a.state, b.state) and a.metrics == b.metrics and a.steps == b.steps
         assert a.metrics["skipped_steps"] > 0 and a.steps > 0
