@@ -143,7 +143,6 @@ class PlainLoop:
         trainer.training, trainer.callbacks = True, [*callbacks, record]  # type: ignore[attr-defined]
         trainer.strategy.connect(module)
         attach_to_fit(trainer, loader)
-        set_train_loader(trainer, loader)
         self._hooks = {
             hook: [*self._of(callbacks, hook), *own] if callbacks else own
             for hook, own in self._own.items()
@@ -176,6 +175,8 @@ class PlainLoop:
                 "fit and more in another; return the same kind in each"
             )
         trainer.strategy.optimizers = configuration[0]
+        if scaler_of(trainer) is not None:
+            refuse_fused(configuration[0])
         optimizers.on_fit_start(trainer, module)
         self._call("on_fit_start")
         if not module.training:
@@ -191,6 +192,7 @@ class PlainLoop:
     ) -> None:
         """Run all epochs."""
         trainer, module = self.trainer, self.module
+        set_train_loader(trainer, loader)
         optimizers.on_train_start(trainer, module)
         self._call("on_train_start")
         record.on_train_start(trainer, module)

@@ -20,29 +20,16 @@ from tests.conftest import classifier, digits, equal_states, trainer
 from tests.federation.client.workers import outcome, runner
 
 
-class _OfClient(Callback):
-    def __init__(self, client: Any = None) -> None:
-        self.client = client
+class _Freezes(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.train_dataloader.client == 0:
+            next(pl_module.parameters()).requires_grad_(False)
 
 
-class _Freezes(_OfClient):
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        next(pl_module.parameters()).requires_grad_(False)
-
-
-class _Clips(_OfClient):
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.gradient_clip_val = 0.01
-
-
-class _Half(Objective):
-    """An objective whose client half is a callback for all clients or for some."""
-
-    def __init__(self, callback: Any, clients: Any = range(9)) -> None:
-        self.callback, self.clients = callback, clients
-
-    def callbacks(self, client: Any) -> list[Callback]:
-        return [self.callback(client)] if client.id in self.clients else []
+class _Clips(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.train_dataloader.client == 0:
+            trainer.gradient_clip_val = 0.01
 
 
 class Metered(Classifier):
@@ -80,28 +67,34 @@ class Replaced(Buffered):
 
 
 def fit(
-    engine: Any, model: Any = Classifier, aggregator: Aggregator | None = None, clients: int = 4
+    engine: Any,
+    model: Any = Classifier,
+    aggregator: Aggregator | None = None,
+    clients: int = 4,
+    **kwargs: Any,
 ) -> Any:
-    made = trainer(rounds=2, max_epochs=2, engine=engine, aggregator=aggregator)
+    made = trainer(rounds=2, max_epochs=2, engine=engine, aggregator=aggregator, **kwargs)
     net = model(MLP(hidden=(16,)), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     made.fit(net, digits(clients=clients, partition=IID(), val_fraction=0.0))
     return made
 
 
 @pytest.mark.parametrize(
-    ("model", "aggregator"),
+    ("model", "callbacks"),
     [
-        (Classifier, lambda: Aggregator(objective=_Half(_Freezes, [0]))),
-        (Classifier, lambda: Aggregator(objective=_Half(_Clips, [0]))),
-        (Buffered, FedAvg),
-        (Replaced, FedAvg),
+        (Classifier, [_Freezes()]),
+        (Classifier, [_Clips()]),
+        (Buffered, []),
+        (Replaced, []),
     ],
     ids=["freezes", "clips", "changes a buffer", "replaces a buffer"],
 )
-def test_what_one_client_changes_does_not_reach_the_next(model: Any, aggregator: Any) -> None:
+def test_what_one_client_changes_does_not_reach_the_next(model: Any, callbacks: Any) -> None:
     """With a worker per client, no client follows another one in the first round."""
     engines = InProcess(), Processes(workers=2)
-    here, there = (fit(engine, model, aggregator(), clients=2).federation for engine in engines)
+    here, there = (
+        fit(engine, model, clients=2, callbacks=callbacks).federation for engine in engines
+    )
     assert not here.log.failures and not there.log.failures
     assert equal_states(here.state, there.state)
 
@@ -121,15 +114,16 @@ def test_a_metric_of_the_model_starts_anew_in_every_fit() -> None:
         assert made.model.counted.compute() == steps
 
 
-class _Draws(_OfClient):
+class _Draws(Objective):
     """Logs a random number, such as a dropout draws."""
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.client.metrics["drawn"] = float(torch.rand(()))
+    def start(self, client: Any, w: Any) -> Any:
+        client.metrics["drawn"] = float(torch.rand(()))
+        return w, {}
 
 
 def test_fits_of_a_client_from_one_version_draw_anew() -> None:
-    made = runner(classifier(), Aggregator(objective=_Half(_Draws)), lean=True)
+    made = runner(classifier(), Aggregator(objective=_Draws()), lean=True)
     broadcast = Broadcast(1, made.setup.initial, {})
     drawn = [
         made.run(FitRequest(0, 0, broadcast, {}, repeat=repeat)).update.metrics["drawn"]
@@ -139,16 +133,16 @@ def test_fits_of_a_client_from_one_version_draw_anew() -> None:
     assert len(set(drawn)) == 3
 
 
-class _Counts(_OfClient):
+class _Counts(Objective):
     """Counts a client's fits in its memory."""
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.client.memory["fits"].append(self.client.round)
+    def end(self, client: Any, w: Any, held: Any) -> None:
+        client.memory["fits"].append(client.round)
 
 
 def test_a_fit_leaves_the_stored_memory_of_its_client_alone() -> None:
     """A refused update, or a second try, starts from the memory before the fit."""
-    made = runner(classifier(), Aggregator(objective=_Half(_Counts)), lean=True)
+    made = runner(classifier(), Aggregator(objective=_Counts()), lean=True)
     memory = {"objective": {"fits": [7]}}
     broadcast = Broadcast(1, made.setup.initial, {})
     done = made.run(FitRequest(0, 0, broadcast, memory))
@@ -173,11 +167,11 @@ def test_a_checkpoint_callback_of_the_model_is_refused() -> None:
 
 @pytest.mark.parametrize("engine", [InProcess(), Processes(workers=2)], ids=["in_process", "two"])
 def test_a_metric_that_is_no_number_costs_the_round_this_client(engine: Any) -> None:
-    class Says(_OfClient):
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self.client.metrics["n"] = "a" if self.client.id == 1 else 1
+    class Says(Objective):
+        def end(self, client: Any, w: Any, held: Any) -> None:
+            client.metrics["n"] = "a" if client.id == 1 else 1
 
-    made = fit(engine, aggregator=Aggregator(objective=_Half(Says)))
+    made = fit(engine, aggregator=Aggregator(objective=Says()))
     (failure,) = made.federation.log.failures
     assert failure.client == 1 and "client.metrics['n'] must be a number" in failure.reason
 
