@@ -37,7 +37,7 @@ from flsuite.data.federated import unchanged
 from flsuite.federation.client.callbacks import FitOptimizers, FitRecord, SampleGradients
 from flsuite.federation.client.hooks import hooks_of_callback, implements, takes_a_batch
 from flsuite.federation.client.logs import LoggedNumbers, OtherMeanError
-from flsuite.federation.client.trainer import ClientTrainer
+from flsuite.federation.client.trainer import ClientTrainer, refuse_fused
 from flsuite.models.abilities import extra_epochs
 
 _PLAIN = {  # arguments of Lightning's Trainer, and their values in the plain case
