@@ -186,7 +186,7 @@ class Aggregator:
     @property
     def halves(self) -> Halves:
         """Return what the parts do in a client's fit: the objective, and then the rule."""
-        return Halves([self.objective, self.rule.half])
+        return Halves([self.objective.half, self.rule.half])
 
     def contribution(self, update: ClientUpdate, layout: StateLayout, own: Collection[str]) -> Tree:
         """Return what a client adds to the sums of a round.

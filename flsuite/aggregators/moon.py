@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.objectives.feature_term import FeatureTerm
+from flsuite.aggregators.part import ClientHalf
 from flsuite.aggregators.partial import HeadAware
 from flsuite.common.arguments import NonNegativeFloat, PositiveFloat, Settings
 from flsuite.common.client import ClientContext
@@ -59,6 +61,10 @@ class Contrast(FeatureTerm, Settings):
     mu: NonNegativeFloat = 1.0
     temperature: PositiveFloat = 0.5
 
+    @property
+    def half(self) -> ClientHalf:
+        return self if self.mu else Objective()
+
     def start(self, client: ClientContext, w: State) -> tuple[State, dict[str, State]]:
         last = client.memory.get("last")
         return w, {"received": client.global_state, "last": last} if last else {}
@@ -74,5 +80,4 @@ class Contrast(FeatureTerm, Settings):
         return -self.mu * logits.log_softmax(1)[:, 0].mean()  # eq. 3
 
     def end(self, client: ClientContext, w: State, held: Any) -> None:
-        if self.mu:  # with 0, there is no term
-            client.memory["last"] = clone({name: w[name] for name in client.global_state})
+        client.memory["last"] = clone({name: w[name] for name in client.global_state})

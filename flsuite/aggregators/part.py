@@ -189,6 +189,11 @@ class ClientHalf(Part):
 
     batches: ClassVar[int] = 1
 
+    @property
+    def half(self) -> "ClientHalf":
+        """Return the part that acts in a client's fit. Default: this one."""
+        return self
+
     def check(self, model: LightningModule) -> None:
         """Refuse a model that this part cannot work with, before round 1.
 

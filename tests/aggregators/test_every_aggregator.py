@@ -14,7 +14,7 @@ import torch
 from flsuite import FlsuiteError
 from flsuite import aggregators as methods
 from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedBuff, FedProx, LocalOnly, Rule
-from flsuite.common.messages import ClientContext, ClientUpdate
+from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, clone
 from flsuite.federation import Synchronous
 from tests.aggregators.chains import federate
@@ -114,14 +114,13 @@ def test_aggregate_keeps_types_and_changes_nothing_that_it_was_given(make: Make)
 def test_methods_on_images_ask_nothing_of_clients_and_change_nothing_that_they_sent(
     make: Make,
 ) -> None:
-    """A client sends only its model, and its fit has no callback of the method."""
+    """A client sends only its model, and the method does nothing in its fit."""
     seen = Updates()
     trainer = federate(make(), callbacks=[seen])
     assert len(seen.all) == 3 and not any(update.extras for update in seen.all)
     assert trainer.federation.uplink.statistics == {}
     server, algorithm = trainer.federation.server, trainer.federation.aggregator
-    client = ClientContext(0, 1, 1, torch.ones(1), server.state, {}, {})
-    assert algorithm.callbacks(client) == []
+    assert algorithm.halves.trains_plainly and not algorithm.halves.measures
 
     state, before = clone(server.state), copy.deepcopy(seen.all)
     first, again = (fold(algorithm, server.state, seen.all, server=server) for _ in range(2))
@@ -161,8 +160,7 @@ def test_only_one_update_is_held_at_a_time(make: Make) -> None:
         assert [event for event, _ in groupby(order)] == ["sent", "read"] * 3
 
 
-def test_no_callback_where_there_is_nothing_to_do() -> None:
-    client = ClientContext(0, 1, 1, torch.ones(1), {}, {}, {})
-    assert FedAvg().callbacks(client) == []
-    assert FedProx(mu=0.0).callbacks(client) == []
-    assert len(FedProx(mu=0.1).callbacks(client)) == 1
+def test_a_fit_is_plain_where_there_is_nothing_to_do() -> None:
+    assert FedAvg().halves.trains_plainly
+    assert FedProx(mu=0.0).halves.trains_plainly
+    assert not FedProx(mu=0.1).halves.trains_plainly

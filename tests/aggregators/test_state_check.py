@@ -10,31 +10,29 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from flsuite import FlsuiteError
 from flsuite.aggregators import Aggregator, FeatureTerm, FedAvg, Mean, Objective
-from flsuite.common.messages import ClientContext
+from flsuite.common.client import ClientContext
 from flsuite.federation import InProcess, Processes, Vectorized
 from tests.aggregators.federations import run
 
 
-class InRead(FeatureTerm):
+class InStart(FeatureTerm):
     """Keeps a number of the last client that has started."""
 
-    def read(self, client: ClientContext, module: Any) -> Any:
+    def start(self, client: ClientContext, w: Any) -> Any:
         self.share = client.samples / 20
-        return {}
+        return w, {}
 
 
-class InCallbacks(FeatureTerm):
-    """Keeps a number of the last client whose callbacks were asked for."""
+class InEnd(FeatureTerm):
+    """Keeps a number of the last client that has ended."""
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
+    def end(self, client: ClientContext, w: Any, held: Any) -> None:
         self.share = client.samples / 20
-        return super().callbacks(client)
 
 
 class OnItsClass(FeatureTerm):
@@ -42,9 +40,9 @@ class OnItsClass(FeatureTerm):
 
     share = 0
 
-    def read(self, client: ClientContext, module: Any) -> Any:
+    def start(self, client: ClientContext, w: Any) -> Any:
         type(self).share += 1
-        return {}
+        return w, {}
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,9 @@ class InADictionary(FeatureTerm):
 
     share: dict[int, int] = field(default_factory=dict)
 
-    def read(self, client: ClientContext, module: Any) -> Any:
+    def start(self, client: ClientContext, w: Any) -> Any:
         self.share[client.id] = self.share.get(client.id, 0) + 1
-        return {}
+        return w, {}
 
 
 @dataclass(frozen=True)
@@ -64,13 +62,13 @@ class InATensor(FeatureTerm):
 
     share: Tensor = field(default_factory=lambda: torch.zeros(()))
 
-    def read(self, client: ClientContext, module: Any) -> Any:
+    def start(self, client: ClientContext, w: Any) -> Any:
         self.share.add_(1)
-        return {}
+        return w, {}
 
 
 @pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
-@pytest.mark.parametrize("kind", [InRead, InCallbacks, OnItsClass, InADictionary, InATensor])
+@pytest.mark.parametrize("kind", [InStart, InEnd, OnItsClass, InADictionary, InATensor])
 def test_an_objective_keeps_no_state(kind: Callable[[], Objective], engine: Any) -> None:
     with pytest.raises(FlsuiteError, match="has changed its share in a fit: all clients"):
         run(FedAvg(objective=kind()), 2, engine=engine)
@@ -105,9 +103,9 @@ class UsesHelpers(FeatureTerm):
     def own(self) -> float:
         return sum(one.half for one in self.helper) + float(self.prior.logits.sum())
 
-    def read(self, client: ClientContext, module: Any) -> Any:
+    def start(self, client: ClientContext, w: Any) -> Any:
         self.teacher.eval()
-        return {"own": torch.tensor(self.own)}
+        return w, {"own": torch.tensor(self.own)}
 
 
 @pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
@@ -149,10 +147,10 @@ class InHelpers(FeatureTerm):
 
     share: Any = field(default_factory=Helper)
 
-    def read(self, client: ClientContext, module: Any) -> Any:
+    def start(self, client: ClientContext, w: Any) -> Any:
         name = "share" if isinstance(self.share, Helper) else "value"
         setattr(self.share, name, getattr(self.share, name) + 1)
-        return {}
+        return w, {}
 
 
 @dataclass
@@ -180,9 +178,9 @@ class InASlot(Objective):
     def __init__(self) -> None:
         self.share = 0
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
+    def start(self, client: ClientContext, w: Any) -> Any:
         self.share += 1
-        return []
+        return w, {}
 
 
 def test_a_slot_is_state() -> None:
@@ -202,8 +200,8 @@ class HasAGenerator(FeatureTerm):
 
 
 class DrawsFromIt(HasAGenerator):
-    def read(self, client: ClientContext, module: Any) -> Any:
-        return {"drawn": torch.rand((), generator=self.generator)}
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w, {"drawn": torch.rand((), generator=self.generator)}
 
 
 def test_a_generator_is_state_once_it_is_used() -> None:
@@ -213,10 +211,10 @@ def test_a_generator_is_state_once_it_is_used() -> None:
 
 
 class TrainsItsTeacher(UsesHelpers):
-    def read(self, client: ClientContext, module: Any) -> Any:
+    def start(self, client: ClientContext, w: Any) -> Any:
         with torch.no_grad():
             self.teacher[0].weight.add_(1)
-        return {}
+        return w, {}
 
 
 def test_weights_in_a_nested_module_are_state() -> None:

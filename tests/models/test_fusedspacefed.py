@@ -13,9 +13,10 @@ from torch import Tensor
 from flsuite.aggregators import FedAvg, FedProx
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientContext
-from flsuite.common.state import State, clone
+from flsuite.common.state import State, StateLayout, clone
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, PublishedSplits
 from flsuite.federation import Synchronous
+from flsuite.federation.client.callbacks import FitRecord
 from flsuite.models import CNN, Classifier, FusedSpaceFed, ResNet20
 from flsuite.models.fusedspacefed import reconstruction_error
 from flsuite.runs.session import export_model
@@ -154,8 +155,8 @@ def test_warm_up_moves_the_encoder_only(autoencoder: Any, aggregator: FedAvg) ->
     model = small(autoencoder=autoencoder, warmup_epochs=50, backbone=ResNet20(width=4))
     model.ensure_built(SPEC)
     before, error = clone(model.state_dict()), _error(model)
-    callbacks = aggregator.callbacks(_client(before))
-    plain_trainer(max_epochs=2, callbacks=callbacks).fit(model, datamodule=Images())
+    record = FitRecord(aggregator.halves, _client(before))
+    plain_trainer(max_epochs=2, callbacks=[record]).fit(model, datamodule=Images())
     changed = {
         name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
     }
@@ -175,7 +176,9 @@ def _error(model: FusedSpaceFed) -> float:
 
 def _client(state: State) -> Any:
     far = {k: v + 1 for k, v in state.items() if not k.startswith("encoder.")}
-    return ClientContext(0, 1, 48, torch.ones(3, dtype=torch.int64), far, {}, {})
+    layout = StateLayout(tuple(k for k in far if "running" not in k and "num_" not in k), 1)
+    counts = torch.ones(3, dtype=torch.int64)
+    return ClientContext(0, 1, 48, counts, far, {}, {}, layout=layout)
 
 
 def test_nothing_moves_a_frozen_part_even_if_a_callback_gives_it_a_gradient() -> None:

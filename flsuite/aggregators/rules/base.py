@@ -128,11 +128,6 @@ class Rule(ClientHalf, ABC):
     weighting: Weighting = "uniform"
     withholds = withheld_by()
 
-    @property
-    def half(self) -> ClientHalf:
-        """Return the part that acts in a client's fit."""
-        return self
-
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         """Return what every client sends in addition to its model, by name."""
         return {}

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -100,7 +101,7 @@ def _shown_by_a_copy(
         if len(optimizers) != 1 or schedulers or not _steps_without_closure(optimizers[0]):
             return f"{type(module).__name__} has another optimizer than one, or a scheduler"
         trial.to(trainer.strategy.root_device)
-        batch = trainer.strategy.batch_to_device(next(iter(shown)))
+        batch = move_data_to_device(next(iter(shown)), trainer.strategy.root_device)
         tensors = {**dict(trial.named_parameters()), **dict(trial.named_buffers())}
         with trainer.precision_plugin.train_step_context():
             try:
@@ -222,9 +223,9 @@ class PlainLoop:
         device = trainer.strategy.root_device
         for index, batch in enumerate(loader):
             progress.is_last_batch = index == last
-            # Batches of flsuite are already on the device. A strategy call would cost more.
+            # Batches of flsuite are already on the device. A call would cost more.
             if not _is_on(batch, device):
-                batch = trainer.strategy.batch_to_device(batch)
+                batch = move_data_to_device(batch, device)
             self._batch = batch
             step(batch, index, is_warmup)
             if trainer.should_stop:

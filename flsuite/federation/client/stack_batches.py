@@ -7,6 +7,7 @@ from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -98,7 +99,7 @@ class StackBatches:
     def _read(self, batches: Sequence[Any]) -> Any:
         """Return batches of the same size as one, ``(clients, batch, ...)``."""
         if not self._reads_rows:
-            moved = map(self.trainer.strategy.batch_to_device, batches)
+            moved = (move_data_to_device(batch, self._device) for batch in batches)
             return tree_map(lambda *parts: laid_out(torch.stack(parts)), *moved)
         (batch,) = self.view.batches_of(self.view.train, [torch.cat(list(batches))])
         return tree_map(lambda part: laid_out(part.unflatten(0, (len(batches), -1))), batch)

@@ -99,8 +99,7 @@ class MemberModel:
         try:
             yield
         finally:
-            if before is not None:
-                trainer.strategy.connect(before)
+            trainer.strategy.connect(before)  # type: ignore[arg-type]  # perhaps none
         for name, own in self._named.items():
             if own.data_ptr() != self._tensors[name][place].data_ptr():
                 raise RuntimeError(f"a callback gives {name} other memory; change it in place")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import nn
 from torch.optim import SGD
 
@@ -168,9 +167,8 @@ class Moments(Mean):
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         return {"moments": Statistic(torch.zeros(4, 4), is_psd=True)}
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
+    def end(self, client: ClientContext, w: State, held: Any) -> None:
         client.extras["moments"] = torch.eye(4)
-        return []
 
 
 def test_the_statistics_alone_say_which_codec_fits_their_matrices() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.optim import SGD
 
 import flsuite.federation.engines.auto as auto
-from flsuite.aggregators import SCAFFOLD, Centralized, FedAvg
+from flsuite.aggregators import SCAFFOLD, Centralized
 from flsuite.common.errors import FlsuiteError
 from flsuite.federation import (
     Asynchronous,
@@ -29,7 +29,6 @@ from flsuite.runs.preparation import worker_setup
 from flsuite.runs.session import choose_engine
 from tests.aggregators.federations import assert_same_models
 from tests.conftest import digits, trainer
-from tests.federation.engines.test_vectorized import Watched
 
 
 @pytest.fixture
@@ -93,7 +92,6 @@ def test_a_run_of_a_few_seconds_trains_in_this_process(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"aggregator": FedAvg(objective=Watched())}, "FedAvg does more"),
         ({"schedule": Asynchronous(6, 5, speeds=Measured())}, "Asynchronous measures them"),
         ({"schedule": Asynchronous(3)}, "one client at a time"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),

@@ -9,7 +9,6 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from lightning.pytorch import Callback
 
 from flsuite.aggregators import (
     SCAFFOLD,
@@ -53,23 +52,16 @@ CHANGES = {
 }
 
 
-class _Spoils(Callback):
-    def __init__(self, client: Any, change: Any) -> None:
-        self.client, self.change = client, change
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.change(self.client.extras)
-
-
 @dataclass(frozen=True)
 class _Faulty(ControlVariates):
     """Control variates with one client that sends something else in the second round."""
 
     change: Any = None
 
-    def callbacks(self, client: Any) -> list[Callback]:
-        spoils = [_Spoils(client, self.change)] if (client.id, client.round) == (1, 2) else []
-        return [*super().callbacks(client), *spoils]
+    def end(self, client: Any, w: Any, held: Any) -> None:
+        super().end(client, w, held)
+        if (client.id, client.round) == (1, 2):
+            self.change(client.extras)
 
 
 def fit(aggregator: Aggregator | Rule, **kwargs: Any) -> Any:
@@ -107,8 +99,8 @@ class Counts(Mean):
 
     declares: bool = True
 
-    def callbacks(self, client: Any) -> list[Callback]:
-        return [_Spoils(client, lambda e: e.update(count=1, mean=torch.zeros(2)))]
+    def end(self, client: Any, w: Any, held: Any) -> None:
+        client.extras.update(count=1, mean=torch.zeros(2))
 
     def statistics(self, layout: Any, state: Any) -> dict[str, Statistic]:
         own = {"count": Statistic(0), "mean": Statistic(torch.zeros(2))}
