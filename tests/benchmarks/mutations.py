@@ -181,8 +181,8 @@ MUTATIONS = [
     Mutation(
         "SCAFFOLD corrects with the wrong sign",
         "aggregators/scaffold.py",
-        "gradient.add_(self.corrections[name])",
-        "gradient.sub_(self.corrections[name])",
+        "g[k] + correction[k]",
+        "g[k] - correction[k]",
         "aggregators/test_scaffold.py",
     ),
     Mutation(
@@ -195,8 +195,8 @@ MUTATIONS = [
     Mutation(
         "the proximal term pushes away",
         "aggregators/objectives/base.py",
-        "parameter.detach() - self.anchors[name]",
-        "self.anchors[name] - parameter.detach()",
+        "w[k] - held[k]",
+        "held[k] - w[k]",
         "aggregators/test_fedprox.py",
     ),
     Mutation(
@@ -307,8 +307,8 @@ MUTATIONS = [
     Mutation(
         "FedRep trains the body with the head",
         "aggregators/fedrep.py",
-        "parameter.requires_grad_(name.startswith(self.part.head) == self.is_for_head)",
-        "parameter.requires_grad_(True)",
+        "if name.startswith(self.head) == is_for_head",
+        "if True",
         "aggregators/test_twins.py",
     ),
     Mutation(
@@ -371,14 +371,14 @@ MUTATIONS = [
     Mutation(
         "the rate of a stack does not fall",
         "federation/client/stack.py",
-        'group["lr"] *= decay.factor(member.client.round) if decay else 1.0',
+        'group["lr"] *= decay.factor(request.broadcast.round) if decay else 1.0',
         'group["lr"] *= 1.0',
         "federation/engines/test_vectorized.py",
     ),
     Mutation(
         "the end of a stacked fit is not the algorithm's",
-        "federation/client/stack_callbacks.py",
-        "callback.on_train_end(member.trainer, member.module)",
+        "federation/client/stack.py",
+        "self.halves.end(member.client, state, steps.helds_of(place))",
         "pass",
         "federation/engines/test_vectorized.py",
     ),
@@ -412,16 +412,16 @@ MUTATIONS = [
     ),
     Mutation(
         "a stack's second models read what the first client holds",
-        "federation/client/stacked_second.py",
-        "self._held = tree_map(lambda *parts: stacked(parts), *helds)",
-        "self._held = tree_map(lambda *parts: stacked(parts[:1] * len(parts)), *helds)",
+        "federation/client/stack_steps.py",
+        "lambda *parts: stacked(parts).to(device)",
+        "lambda *parts: stacked(parts[:1] * len(parts)).to(device)",
         "federation/engines/test_vectorized.py",
     ),
     Mutation(
         "the optimizer of a stack does not go on",
-        "federation/client/stack_callbacks.py",
-        "            gather_states(self._optimizer, self._parameters, self._members)",
-        "            pass",
+        "federation/client/stack.py",
+        "            optimizer.load([",
+        "            list([",
         "federation/engines/test_vectorized.py",
     ),
     Mutation(
@@ -441,8 +441,8 @@ MUTATIONS = [
     Mutation(
         "FedALA mixes the client's own weights for the global ones",
         "aggregators/fedala.py",
-        "start = {k: v[k].lerp(w[k], weights[k]) for k in weights}",
-        "start = {k: w[k].lerp(v[k], weights[k]) for k in weights}",
+        "return {k: v[k].lerp(w[k], weights[k]) for k in weights}",
+        "return {k: w[k].lerp(v[k], weights[k]) for k in weights}",
         "aggregators/test_fedala.py aggregators/test_twins.py",
     ),
     Mutation(
@@ -483,8 +483,8 @@ MUTATIONS = [
     Mutation(
         "FedRep trains the head an epoch too long",
         "aggregators/fedrep.py",
-        "epoch < self.part.head_epochs",
-        "epoch <= self.part.head_epochs",
+        "epoch < self.head_epochs",
+        "epoch <= self.head_epochs",
         "aggregators/test_fedrep.py",
     ),
     Mutation(
