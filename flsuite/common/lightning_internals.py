@@ -64,13 +64,13 @@ HOOKS = {
     "teardown": "fit",
     "on_exception": "stack",
     "on_train_start": "steps stack",
-    "on_train_epoch_start": "steps stack",
-    "on_train_batch_start": "steps change samples",
-    "on_before_zero_grad": "steps samples",
-    "on_before_backward": "steps samples",
-    "on_after_backward": "steps samples",
-    "on_before_optimizer_step": "steps stack",
-    "on_train_batch_end": "steps samples",
+    "on_train_epoch_start": "steps",
+    "on_train_batch_start": "steps change",
+    "on_before_zero_grad": "steps",
+    "on_before_backward": "steps",
+    "on_after_backward": "steps",
+    "on_before_optimizer_step": "steps",
+    "on_train_batch_end": "steps",
     "on_train_epoch_end": "steps",
     "on_train_end": "steps stack",
     "on_before_batch_transfer": "change batch",
@@ -84,9 +84,9 @@ HOOKS = {
 """The hooks that flsuite knows by name, and what each means.
 
 ``run``: the run calls it. ``fit``: a client's Trainer calls it before or after the steps.
-``steps``: the quick loop calls it. ``change``: a model that overrides it changes the steps, and
-needs Lightning's loop. ``stack``: a stack of clients calls it on callbacks. ``samples``: it sees a
-batch, its loss, or its gradient without noise. ``batch``: it changes batches.
+``steps``: the short loop calls it. ``change``: a model that overrides it changes the steps, and
+needs Lightning's loop. ``stack``: a stack of clients calls it on callbacks. ``batch``: it changes
+batches.
 """
 
 

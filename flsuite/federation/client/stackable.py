@@ -9,7 +9,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSp
 from torch.optim.lr_scheduler import LRScheduler
 
 from flsuite.common.errors import FlsuiteError, one_line
-from flsuite.common.lightning_internals import configured
+from flsuite.common.lightning_internals import configured, hooks_with
 from flsuite.federation.client.callbacks import SampleGradients
 from flsuite.federation.client.hooks import hooks_of, hooks_of_callback, takes_a_batch
 from flsuite.federation.client.setup import WorkerSetup
@@ -17,7 +17,6 @@ from flsuite.models.abilities import extra_epochs
 from flsuite.models.layers import has_gradient_hooks
 
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
-_HOOKS = ("on_fit_start", "on_train_start", "on_train_end", "on_exception")
 _ONE_BY_ONE = {  # arguments of Lightning's Trainer, and the value that a stack can train with
     "accumulate_grad_batches": (None, 1),
     "min_steps": (None, 0),
@@ -47,10 +46,10 @@ def single(callbacks: Iterable[Callback]) -> str | None:
 
     A stack calls what starts, ends or leaves a fit, for each client.
     """
+    called = {*hooks_with("stack")}
     for callback in callbacks:
-        if isinstance(callback, SampleGradients):
-            continue
-        if others := [name for name in hooks_of_callback(callback) if name not in _HOOKS]:
+        others = [name for name in hooks_of_callback(callback) if name not in called]
+        if others and not isinstance(callback, SampleGradients):
             return f"{type(callback).__name__}.{others[0]}"
     return None
 
@@ -100,10 +99,12 @@ def _reasons(setup: WorkerSetup) -> Iterator[str]:
         if (value := setup.trainer_kwargs.get(argument)) not in values:
             yield f"trainer.{argument} is {value!r}"
     try:
-        optimizer, _ = optimizer_of(model)
+        optimizer, schedulers = optimizer_of(model)
     except (RuntimeError, AttributeError) as error:
         yield f"{name}.configure_optimizers needs a Trainer ({one_line(error)})"
         return
+    if schedulers and setup.lr_decay:
+        yield f"trainer.lr_decay and the scheduler of {name} would both set the learning rate"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         yield f"the optimizer of {name} has hooks"
     if any(isinstance(value, Optimizer | LRScheduler) for value in vars(model).values()):
