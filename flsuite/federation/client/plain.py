@@ -121,7 +121,8 @@ class PlainLoop:
 
     def __init__(self, trainer: ClientTrainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
-        self._own = {hook: self._of_module(hook) for hook in HOOKS}
+        names = *HOOKS, "prepare_data", "configure_model"
+        self._own = {hook: self._of_module(hook) for hook in names}
         self._is_mixed = type(trainer.precision_plugin) is MixedPrecision
 
     def fit(
@@ -180,10 +181,7 @@ class PlainLoop:
             refuse_fused(configuration[0])
         optimizers.on_fit_start(trainer, module)
         self._call("on_fit_start")
-        if not module.training:
-            module.train()
-        with torch.enable_grad():
-            self._train(loader, optimizers, record, logged)
+        self._train(loader, optimizers, record, logged)
         self._call("on_fit_end")
         optimizers.on_fit_end(trainer, module)
         self._call("teardown", stage="fit")

@@ -187,3 +187,34 @@ def test_no_fit_sees_the_loader_or_the_trainer_of_the_one_before(lean: bool) -> 
     results, _, _ = fits(Looks(MLP(hidden=(8,))), lean, FedAvg())
     assert Looks.seen[::2] == [None] * 3, "Lightning's loop would have it later"
     assert Looks.seen[1::2] == [result.update.steps for result in results]
+
+
+class Prepares(Classifier):
+    """Notes what is called before a fit, and freezes the mode of a layer."""
+
+    seen: list[str] = []
+
+    def prepare_data(self) -> None:
+        Prepares.seen.append("prepare_data")
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        Prepares.seen.append("configure_model")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        Prepares.seen.append(str(self.network[0].training))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_a_fit_prepares_the_model_and_leaves_the_modes_of_its_layers(lean: bool) -> None:
+    model = Prepares(MLP(hidden=(8,)))
+    made = runner(model, FedAvg(), lean, max_epochs=1)
+    made.model.network[0].eval()
+    Prepares.seen = []
+    for client in (0, 1):
+        assert isinstance(outcome(made, client), ClientResult)
+    steps = [name for name in Prepares.seen if name in ("True", "False")]
+    assert set(steps) == {"False"}
+    before = [name for name in Prepares.seen if name not in steps]
+    assert before == ["prepare_data", "configure_model"] * 2
