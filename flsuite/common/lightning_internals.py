@@ -182,6 +182,8 @@ def skips_step(trainer: Trainer, optimizer: Optimizer) -> bool:
 def configured(model: LightningModule) -> tuple[list[Optimizer], list[Any]]:
     """Return the optimizers that a model configures, and its schedulers as Lightning runs them."""
     own: Any = model.configure_optimizers()
+    if isinstance(own, Optimizer):
+        return [own], []
     optimizers, schedulers, monitor = _configure_optimizers(own)
     return optimizers, _configure_schedulers_automatic_opt(schedulers, monitor)
 

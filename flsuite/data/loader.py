@@ -1,6 +1,6 @@
 """Batch loaders: a client's shuffled training batches, and a split's batches in order."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -73,11 +73,12 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         generator = self._next_epoch()
-        for batch_rows in self._passes(generator):
+        for rows, sizes in self._passes(generator):
             if self._reads_passes:
-                yield from map(self.change, self._read_pass(batch_rows))
+                x, y = next(iter(self.data.batches_of(self.data.train, [rows])))
+                yield from map(self.change, zip(x.split(sizes), y.split(sizes), strict=True))
             else:
-                yield from self._batches(batch_rows, generator)
+                yield from self._batches(rows.split(sizes), generator)
 
     @property
     def _reads_passes(self) -> bool:
@@ -92,15 +93,10 @@ class TrainLoader:
         size = 4 * own.x[0].numel()
         return size % _ALIGNED == 0 and size * len(self._rows) <= _SMALL_PASS
 
-    def _read_pass(self, batch_rows: Sequence[Tensor]) -> Iterator[Batch]:
-        """Return the batches of a pass."""
-        x, y = next(iter(self.data.batches_of(self.data.train, [torch.cat(list(batch_rows))])))
-        sizes = [len(rows) for rows in batch_rows]
-        return zip(x.split(sizes), y.split(sizes), strict=True)
-
     def rows(self) -> Iterator[Tensor]:
         """Return the rows of each batch of the next epoch, int64, without reading them."""
-        return chain.from_iterable(self._passes(self._next_epoch()))
+        passes = self._passes(self._next_epoch())
+        return chain.from_iterable(rows.split(sizes) for rows, sizes in passes)
 
     def _next_epoch(self) -> torch.Generator:
         """Return the randomness of the next epoch."""
@@ -109,17 +105,19 @@ class TrainLoader:
         stream = f"batches/{epoch}/{self.repeat}" if self.repeat else f"batches/{epoch}"
         return torch_generator(self.seed, stream, self.round, self.client)
 
-    def _passes(self, generator: torch.Generator) -> Iterator[list[Tensor]]:
-        """Yield the rows of all batches, pass by pass over the samples."""
+    def _passes(self, generator: torch.Generator) -> Iterator[tuple[Tensor, list[int]]]:
+        """Yield the rows of all batches and their sizes, pass by pass over the samples."""
         if self.is_poisson:
-            yield self._poisson_rows(generator)
+            batches = self._poisson_rows(generator)
+            yield torch.cat(batches), list(map(len, batches))
             return
         left = self._length
         while left > 0:
             order = torch.randperm(len(self._rows), generator=generator)
-            order = self._rows.index_select(0, order)
             # The last pass may end early.
-            yield [order[start:stop] for start, stop in self._bounds[:left]]
+            bounds = self._bounds[:left]
+            rows = self._rows.index_select(0, order[: bounds[-1][1]])
+            yield rows, [stop - start for start, stop in bounds]
             left -= len(self._bounds)
 
     def _batches(

@@ -25,6 +25,7 @@ from flsuite.aggregators.objectives.feature_term import (
     term_of,
 )
 from flsuite.common.state import State
+from flsuite.federation.client.logs import logged_values
 from flsuite.federation.client.trainer import ClientTrainer
 
 
@@ -214,42 +215,12 @@ class StackedLoss:
         return total, loss.detach(), after, logged
 
     def _log(
-        self,
-        logged: State,
-        size: int,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: Any = "mean",
-        batch_size: int | None = None,
-        **kwargs: Any,
+        self, logged: State, size: int, name: str, value: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Add what a step logs, as ``self.log`` does in Lightning's ``training_step``.
-
-        Args:
-            logged: Receives the values.
-            size: The number of samples in the batch.
-            name: See :meth:`lightning.pytorch.LightningModule.log`, also for the other arguments.
-
-        Raises:
-            RuntimeError: If the mean over an epoch is not the one by sizes of batches.
-        """
-        is_mean = reduce_fx in ("mean", torch.mean) and batch_size in (None, size)
-        if on_epoch and not is_mean:
-            raise RuntimeError(f"a step logs {name} with a reduce_fx or batch_size of its own")
-        if logger is False:
-            return
-        number = torch.as_tensor(value, device=self.trainer.strategy.root_device).detach().float()
-        of_step, of_epoch = on_step is not False, bool(on_epoch)
-        if of_step:
-            step_name = f"{name}_step" if of_epoch else name
-            self.of_step.add(step_name)
-            logged[step_name] = number
-        if of_epoch:
-            logged[f"{name}_epoch" if of_step else name] = number
+        """Add what a step logs on a batch of so many samples to the values by name."""
+        for one in logged_values(lambda: size, name, value, *args, **kwargs):
+            logged[one.name] = one.value.to(self.trainer.strategy.root_device)
+            self.of_step.update({one.name} if one.is_of_step else ())
 
 
 def with_rows(whole: State, group: StackGroup, rows: State, like: State) -> State:
