@@ -413,8 +413,8 @@ MUTATIONS = [
     Mutation(
         "a stack's second models read what the first client holds",
         "federation/client/stack_steps.py",
-        "lambda *parts: stacked(parts).to(device)",
-        "lambda *parts: stacked(parts[:1] * len(parts)).to(device)",
+        "lambda *parts: stacked(parts, device)",
+        "lambda *parts: stacked(parts[:1] * len(parts), device)",
         "federation/engines/test_vectorized.py",
     ),
     Mutation(

@@ -258,10 +258,9 @@ class Stack:
     def _tensors(self, model: LightningModule, starts: Sequence[State]) -> dict[str, Tensor]:
         """Return all tensors of the models, each ``(clients, ...)``. Tied weights occur once."""
         own = chain(model.named_parameters(), model.named_buffers())
-        # On the device first, where what is the same for all clients is copied once.
         return {
             name: stacked(
-                [start.get(name, value.detach()).to(value.device) for start in starts]
+                [start.get(name, value.detach()) for start in starts], value.device
             ).contiguous()
             for name, value in own
         }

@@ -115,12 +115,14 @@ def _options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in g.items() if name != "params"} for g in groups]
 
 
-def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Return tensors along a new first axis, without a copy if they are all the same tensor."""
-    is_same = all(part is parts[0] for part in parts)
-    if is_same:
-        return laid_out(parts[0]).expand(len(parts), *parts[0].shape)
-    return laid_out(torch.stack(list(parts)))
+def stacked(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return tensors along a new first axis on a device.
+
+    If they are all the same tensor, the device holds it once.
+    """
+    if all(part is parts[0] for part in parts):
+        return laid_out(parts[0].to(device)).expand(len(parts), *parts[0].shape)
+    return laid_out(torch.stack([part.to(device) for part in parts]))
 
 
 def laid_out(tensor: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class StackSteps:
 
         device = trainer.strategy.root_device
         helds = zip(*(member.helds for member in members), strict=True)
-        self.helds = [tree_map(lambda *parts: stacked(parts).to(device), *held) for held in helds]
+        self.helds = [tree_map(lambda *parts: stacked(parts, device), *held) for held in helds]
         self.loss = StackedLoss(model, trainer, halves.term)
         self._plain_loss = StackedLoss(model, trainer) if halves.term else self.loss
         self._is_first = True
