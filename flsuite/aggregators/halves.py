@@ -41,7 +41,7 @@ class Halves:
         self.parts = parts
         terms = [part for part in parts if isinstance(part, FeatureTerm)]
         self.term = terms[0] if terms else None
-        self.batches = max((part.batches for part in parts), default=1)
+        self.batches_per_step = max((part.batches_per_step for part in parts), default=1)
         self.measures = any(_has(part, "measure") for part in parts)
         self.changes_gradients = any(_has(part, "gradient") for part in parts)
         self.has_phases = any(_has(part, "trains") for part in parts)

@@ -184,10 +184,10 @@ class ClientHalf(Part):
     precision, scaling, skipped steps, clipping and the optimizer.
 
     Attributes:
-        batches: Batches per step of the optimizer.
+        batches_per_step: Batches per step of the optimizer.
     """
 
-    batches: ClassVar[int] = 1
+    batches_per_step: ClassVar[int] = 1
 
     @property
     def half(self) -> "ClientHalf":
@@ -221,7 +221,8 @@ class ClientHalf(Part):
             oracle: Returns gradients of the model's own loss at any weights.
             w: The model's trainable parameters.
             held: What the steps hold.
-            batch: It stands for the batch, to hand to the oracle. With two ``batches``, a pair.
+            batch: It stands for the batch, to hand to the oracle. A pair, if ``batches_per_step``
+                is 2.
 
         Returns:
             Entries of ``w``. A missing entry takes no step.

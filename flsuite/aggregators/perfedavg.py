@@ -54,7 +54,7 @@ class MetaGradient(Objective, Settings):
     order: Literal["first", "hessian_free"] = "first"
     delta: PositiveFloat = 1e-3
 
-    batches = 2
+    batches_per_step = 2
 
     def gradient(self, oracle: Oracle, w: State, held: Any, batch: Any) -> tuple[State, Any]:
         b1, b2 = batch

@@ -76,8 +76,8 @@ class Both(FeatureTerm):
     other: Objective
 
     @property
-    def batches(self) -> int:  # type: ignore[override]
-        return self.other.batches
+    def batches_per_step(self) -> int:  # type: ignore[override]
+        return self.other.batches_per_step
 
     def start(self, client: ClientContext, w: State) -> tuple[State, Any]:
         w, held = self.other.start(client, w)

@@ -185,7 +185,7 @@ class FisherAveraging(FisherMean):
     estimator: Estimator | Literal["training"] = "exact"
     damping: NonNegativeFloat = 1e-12
     by_samples: bool = False
-    batches: PositiveInt | None = None  # type: ignore[assignment,misc]  # not those of a step
+    batches: PositiveInt | None = None
     weighting: Weighting = "samples"
 
     @property

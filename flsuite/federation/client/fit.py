@@ -217,8 +217,8 @@ class AlgorithmSteps:
         self.halves, self.client, self.fit = halves, client, fit
         client.fit = fit
         trainer, module = fit.trainer, fit.module
-        if halves.batches > 1:
-            _require_plain_steps(trainer, halves.batches)
+        if halves.batches_per_step > 1:
+            _require_plain_steps(trainer, halves.batches_per_step)
 
         own = module.state_dict()
         state = {name: own[name] for name in entry_names(module)}
@@ -273,12 +273,12 @@ class AlgorithmSteps:
         stepping = self._about_to_step(optimizer)
         gradient = {name: p.grad for name, p in stepping if p.grad is not None}
         self._pending.append(Known(*self._batch, gradient))
-        if len(self._pending) < self.halves.batches and not is_last:
+        if len(self._pending) < self.halves.batches_per_step and not is_last:
             for _, parameter in stepping:
                 parameter.grad = None  # so that the optimizer leaves it
             return
         # The last batch of an odd number of them serves as both.
-        known = (self._pending * self.halves.batches)[: self.halves.batches]
+        known = (self._pending * self.halves.batches_per_step)[: self.halves.batches_per_step]
         self._pending = []
         if self.halves.changes_gradients:
             gradient = self._changed(stepping, known)
@@ -288,7 +288,7 @@ class AlgorithmSteps:
         """Set the gradients that the algorithm returns for some parameters, and return them."""
         w = {name: p.detach() for name, p in self._trained.items()}
         oracle = OneOracle(self.fit, w, known, self._seconds)
-        batch = tuple(range(len(known))) if self.halves.batches > 1 else 0
+        batch = tuple(range(len(known))) if self.halves.batches_per_step > 1 else 0
         gradient, helds = self.halves.gradient(oracle, w, self._helds, batch, self._is_first)
         self._helds, self._is_first = helds, False
         for name, parameter in stepping:

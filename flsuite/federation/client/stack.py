@@ -170,7 +170,8 @@ class Stack:
         round, decay = request.broadcast.round, self.setup.lr_decay
         leaves, structure = tree_flatten(list(member.helds))
         # Epochs that train other parameters, and steps of a scheduler, come together.
-        together = self.halves.has_phases or self.halves.batches > 1 or self._has_schedulers
+        has_pairs = self.halves.batches_per_step > 1
+        together = self.halves.has_phases or has_pairs or self._has_schedulers
         return (
             structure,
             tuple((leaf.shape, leaf.dtype) for leaf in leaves),

@@ -138,9 +138,9 @@ class StackSteps:
             own = self._gradients(step, group)
             gradients = with_rows(gradients, group, own, self._parameters)
         self._pending.append((groups, gradients, draws))
-        if len(self._pending) < self.halves.batches and step + 1 < self.members[0].steps:
+        if len(self._pending) < self.halves.batches_per_step and step + 1 < self.members[0].steps:
             return
-        known = (self._pending * self.halves.batches)[: self.halves.batches]
+        known = (self._pending * self.halves.batches_per_step)[: self.halves.batches_per_step]
         self._pending = []
         if changes:
             gradients = self._changed(known)
@@ -152,7 +152,7 @@ class StackSteps:
     def _changed(self, known: Sequence[tuple[Sequence[StackGroup], State, Draws | None]]) -> State:
         """Return the gradients that the algorithm makes of the clients' own ones."""
         handles = tuple(range(len(known)))
-        batch = handles if self.halves.batches > 1 else 0
+        batch = handles if self.halves.batches_per_step > 1 else 0
         w = {name: value.detach() for name, value in self.leaves.items()}
 
         def of_one(w: State, helds: Any, gradients: list[State]) -> tuple[State, list[Any]]:
