@@ -192,8 +192,7 @@ def show_progress(trainer: Trainer, loader: Any, epoch: int, step: int) -> None:
     """Set the counters and the loader of a Trainer as they are before a step, counted from 0."""
     set_train_loader(trainer, loader)
     trainer.training, trainer.should_stop = True, False
-    progress: Any = trainer.fit_loop.epoch_progress.current
-    progress.processed = epoch
+    trainer.fit_loop.epoch_progress.current.completed = epoch
     steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
     steps.total.completed = step
 

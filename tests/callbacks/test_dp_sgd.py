@@ -16,6 +16,7 @@ from flsuite.aggregators import (
     SCAFFOLD,
     Ditto,
     DPFedAvg,
+    FeatureTerm,
     FedAvg,
     FedFisher,
     FedRep,
@@ -293,7 +294,7 @@ def test_a_stack_takes_the_gradients_that_opacus_takes(
 
 
 class Slow(Callback):
-    """A callback that is not known to the local loop, so that Lightning's loop takes the steps."""
+    """A callback with a hook of epochs, so that Lightning's loop takes the steps."""
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None: ...
 
@@ -313,20 +314,18 @@ class Normalised(Backbone):
         return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(flat), nn.Linear(flat, outputs))
 
 
-class SeesBatches(Callback):
-    """Adds the mean of the batch to the gradients, after the noise."""
+class Leak(FeatureTerm):
+    """Changes the logits by the samples, which the clipping does not bound."""
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.mean = batch[0].mean()
-
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        for parameter in module.parameters():
-            parameter.grad += self.mean
+    def logits(self, outputs: Any, batch: Any, held: Any) -> Any:
+        return outputs + batch[0].mean()
 
 
-class Leak(Objective):
-    def callbacks(self, client: Any) -> list[Callback]:
-        return [SeesBatches()]
+class Reads(Objective):
+    """Reads the samples where a fit starts."""
+
+    def start(self, client: Any, w: Any) -> Any:
+        return {name: value + next(client.fit.batches())[0].mean() for name, value in w.items()}, {}
 
 
 @pytest.mark.parametrize(
@@ -343,14 +342,18 @@ class Leak(Objective):
         ),
         ({"aggregator": FedFisher("diag")}, "clients of FedFisher also send fisher"),
         ({"aggregator": Ditto()}, "trains at other weights, without the noise of DPSGD"),
-        ({"aggregator": FedAvg(objective=Leak())}, r"SeesBatches\.on_train_batch_start of the obj"),
+        ({"aggregator": FedAvg(objective=Leak())}, r"Leak\.logits sees samples"),
+        (
+            {"aggregator": FedAvg(objective=Reads())},
+            "reads samples of the client without",
+        ),
         ({"aggregator": FedRep(), "max_epochs": 2}, "DPSGD: the aggregator freezes layers"),
         ({"schedule": Synchronous(2, PowerOfChoice())}, "losses of clients, which have no noise"),
         ({"callback": DPSGD(delta=0.025)}, r"delta must be below 1 / 40, .* got 0\.025"),
     ],
     ids=[
         *("batch_norm", "accumulation", "tasks", "fisher", "ditto"),
-        *("own", "frozen", "losses", "delta"),
+        *("logits", "start", "frozen", "losses", "delta"),
     ],
 )
 def test_what_it_cannot_do_is_refused(kwargs: dict[str, Any], message: str, tmp_path: Path) -> None:

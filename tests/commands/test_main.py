@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,7 @@ import torch
 import yaml
 
 from flsuite import __version__
-from flsuite.aggregators import SecondSteps
+from flsuite.aggregators import LinearRule
 from flsuite.data import Digits, Dirichlet
 from flsuite.models import MLP, Classifier
 from flsuite.runs.table import MetricsTable
@@ -259,11 +258,8 @@ def test_a_users_own_classes_go_by_their_short_names(tmp_path: Path) -> None:
 # Requests that cannot be met
 
 
-class Unfinished(SecondSteps):
-    """Has no step and no end."""
-
-    def start(self, client: Any, module: Any) -> Any:
-        return {}, {}
+class Unfinished(LinearRule):
+    """Has no terms and no result."""
 
 
 BAD_ARGUMENTS = {
@@ -289,9 +285,9 @@ BAD_ARGUMENTS = {
         "--data.partition Pathological",
         "data.partition: the following arguments are required: classes_per_client",
     ),
-    "unfinished_objective": (
-        "--trainer.aggregator.objective tests.commands.test_main.Unfinished",
-        "Unfinished lacks direction, end; write what its base class asks for",
+    "unfinished_rule": (
+        "--trainer.aggregator.rule tests.commands.test_main.Unfinished",
+        "Unfinished lacks result, terms; write what its base class asks for",
     ),
     "unknown_model": ("--model Klassifier", "did you mean Classifier?"),
     "no_plugin": ("--plugins [my_missing_package]", "plugins: cannot import 'my_missing_package'"),

@@ -191,7 +191,7 @@ class StackSteps:
         rows = []
         for i, (place, size) in enumerate(zip(group.places, group.samples(), strict=True)):
             own = {name: gradient[i, :size] for name, gradient in samples.items()}
-            parameters = {name: value[place] for name, value in self._parameters.items()}
+            parameters = {name: value[place] for name, value in self.leaves.items()}
             index = step % self.members[place].epoch_steps
             rows.append(self.private[place].gradient(own, parameters, index))
         return {name: torch.stack([row[name] for row in rows]) for name in self._parameters}

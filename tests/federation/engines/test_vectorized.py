@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, RMSprop
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, RMSprop, lr_scheduler
 from torch.utils._pytree import tree_flatten
 
 from flsuite import FederatedTrainer, FlsuiteError
@@ -33,13 +33,11 @@ from flsuite.aggregators import (
     FedRep,
     FedRoD,
     LabelFlip,
-    Objective,
     PerFedAvg,
     PFedMe,
     Quantize,
     TopK,
 )
-from flsuite.common.messages import ClientContext
 from flsuite.data import IID, CropFlip, FederatedDataModule, Natural, TaskSequence
 from flsuite.federation import (
     Asynchronous,
@@ -663,13 +661,6 @@ class Seeing(Callback):
         return None
 
 
-class Watched(Objective):
-    """What an own algorithm may do: its callback follows the batches of a fit."""
-
-    def callbacks(self, client: ClientContext) -> list[Callback]:
-        return [Seeing()]
-
-
 class Manual(Classifier):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -777,7 +768,7 @@ def test_clients_that_freeze_other_layers_train_by_themselves(hook: str, stacks:
 
 
 def test_a_fit_without_an_epoch_for_the_body_says_so() -> None:
-    with pytest.raises(FlsuiteError, match="leaves no epoch for the body"):
+    with pytest.raises(FlsuiteError, match="leaves no step for the body"):
         fitted(Vectorized(), FedRep(head_epochs=2))
 
 
@@ -803,9 +794,59 @@ class Warm(Classifier):
 
 
 class Scheduled(Classifier):
+    def __init__(self, *args: Any, interval: str = "epoch", plateau: bool = False) -> None:
+        super().__init__(*args)
+        self.interval, self.plateau = interval, plateau
+
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        scheduler: Any = lr_scheduler.ExponentialLR(optimizer, 0.8)
+        if self.plateau:
+            scheduler = lr_scheduler.ReduceLROnPlateau(optimizer)
+        config = {"scheduler": scheduler, "interval": self.interval, "monitor": "val_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+@pytest.mark.parametrize("partition", [IID(), Natural()], ids=["equal", "unequal"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": Scheduled(InDouble(), PLAIN.optimizer)},
+        {"model": Scheduled(InDouble(), PLAIN.optimizer, interval="step")},
+        {"limit_train_batches": 0.5},
+        {"limit_train_batches": 2},
+        {"max_steps": 3},
+        {"limit_train_batches": 2, "max_steps": 3, "aggregator": PerFedAvg()},
+    ],
+    ids=["by epoch", "by step", "a fraction", "a number", "steps", "pairs"],
+)
+def test_schedulers_and_limits_are_those_of_one_client(
+    settings: dict[str, Any], partition: Any
+) -> None:
+    settings = {"model": Classifier(InDouble(), PLAIN.optimizer), "max_epochs": 3, **settings}
+    # A stack needs clients of as many steps where a scheduler changes its rate.
+    alone, stacked = (
+        fitted(engine, data=images(partition), **settings)
+        for engine in (InProcess(), Vectorized(clients=4))
+    )
+    assert distance(alone, stacked) < 1e-12
+    for ours, theirs in zip(
+        alone.federation.log.updates, stacked.federation.log.updates, strict=True
+    ):
+        assert ours.steps == theirs.steps
+
+
+def test_a_callback_with_hooks_of_steps_trains_clients_one_by_one(
+    stacks: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="flsuite"):
+        alone, stacked = (
+            fitted(engine, callbacks=[Seeing()]) for engine in (InProcess(), Vectorized())
+        )
+    assert not stacks
+    assert_same_models(alone, stacked)
+    (said,) = [r.getMessage() for r in caplog.records if "one by one" in r.getMessage()]
+    assert "a stack cannot call Seeing.on_train_batch_end" in said
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -813,14 +854,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "hooks": ({"model": Watching(PLAIN.backbone, PLAIN.optimizer)}, "on_train_batch_start"),
     "complex numbers": ({"model": Complex(PLAIN.backbone, PLAIN.optimizer)}, "complex parameters"),
     "a warm-up": ({"model": Warm(PLAIN.backbone, PLAIN.optimizer)}, "has a warm-up"),
-    "a scheduler": ({"model": Scheduled(PLAIN.backbone, PLAIN.optimizer)}, "without a scheduler"),
     "padding": ({"model": Embedding(PLAIN.backbone, PLAIN.optimizer)}, "tokens has padding_idx"),
     "a Trainer": ({"model": Reading(PLAIN.backbone, PLAIN.optimizer)}, "needs a Trainer"),
     "LBFGS": ({"model": Classifier(PLAIN.backbone, LBFGS)}, "one of SGD, Adam"),
-    "hooks of the algorithm": ({"aggregator": FedAvg(objective=Watched())}, "FedAvg does more"),
     "accumulation": ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
-    "limits": ({"limit_train_batches": 0.5}, "limit_train_batches"),
-    "callbacks": ({"callbacks": [Seeing()]}, "callback of a single fit"),
+    "a scheduler of scores": (
+        {"model": Scheduled(PLAIN.backbone, PLAIN.optimizer, plateau=True)},
+        "reads a score of one client",
+    ),
+    "two factors of the rate": (
+        {"model": Scheduled(PLAIN.backbone, PLAIN.optimizer), "lr_decay": CosineDecay(4)},
+        "would both set the learning rate",
+    ),
     "measured durations": (
         {"schedule": Asynchronous(concurrency=2, speeds=Measured())},
         "other ones than Measured",
