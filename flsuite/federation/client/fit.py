@@ -37,6 +37,7 @@ class OneFit:
     """The fit of one client, see :class:`~flsuite.common.client.ClientFit`.
 
     Attributes:
+        state: All entries of the client's model, or empty if they are the module's own.
         is_private: Whether the client trains by DP-SGD.
 
     Args:
@@ -58,7 +59,7 @@ class OneFit:
         optimizers: Sequence[Optimizer] | None = None,
     ) -> None:
         self.trainer, self.module, self.loader = trainer, module, loader
-        self._state = state or {}
+        self.state = state or {}
         parameters = {name for name, _ in module.named_parameters()}
         self.buffers: Sequence[str] = [
             name for name in entry_names(module) if name not in parameters
@@ -85,7 +86,7 @@ class OneFit:
         self, at: State, batch: Any, index: int, in_full: bool = False, draws: Any = None
     ) -> Evaluation:
         """Return the loss at some weights on the batch of this number in its epoch."""
-        given = {**self._state, **at}
+        given = {**self.state, **at}
         names = {name for name, p in self.module.named_parameters() if p.requires_grad}
         own = {name: value for name, value in at.items() if name in names}
         others = {name: value.clone() for name, value in given.items() if name in self.buffers}
@@ -95,7 +96,7 @@ class OneFit:
         return Evaluation(loss, gradient, {k: v for k, v in others.items() if k in at})
 
     def mean_loss(self, at: State) -> float:
-        return mean_loss(self.trainer, self.module, {**self._state, **at}, self.batches())
+        return mean_loss(self.trainer, self.module, {**self.state, **at}, self.batches())
 
     def batches(self, samples: int | None = None, batch_size: int = 500) -> Iterator[Any]:
         if self.is_private:

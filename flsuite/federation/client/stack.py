@@ -218,6 +218,8 @@ class Stack:
         def end(place: int, state: State) -> None:
             member = members[place]
             shown.call(member, place, "on_train_end")
+            if isinstance(fit := member.client.fit, OneFit):
+                fit.state = state  # what its algorithm may measure now
             if keeps:
                 memories[place] = {"optimizers": [optimizer.state_dict(place)]}
             self.halves.end(member.client, state, steps.helds_of(place))

@@ -79,8 +79,6 @@ class ReadsSound(FederationCallback):
 class Spoils(Callback):
     """Gives one client a NaN, and lets another one fail."""
 
-    supports_local_loop = True
-
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         client = trainer.train_dataloader.client
         if client == 3:
@@ -92,8 +90,6 @@ class Spoils(Callback):
 class SpoilsHead(Callback):
     """Gives two clients in different parts a NaN: the last of a part, the first of another."""
 
-    supports_local_loop = True
-
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.train_dataloader.client in (5, 8):
             pl_module.network[3].weight.data[0, 0] = float("nan")
@@ -102,16 +98,13 @@ class SpoilsHead(Callback):
 class KeepsALock(Objective):
     """One client's memory cannot be sent."""
 
-    def callbacks(self, client: ClientContext) -> list[Callback]:
+    def end(self, client: ClientContext, w: Any, held: Any) -> None:
         if client.id == 5:
             client.memory["lock"] = threading.Lock()
-        return []
 
 
 class Dies(Callback):
     """Kills the workers of some clients, each up to ``times`` times."""
-
-    supports_local_loop = True
 
     def __init__(self, folder: Path, times: int, clients: tuple[int, ...] = (5,)) -> None:
         self.folder, self.times, self.clients = folder, times, clients
