@@ -17,7 +17,7 @@ from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.base import LinearRule, withheld_by
 from flsuite.aggregators.rules.mean import mixed, split_buffers
 from flsuite.common.arguments import NonNegativeFloat, Settings
-from flsuite.common.client import ClientContext, Taken
+from flsuite.common.client import ClientContext
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, StateLayout, Tree, clone, divided, scaled
 
@@ -55,40 +55,27 @@ class NormalizedMean(LinearRule, Settings):
 
     def end(self, client: ClientContext, w: State, held: Any) -> None:
         """Send ``|a_k|``: how far the optimizer moves a number whose gradient is always one."""
-        shared = {*client.layout.parameters}
-        # Only one optimizer's steps count. A step of private parameters alone, as in a warm-up,
-        # moves nothing that is sent.
-        taken = [one for one in client.fit.taken if one.names & shared]
         client.extras["plain_steps"] = 0.0
+        # A step of private parameters alone, as in a warm-up, moves nothing that is sent.
+        taken = [one for one in client.fit.taken if one.names & {*client.layout.parameters}]
         if not taken:
-            client.memory.pop("optimizer", None)
             return
-        first = next(o for o in client.fit.optimizers if any(o is one.optimizer for one in taken))
-        kept = client.memory.pop("optimizer", None) if client.fit.continues else None
-        a_k, state = self._worth([one for one in taken if one.optimizer is first], kept)
-        client.extras["plain_steps"] = a_k
-        client.memory.update({"optimizer": state} if state else {})
+        # Only the steps of the model's first optimizer among them count.
+        own = min((one.optimizer for one in taken), key=client.fit.optimizers.index)
+        taken = [one for one in taken if one.optimizer is own]
 
-    def _worth(self, taken: Sequence[Taken], kept: State | None) -> tuple[float, State]:
-        """Return ``|a_k|``, and the state of its optimizer.
-
-        Args:
-            taken: The steps of the client's optimizer.
-            kept: The state after the client's last fit, if the optimizer continues from it.
-        """
         number = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-        original = taken[0].optimizer
-        optimizer = optimizer_for(original, {id(original.param_groups[0]["params"][0]): number})
-        optimizer.state[number].update(clone(kept or {}))
+        optimizer = optimizer_for(own, {id(own.param_groups[0]["params"][0]): number})
+        if client.fit.continues:
+            optimizer.state[number].update(clone(client.memory.get("optimizer", {})))
         for one in taken:
-            for group, settings in zip(optimizer.param_groups, one.settings, strict=True):
-                group |= {**settings, "weight_decay": 0.0}
+            optimizer.param_groups[0] |= {**one.settings[0], "weight_decay": 0.0}
             for _ in range(one.steps):
                 number.grad = 1.0 + self.mu * number.detach()
                 optimizer.step()
-        return -float(number.detach()) / base_rate(taken[0].settings[0]), clone(
-            optimizer.state[number]
-        )
+        client.extras["plain_steps"] = -float(number.detach()) / base_rate(taken[0].settings[0])
+        if state := optimizer.state[number]:
+            client.memory["optimizer"] = clone(state)
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         return {"plain_steps": Statistic(0.0, from_steps=True)}

@@ -19,7 +19,7 @@ from flsuite.aggregators.rules.base import Weighting
 from flsuite.common.arguments import PositiveFloat, Settings
 from flsuite.common.client import ClientContext, Oracle
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.state import State, StateLayout, Tree, add, clone, difference
+from flsuite.common.state import State, StateLayout, Tree, add, cast, clone, difference
 
 Control = Literal["displacement", "mean_gradient"]
 
@@ -57,38 +57,34 @@ class ControlVariates(Objective, Settings):
         return {"control": server.memory["control"]} if server.memory else {}
 
     def start(self, client: ClientContext, w: State) -> tuple[State, Tree]:
-        if self.control == "displacement":
+        needs_sum = self.control == "mean_gradient"
+        if not needs_sum:
             _require_plain_sgd(client)
-        zeros = _zeros(client.global_state, client.layout.parameters)
-        c = client.received.get("control", zeros)
-        c_i = client.memory.get("control", zeros)
-        return w, {"correction": difference(c, c_i), "sum": dict(zeros)}
+        c, c_i = _variates(client)
+        total = _zeros(w, client.layout.parameters) if needs_sum else {}
+        return w, {"correction": difference(c, c_i), "sum": total}
 
     def gradient(self, oracle: Oracle, w: State, held: Tree, batch: Any) -> tuple[State, Tree]:
-        g, correction, total = oracle(w, batch), held["correction"], held["sum"]
-        if self.control == "mean_gradient":  # before the correction: c_i+ is the mean of g
-            total = {k: total[k] + g[k] if k in g else total[k] for k in total}
+        g, correction = oracle(w, batch), held["correction"]
+        # Before the correction, because c_i+ is the mean of g.
+        total = {k: value + g[k] if k in g else value for k, value in held["sum"].items()}
         for k in g.keys() & correction.keys():
             g[k] = g[k] + correction[k]  # g - c_i + c (line 10)
         return g, {"correction": correction, "sum": total}
 
     def end(self, client: ClientContext, w: State, held: Tree) -> None:
-        """Keep ``c_i+`` and send ``c_i+ - c_i``."""
-        x, zeros = client.global_state, _zeros(client.global_state, client.layout.parameters)
-        c, c_i = client.received.get("control", zeros), client.memory.get("control", zeros)
-        y, total = clone({k: w[k] for k in c_i}), clone(held["sum"])
-        c_new = clone(c_i)
-        for k in c_i:
-            steps = client.fit.steps(k)  # K
-            if not steps:  # there is no gradient to estimate from, and c_i stays
-                continue
-            if self.control == "mean_gradient":
-                c_new[k] = total[k] / steps
-            else:
-                eta = _constant_rate(client, (g for one in client.fit.taken for g in one.settings))
-                c_new[k] = c_i[k] - c[k] + (x[k] - y[k]) / (steps * eta)  # line 12, option II
-        client.extras["control_change"] = difference(c_new, c_i)
-        client.memory["control"] = c_new
+        """Keep ``c_i+`` and send ``c_i+ - c_i``. A parameter without a step keeps ``c_i``."""
+        x, (c, c_i) = client.global_state, _variates(client)
+        new, steps = clone(c_i), {k: n for k in c_i if (n := client.fit.steps(k))}
+        if self.control == "mean_gradient":
+            new |= clone({k: held["sum"][k] / steps[k] for k in steps})
+        elif steps:
+            eta = _constant_rate(client, (g for one in client.fit.taken for g in one.settings))
+            y = clone({k: w[k] for k in steps})
+            for k in steps:  # line 12, option II
+                new[k] = c_i[k] - c[k] + (x[k] - y[k]) / (steps[k] * eta)
+        client.memory["control"] = new
+        client.extras["control_change"] = difference(new, c_i)
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         controls = {name: state[name] for name in layout.parameters}
@@ -99,14 +95,19 @@ class ControlVariates(Objective, Settings):
         if not updates:
             return
         # |S| / N, because only the cohort's terms of the mean have changed.
-        names = server.layout.parameters
-        control = server.memory.get("control") or _zeros(server.state, names)
-        change = {name: means["control_change"][name].to(control[name].dtype) for name in names}
-        server.memory["control"] = add(control, change, updates / server.layout.clients)
+        c = server.memory.get("control") or _zeros(server.state, server.layout.parameters)
+        change = cast(means["control_change"], c)
+        server.memory["control"] = add(c, change, updates / server.layout.clients)
 
 
 def _zeros(state: State, names: Iterable[str]) -> State:
     return {name: torch.zeros_like(state[name]) for name in names}
+
+
+def _variates(client: ClientContext) -> tuple[State, State]:
+    """Return ``c`` and ``c_i``."""
+    zeros = _zeros(client.global_state, client.layout.parameters)
+    return client.received.get("control", zeros), client.memory.get("control", zeros)
 
 
 def _constant_rate(client: ClientContext, groups: Iterable[Mapping[str, Any]]) -> float:

@@ -1,12 +1,18 @@
 """The worth of FedNova's steps, by hand."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 from torch.optim import SGD
 
 from flsuite.aggregators import FedNova
+from flsuite.aggregators.fednova import NormalizedMean
+from flsuite.common.client import ClientContext, Taken
+from flsuite.common.state import StateLayout
 from flsuite.data import Digits, Synthetic
 from flsuite.models import MLP, Classifier, FusedSpaceFed
 from tests.aggregators.federations import run, table_model
@@ -45,6 +51,24 @@ def test_a_kept_momentum_counts_in_the_next_fit() -> None:
     assert second == pytest.approx(sum(velocities[3:]))
 
 
+def test_a_fit_without_steps_leaves_the_kept_momentum() -> None:
+    """As when a gradient scaler skips all steps: the model's own optimizer keeps it, too."""
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = SGD([parameter], lr=0.1, momentum=0.9)
+    options = [{k: v for k, v in optimizer.param_groups[0].items() if k != "params"}]
+    memory: dict[str, Any] = {}
+
+    def worth_of(steps: int) -> float:
+        taken = [Taken(optimizer, options, frozenset({"w"}), steps)] if steps else []
+        fit: Any = SimpleNamespace(taken=taken, optimizers=[optimizer], continues=bool(memory))
+        layout = StateLayout(("w",), 1)
+        client = ClientContext(0, 1, 1, torch.ones(1), {}, {}, memory, layout=layout, fit=fit)
+        NormalizedMean().end(client, {}, {})
+        return client.extras["plain_steps"]
+
+    assert [worth_of(1), worth_of(0), worth_of(1)] == pytest.approx([1.0, 0.0, 1.9])
+
+
 def test_a_schedule_may_change_the_momentum() -> None:
     class Cycled(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -75,6 +99,28 @@ def test_the_optimizer_of_the_shared_layers_is_counted() -> None:
                 self.untoggle_optimizer(optimizer)
 
     assert worth(kind=Toggled) == pytest.approx(4.0)
+
+
+def test_of_two_optimizers_the_models_first_one_is_counted() -> None:
+    class Two(Classifier):
+        """Its second optimizer steps first, and twice per batch."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            bias, *rest = reversed(list(self.parameters()))
+            return [SGD(rest, lr=0.1), SGD([bias], lr=0.1)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            for optimizer in (second, second, first):
+                self.zero_grad()
+                self.manual_backward(super().training_step(batch, batch_idx))
+                optimizer.step()
+
+    assert worth(kind=Two) == pytest.approx(4.0)
 
 
 def test_a_warm_up_of_private_layers_counts_no_steps() -> None:
