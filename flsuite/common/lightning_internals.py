@@ -188,11 +188,20 @@ def configured(model: LightningModule) -> tuple[list[Optimizer], list[Any]]:
     return optimizers, _configure_schedulers_automatic_opt(schedulers, monitor)
 
 
-def show_progress(trainer: Trainer, loader: Any, epoch: int, step: int) -> None:
-    """Set the counters and the loader of a Trainer as they are before a step, counted from 0."""
+def show_progress(trainer: Trainer, loader: Any, epoch_steps: int, step: int) -> None:
+    """Set the counters and the loader of a Trainer as they are at the start or the end of a fit.
+
+    Args:
+        trainer: The Trainer.
+        loader: The client's batches.
+        epoch_steps: Steps per epoch.
+        step: Steps taken.
+    """
     set_train_loader(trainer, loader)
+    trainer.fit_loop.max_batches = epoch_steps
     trainer.training, trainer.should_stop = True, False
-    trainer.fit_loop.epoch_progress.current.completed = epoch
+    # The last epoch may be cut.
+    trainer.fit_loop.epoch_progress.current.completed = -(-step // epoch_steps)
     steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
     steps.total.completed = step
 

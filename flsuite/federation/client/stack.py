@@ -87,7 +87,6 @@ class Stack:
         if reason := single(requests[0].broadcast.callbacks):
             self._say("clients train one by one: a stack cannot call %s", reason)
             return list(requests)
-        self._seed(requests[0])  # an algorithm may draw where it starts a fit
         self.halves = self._nothing if requests[0].adapts else self._algorithm
         # A copy, because a step may leave a tensor of the transforms in the model.
         self.model = copy.deepcopy(self.setup.model).to(trainer.strategy.root_device)
@@ -135,6 +134,9 @@ class Stack:
         if (most := trainer.fit_loop.epoch_loop.max_steps) > 0:
             steps = min(steps, most)
 
+        if not steps:
+            raise RuntimeError("limit_train_batches leaves no batch")
+
         client, device = setup.view_of(request), trainer.strategy.root_device
         start = self.starts.of(request, device)
         own = request, client, loader, epoch_steps, steps
@@ -144,6 +146,7 @@ class Stack:
         state = {name: start[name] for name in self._names}
         optimizer, _ = optimizer_of(self.model)  # its rate is read, and it takes no step
         self._scale(optimizer, request)
+        self._seed("fit", request)  # an algorithm may draw where it starts a fit
         client.fit = fit = OneFit(
             trainer, self.model, loader, state, self._continues(request), [optimizer]
         )
@@ -189,7 +192,7 @@ class Stack:
         began = time.perf_counter()
         first = members[0].request
         view = data.at(first.broadcast.round)
-        self._seed(first)
+        self._seed("stack", first)  # what is drawn, as for dropout, depends on who is in the stack
         model = self.model
         if view.stage is not None:
             model = copy.deepcopy(model)
@@ -253,10 +256,10 @@ class Stack:
             fits[member.request.number] = TrainedFit(ends[place], memories[place], *ended, epochs)
         return fits
 
-    def _seed(self, first: FitRequest) -> None:
-        """Seed what a stack draws, as for dropout. It depends on who is in the stack."""
-        stream = f"stack/{first.repeat}" if first.repeat else "stack"
-        seed_process(self.setup.seed, stream, first.broadcast.round, first.client)
+    def _seed(self, stream: str, request: FitRequest) -> None:
+        """Seed what the fit of a request draws."""
+        stream = f"{stream}/{request.repeat}" if request.repeat else stream
+        seed_process(self.setup.seed, stream, request.broadcast.round, request.client)
 
     def _tensors(self, model: LightningModule, starts: Sequence[State]) -> dict[str, Tensor]:
         """Return all tensors of the models, each ``(clients, ...)``. Tied weights occur once."""

@@ -93,7 +93,7 @@ class MemberModel:
         trainer.strategy.connect(self._model)
         trainer.strategy.optimizers = [template]
         trainer.callbacks = member.callbacks  # type: ignore[attr-defined]
-        show_progress(trainer, member.loader, step // max(1, member.epoch_steps), step)
+        show_progress(trainer, member.loader, member.epoch_steps, step)
         self._model.trainer = trainer
 
         try:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from flsuite.aggregators.halves import Halves, is_at
-from flsuite.aggregators.losses import Draws, drawing_from, random_state
+from flsuite.aggregators.losses import drawing_from, random_state
 from flsuite.common.client import Evaluation
 from flsuite.common.state import State, clone
 from flsuite.federation.client.callbacks import SampleGradients
@@ -54,19 +54,19 @@ class StackSteps:
         self._trainer, self._tensors, self.members = trainer, tensors, members
         self.halves, self.optimizer, self._schedulers = halves, optimizer, schedulers
         self.private = private
-        stepping = [k for k, p in model.named_parameters() if p.requires_grad and k in tensors]
-        able = [name for name in stepping if name in optimizer.names]
-        # With noise for each sample, parameters without a gradient take steps too, and those that
-        # take none count in the norm of a sample's gradient.
-        self._parameters = {k: tensors[k] for k in able if k in used or private}
-        # Gradients of the others show whether every step uses the same parameters.
-        self.leaves = {name: tensors[name] for name in (stepping if private else able)}
+        trained = [k for k, p in model.named_parameters() if p.requires_grad and k in tensors]
+        # The others show whether every step uses the same parameters, and their gradients count in
+        # the norm of a sample's gradient.
+        self.leaves = {name: tensors[name] for name in trained}
+        # With noise for each sample, parameters without a gradient take steps too.
+        stepping = {name for name in trained if name in used or private} & optimizer.names
+        self._parameters = {name: tensors[name] for name in trained if name in stepping}
         self.others = {name: value for name, value in tensors.items() if name not in self.leaves}
         self.losses = torch.zeros(len(members), device=trainer.strategy.root_device)
         self._logged: list[dict[str, tuple[float, int]]] = [{} for _ in members]
         self._entries = entry_names(model)
         self._frozen: frozenset[str] = frozenset()
-        self._pending: list[tuple[Sequence[StackGroup], State, Draws | None]] = []
+        self._pending: list[tuple[Sequence[StackGroup], State]] = []
         self._seconds: dict[str, StackedOptimizer] = {}
 
         device = trainer.strategy.root_device
@@ -123,21 +123,22 @@ class StackSteps:
 
     def _schedule(self, step: int) -> None:
         """Step the schedulers after a step, as Lightning does. All clients have as many steps."""
+        epoch, index = divmod(step, self.members[0].epoch_steps)
+        ends = index + 1 == self.members[0].epoch_steps
         for config in self._schedulers:
-            is_epoch = config.interval == "epoch"
-            done = (step + 1) / self.members[0].epoch_steps if is_epoch else step + 1
-            if done == int(done) and done % config.frequency == 0:
+            done = epoch + 1 if config.interval == "epoch" else index + 1
+            if done % config.frequency == 0 and (ends or config.interval == "step"):
                 config.scheduler.step()
 
     def _step(self, step: int, groups: Sequence[StackGroup]) -> None:
         """Take one step of the clients that have a batch left."""
         gradients: State = {}
         changes = self.halves.changes_gradients
-        draws = random_state(self.losses.device) if changes else None
         for group in groups:
+            group.draws = random_state(self.losses.device) if changes else None
             own = self._gradients(step, group)
             gradients = with_rows(gradients, group, own, self._parameters)
-        self._pending.append((groups, gradients, draws))
+        self._pending.append((groups, gradients))
         if len(self._pending) < self.halves.batches_per_step and step + 1 < self.members[0].steps:
             return
         known = (self._pending * self.halves.batches_per_step)[: self.halves.batches_per_step]
@@ -147,20 +148,20 @@ class StackSteps:
         for place in chain.from_iterable(group.places for group in groups):
             if isinstance(fit := self.members[place].client.fit, OneFit):
                 fit.record(self.optimizer.template, frozenset(gradients))
-        self.optimizer.step(gradients)
+        self.optimizer.step({k: g for k, g in gradients.items() if k in self.optimizer.names})
 
-    def _changed(self, known: Sequence[tuple[Sequence[StackGroup], State, Draws | None]]) -> State:
+    def _changed(self, known: Sequence[tuple[Sequence[StackGroup], State]]) -> State:
         """Return the gradients that the algorithm makes of the clients' own ones."""
         handles = tuple(range(len(known)))
         batch = handles if self.halves.batches_per_step > 1 else 0
         w = {name: value.detach() for name, value in self.leaves.items()}
 
         def of_one(w: State, helds: Any, gradients: list[State]) -> tuple[State, list[Any]]:
-            oracle = _StackedOracle(self, w, gradients, known)
+            oracle = _StackedOracle(self, w, gradients, [groups for groups, _ in known])
             return self.halves.gradient(oracle, w, helds, batch, self._is_first)
 
         together = torch.vmap(of_one, randomness="different")
-        changed, self.helds = together(w, self.helds, [own for _, own, _ in known])
+        changed, self.helds = together(w, self.helds, [own for _, own in known])
         self._is_first = False
         return {name: value.contiguous() for name, value in changed.items()}
 
@@ -174,17 +175,17 @@ class StackSteps:
         sizes = group.sizes
         if self.private and sizes is None:
             sizes = torch.tensor(group.samples(), device=self.losses.device)
-        own = group.batch, group.index
-        done = self.loss.step(leaves, others, *own, held, sizes, bool(self.private))
-        stepping = self._parameters.keys() - self._frozen
-        if not self.private and done.gradients.keys() != stepping:
+        given = leaves, others, group.batch, group.index, held, sizes
+        done = self.loss.step(*given, by_sample=bool(self.private))
+        own = {k: g for k, g in done.gradients.items() if k in self.optimizer.names}
+        if not self.private and own.keys() != self._parameters.keys() - self._frozen:
             raise RuntimeError("the loss depends on other parameters in some of the steps")
 
         for name, value in done.buffers.items():
             self.others[name][at] = value
         self.losses[at] += done.losses
         self._log(step, group, done.logged)
-        return self._noised(step, group, done.gradients) if self.private else done.gradients
+        return self._noised(step, group, done.gradients) if self.private else own
 
     def _noised(self, step: int, group: StackGroup, samples: State) -> State:
         """Return the gradients that each client's callback computes from those of its samples."""
@@ -210,14 +211,12 @@ class StackSteps:
                     total, seen = (0.0, 0) if is_of_step else sums.get(name, (0.0, 0))
                     sums[name] = total + value * size, seen + size
 
-    def evaluate(
-        self, at: State, known: tuple[Sequence[StackGroup], State, Draws | None], in_full: bool
-    ) -> Evaluation:
+    def evaluate(self, at: State, groups: Sequence[StackGroup], in_full: bool) -> Evaluation:
         """Return the losses at other weights, with one row per client, zero without a batch.
 
         Args:
             at: Entries of the models, each ``(clients, ...)``.
-            known: The batches of the clients, and the random state of their own steps.
+            groups: The batches of the clients.
             in_full: Whether to compute without autocast.
 
         Raises:
@@ -225,14 +224,13 @@ class StackSteps:
         """
         if self.private:
             raise RuntimeError("an algorithm trains at other weights, without the noise of DPSGD")
-        groups, _, draws = known
         own = {name: value for name, value in at.items() if name in self.leaves}
         rest = {**self._tensors, **at}
         losses, gradients, buffers = torch.zeros_like(self.losses), State(), State()
         for group in groups:
             leaves = {name: value[group.at] for name, value in own.items()}
             others = {k: v[group.at] for k, v in rest.items() if k not in own}
-            with drawing_from(self.losses.device, draws):  # as the model's own step
+            with drawing_from(self.losses.device, group.draws):  # as the model's own step
                 step = self._plain_loss.step(
                     leaves, others, group.batch, group.index, {}, group.sizes, in_full=in_full
                 )
@@ -259,9 +257,9 @@ class _StackedOracle:
         steps: StackSteps,
         w: State,
         gradients: Sequence[State],
-        known: Sequence[tuple[Sequence[StackGroup], State, Draws | None]],
+        batches: Sequence[Sequence[StackGroup]],
     ) -> None:
-        self._steps, self._w, self._gradients, self._known = steps, w, gradients, known
+        self._steps, self._w, self._gradients, self._batches = steps, w, gradients, batches
 
     @property
     def rate(self) -> float:
@@ -273,7 +271,7 @@ class _StackedOracle:
         return self.evaluate(at, batch, in_full).gradient
 
     def evaluate(self, at: State, batch: int, in_full: bool = False) -> Evaluation:
-        of_all = partial(self._steps.evaluate, known=self._known[batch], in_full=in_full)
+        of_all = partial(self._steps.evaluate, groups=self._batches[batch], in_full=in_full)
         return Evaluation(*_for_all(of_all, at))
 
     def step(self, name: str, v: State, gradient: State) -> State:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from flsuite.aggregators.losses import step_loss
+from flsuite.aggregators.losses import Draws, step_loss
 from flsuite.aggregators.objectives.checks import no_change_in_place
 from flsuite.aggregators.objectives.feature_term import (
     FeatureTerm,
@@ -40,6 +40,7 @@ class StackGroup:
         index: The number of the batch in its epoch, or one per client, int64 ``(clients,)``.
         sizes: How many samples of a batch count, ``(clients,)``. The others fill up smaller
             batches. Default: all.
+        draws: The random state of their own step, to compute it again at other weights.
     """
 
     places: Sequence[int]
@@ -47,6 +48,7 @@ class StackGroup:
     batch: Any
     index: int | Tensor
     sizes: Tensor | None = None
+    draws: Draws | None = None
 
     def samples(self) -> list[int]:
         """Return how many samples of each batch count."""

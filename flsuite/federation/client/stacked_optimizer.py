@@ -77,10 +77,7 @@ class StackedOptimizer:
             if name in self._tensors and states[0]:
                 tensor = self._tensors[name]
                 self._stacked.state[tensor] = {
-                    key: torch.stack([state[key].to(tensor.device) for state in states])
-                    if _is_stacked(key, value)
-                    else value
-                    for key, value in states[0].items()
+                    key: _joined(key, [state[key] for state in states], tensor) for key in states[0]
                 }
 
     def state_dict(self, place: int) -> dict[str, Any]:
@@ -132,6 +129,17 @@ def past_of(states: Sequence[Mapping[str, Any]] | None) -> tuple[Any, ...]:
         for key, value in state.items()
         if value is not None
     )
+
+
+def _joined(key: str, values: Sequence[Any], like: Tensor) -> Any:
+    """Return an entry of the state of all clients, of the dtype in which torch loads it."""
+    first = values[0]
+    if not isinstance(first, Tensor):
+        return first
+    dtype = first.dtype if key == "step" else like.dtype
+    if _is_stacked(key, first):
+        return torch.stack([value.to(like.device, dtype) for value in values])
+    return first.to(dtype, copy=True)  # the kept one is the client's
 
 
 def _part(key: str, value: Any, place: int, device: str | None = None) -> Any:
