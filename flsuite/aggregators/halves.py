@@ -58,7 +58,7 @@ class Halves:
         """Return the weights that a fit starts from, and what each part holds."""
         helds = []
         for part in self.parts:
-            with no_change_in_place(part, client.global_state):
+            with no_change_in_place(part, [client.global_state, w]):
                 started: Any = part.start(client, w)
             if not isinstance(started, tuple) or len(started) != 2:
                 raise wrong(part, "start", started, "the weights, and what the steps hold")
