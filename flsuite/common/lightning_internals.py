@@ -202,6 +202,8 @@ def show_progress(trainer: Trainer, loader: Any, epoch_steps: int, step: int) ->
     trainer.training, trainer.should_stop = True, False
     # The last epoch may be cut.
     trainer.fit_loop.epoch_progress.current.completed = -(-step // epoch_steps)
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    batches.is_last_batch = step > 0 and step % epoch_steps == 0
     steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
     steps.total.completed = step
 

@@ -19,6 +19,7 @@ from tests.federation.engines import test_vectorized
 from tests.federation.engines.test_vectorized import (
     close,
     fitted,
+    images,
     table_data,
     table_model,
 )
@@ -28,7 +29,9 @@ stacks = test_vectorized.stacks  # a fixture
 FACTORS: list[Callable[[Any, Any], float]] = [
     lambda trainer, module: 1 + trainer.global_step / 9,
     lambda trainer, module: 1 + trainer.current_epoch,
+    lambda trainer, module: 2 if trainer.is_last_batch else 1,
     lambda trainer, module: trainer.num_training_batches / 3,
+    lambda trainer, module: trainer.estimated_stepping_batches / 5,
     lambda trainer, module: 1 + trainer.train_dataloader.client,
     lambda trainer, module: 1 + 2 * module.global_step + 3 * module.current_epoch,
     lambda trainer, module: trainer.max_epochs,
@@ -46,8 +49,12 @@ class Scales(Callback):
     on_train_start = on_train_end = _scale  # type: ignore[assignment]
 
 
-def test_the_trainer_counts_the_steps_of_one_client(stacks: list[int]) -> None:
-    close(stacks, 1e-5, FedAvg(), data=table_data(8), callbacks=[Scales()])
+@pytest.mark.parametrize("limits", [{}, {"limit_train_batches": 2, "max_steps": 3}])
+def test_the_trainer_counts_the_steps_of_one_client(
+    limits: dict[str, int], stacks: list[int]
+) -> None:
+    model = Classifier(MLP((4,)), partial(SGD, lr=0.05))
+    close(stacks, 1e-5, model=model, data=images(), callbacks=[Scales()], **limits)
 
 
 def momenta(optimizer: Any) -> list[torch.Tensor]:
