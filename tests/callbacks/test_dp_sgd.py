@@ -49,7 +49,6 @@ def fit(callback: DPSGD, rounds: int = 1, callbacks: Any = (), **kwargs: Any) ->
 class Spy(Callback):
     """Notes what the optimizer is about to step along, and what was drawn for it."""
 
-    supports_local_loop = True
     seen: list[tuple[int, dict[str, torch.Tensor]]] = []
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
