@@ -1,19 +1,20 @@
 """The client halves of an algorithm's parts, as one chain of functions."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
 from flsuite.aggregators.objectives.checks import (
-    is_part_of,
     no_change_in_place,
+    no_other_draws,
+    require_entries,
     require_tensors,
     wrong,
 )
 from flsuite.aggregators.objectives.feature_term import FeatureTerm
 from flsuite.aggregators.part import ClientHalf
-from flsuite.common.client import ClientContext, Evaluation, Oracle
+from flsuite.common.client import BatchHandle, ClientContext, Evaluation, Oracle
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State
 from flsuite.data.loader import TrainLoader
@@ -63,12 +64,18 @@ class Halves:
             if not isinstance(started, tuple) or len(started) != 2:
                 raise wrong(part, "start", started, "the weights, and what the steps hold")
             new, held = started
-            if not isinstance(new, Mapping) or new.keys() != w.keys():
-                raise wrong(part, "start", new, "all entries of w, and what the steps hold")
+            require_entries(part, "start", new, w)
+            if missing := [name for name in w if name not in new]:
+                raise wrong(part, "start", new, f"all entries of w, {missing[0]} too")
             require_tensors(part, "start", held)
             w = dict(new)
             helds.append(held)
         return w, helds
+
+    def handle_of(self, batches: int) -> Any:
+        """Return what stands for so many batches of a step: a handle, or a pair of them."""
+        handles = tuple(map(BatchHandle, range(batches)))
+        return handles if self.batches_per_step > 1 else handles[0]
 
     def gradient(
         self, oracle: Oracle, w: State, helds: Sequence[Any], batch: Any, is_first: bool
@@ -99,7 +106,10 @@ class Halves:
     def trains(self, epoch: int, names: Collection[str]) -> frozenset[str]:
         """Return the parameters that train in an epoch."""
         for part in self.parts:
-            names = part.trains(epoch, names)
+            some: Any = part.trains(epoch, names)
+            if not isinstance(some, Collection) or not {*some} <= {*names}:
+                raise wrong(part, "trains", some, "some of the given names")
+            names = some
         return frozenset(names)
 
     def end(self, client: ClientContext, w: State, helds: Sequence[Any]) -> None:
@@ -143,14 +153,12 @@ def _checked(
     Raises:
         FlsuiteError: If the part returns something else, or changes what it reads.
     """
-    with no_change_in_place(part, [w, held]):
+    with no_change_in_place(part, [w, held]), no_other_draws(f"{type(part).__name__}.gradient"):
         stepped: Any = part.gradient(oracle, w, held, batch)
     if not isinstance(stepped, tuple) or len(stepped) != 2:
         raise wrong(part, "gradient", stepped, "a gradient, and what the steps hold")
     gradient, after = stepped
-    if not is_part_of(gradient, w):
-        wanted = f"entries of w, of the same shapes and dtypes ({', '.join(w)})"
-        raise wrong(part, "gradient", gradient, wanted)
+    require_entries(part, "gradient", gradient, w)
     require_tensors(part, "gradient", after)
     return gradient, after
 

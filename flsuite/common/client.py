@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State, StateLayout
 
 
@@ -23,6 +24,18 @@ class Evaluation(NamedTuple):
     loss: Tensor
     gradient: State
     buffers: State
+
+
+class BatchHandle(int):
+    """Stands for a batch of the present step, to hand to the oracle."""
+
+    def _refuse(self, *args: Any) -> Any:
+        raise FlsuiteError(
+            "gradient cannot read the batch, which only stands for its samples: hand it to the "
+            "oracle, or state a term of the samples as a FeatureTerm"
+        )
+
+    __iter__ = __getitem__ = _refuse
 
 
 class Oracle(Protocol):

@@ -1,5 +1,6 @@
 """What an objective stated in functions of tensors may return, read and change, on two engines."""
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,13 @@ from flsuite.common.client import ClientContext
 from flsuite.data import Dirichlet
 from flsuite.federation import InProcess, Vectorized
 from flsuite.models import Classifier
-from tests.aggregators.federations import Quadratic, Quadratics, federation, run
+from tests.aggregators.federations import (
+    Quadratic,
+    Quadratics,
+    assert_same_models,
+    federation,
+    run,
+)
 from tests.conftest import long
 from tests.federation.engines import test_vectorized
 from tests.federation.engines.test_processes import Images
@@ -253,8 +260,8 @@ WRONG = {
     ReadsNumbers: "start returned int; return tensors in dictionaries",
     InCompared: "InCompared changes what it reads of the client; make new tensors",
     OnlyWeights: "start returned dict; return the weights, and what the steps hold",
-    SomeWeights: "start returned dict; return all entries of w, and what the steps hold",
-    OtherNames: r"gradient returned dict; return entries of w, of the same .* \(network",
+    SomeWeights: "start returned dict; return all entries of w, network.1.weight too",
+    OtherNames: r"returned the entry module.network.0.weight; return entries of w alone",
     OnlyGradient: "gradient returned dict; return a gradient, and what the steps hold",
     NoGradient: "gradient returned None; return a gradient, and what the steps hold",
     Counts: "gradient returned int; return tensors in dictionaries",
@@ -292,3 +299,78 @@ def test_a_stack_measures_the_clients_that_are_to_be_measured(stacks: list[int])
     made = run(FedAvg(objective=MeasuresSome()), 1, engine=Vectorized())
     updates = made.federation.log.updates
     assert stacks and [one.client for one in updates if "measured" in one.metrics] == [1, 2]
+
+
+class Wrong(Objective):
+    """Makes one mistake in one of its functions."""
+
+    def __init__(self, method: str, mistake: Any) -> None:
+        self.method, self.mistake = method, mistake
+
+    def start(self, client: Any, w: Any) -> Any:
+        return self.mistake(client, w) if self.method == "start" else (w, {})
+
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        if self.method == "gradient":
+            return self.mistake(oracle, w, held, batch)
+        return oracle(w, batch), held
+
+    def trains(self, epoch: Any, names: Any) -> Any:
+        return self.mistake(names) if self.method == "trains" else names
+
+
+MISTAKES: dict[str, tuple[str, Any, str]] = {
+    "dtype": (
+        "start",
+        lambda client, w: ({name: value.half() for name, value in w.items()}, {}),
+        r"Wrong\.start returned network.* torch\.float16; return network.* torch\.float32",
+    ),
+    "no entry": ("start", lambda client, w: ({}, {}), r"Wrong\.start .* all entries of w, "),
+    "none": (
+        "gradient",
+        lambda oracle, w, held, batch: (dict.fromkeys(w), held),
+        r"Wrong\.gradient returned None; return ",
+    ),
+    "other entry": (
+        "gradient",
+        lambda oracle, w, held, batch: ({**oracle(w, batch), "x": torch.zeros(1)}, held),
+        r"Wrong\.gradient returned the entry x; return entries of w alone",
+    ),
+    "draws": (
+        "gradient",
+        lambda oracle, w, held, batch: (
+            {name: random.random() * value for name, value in oracle(w, batch).items()},
+            held,
+        ),
+        r"Wrong\.gradient draws from random or numpy",
+    ),
+    "reads the batch": (
+        "gradient",
+        lambda oracle, w, held, batch: (batch[0] * oracle(w, batch), held),
+        "gradient cannot read the batch",
+    ),
+    "nothing": ("trains", lambda names: None, r"Wrong\.trains returned None; return some of"),
+    "unknown": ("trains", lambda names: ["x"], r"Wrong\.trains returned list; return some of"),
+}
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
+@pytest.mark.parametrize(("method", "mistake", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_named_with_its_function(
+    method: str, mistake: Any, words: str, engine: Any
+) -> None:
+    with pytest.raises(FlsuiteError, match=words):
+        run(FedAvg(objective=Wrong(method, mistake)), 1, engine=engine)
+
+
+def test_a_stack_says_that_a_gradient_reads_a_number(caplog: pytest.LogCaptureFixture) -> None:
+    def reads(oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        g = oracle(w, batch)
+        return {name: value * float(value.norm() < 9) for name, value in g.items()}, held
+
+    one, other = (
+        run(FedAvg(objective=Wrong("gradient", reads)), 1, engine=engine)
+        for engine in (InProcess(), Vectorized())
+    )
+    assert_same_models(one, other)
+    assert "gradient of Wrong or Mean reads a number" in caplog.text

@@ -1,9 +1,12 @@
 """Checks of what the functions of a client half return and leave unchanged."""
 
+import pickle
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.utils._pytree import tree_leaves
@@ -19,12 +22,13 @@ def wrong(part: ClientHalf, method: str, returned: Any, wanted: str) -> FlsuiteE
     Args:
         part: The part.
         method: Name of its function.
-        returned: What it has returned.
+        returned: What it has returned, or a text that says it.
         wanted: What it should return.
     """
     shape = f" of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else ""
     kind = "None" if returned is None else type(returned).__name__
-    return FlsuiteError(f"{type(part).__name__}.{method} returned {kind}{shape}; return {wanted}")
+    what = returned if isinstance(returned, str) else f"{kind}{shape}"
+    return FlsuiteError(f"{type(part).__name__}.{method} returned {what}; return {wanted}")
 
 
 def require_tensors(part: ClientHalf, method: str, held: Any) -> None:
@@ -39,12 +43,24 @@ def require_tensors(part: ClientHalf, method: str, held: Any) -> None:
             raise wrong(part, method, leaf, wanted)
 
 
-def is_part_of(gradient: Any, w: State) -> bool:
-    """Return whether a gradient has entries of the weights, of their shapes and dtypes."""
-    return isinstance(gradient, Mapping) and all(
-        name in w and (value.shape, value.dtype) == (w[name].shape, w[name].dtype)
-        for name, value in gradient.items()
-    )
+def require_entries(part: ClientHalf, method: str, given: Any, w: State) -> None:
+    """Refuse what a function has returned if it is no entries of the weights.
+
+    Raises:
+        FlsuiteError: If it has others, or an entry of another shape or dtype.
+    """
+    if not isinstance(given, Mapping):
+        raise wrong(part, method, given, "a dictionary of entries of w")
+    for name, value in given.items():
+        own = w.get(name)
+        if own is None:
+            raise wrong(part, method, f"the entry {name}", f"entries of w alone ({', '.join(w)})")
+        wanted = f"{name} of shape {tuple(own.shape)} and dtype {own.dtype}"
+        if not isinstance(value, Tensor):
+            raise wrong(part, method, value, wanted)
+        if (value.shape, value.dtype) != (own.shape, own.dtype):
+            returned = f"{name} of shape {tuple(value.shape)} and dtype {value.dtype}"
+            raise wrong(part, method, returned, wanted)
 
 
 @contextmanager
@@ -65,6 +81,22 @@ def no_change_in_place(part: ClientHalf | None, held: Any) -> Iterator[None]:
             f"{type(part).__name__} changes what it reads of the client; make new tensors, "
             "and leave the dictionaries as they are"
         )
+
+
+@contextmanager
+def no_other_draws(what: str) -> Iterator[None]:
+    """Refuse draws from Python's or NumPy's generator: all clients of a stack would share them.
+
+    Args:
+        what: What must not draw, for the message.
+
+    Raises:
+        FlsuiteError: If it does.
+    """
+    before = random.getstate(), pickle.dumps(np.random.get_state())
+    yield
+    if before != (random.getstate(), pickle.dumps(np.random.get_state())):
+        raise FlsuiteError(f"{what} draws from random or numpy; draw from torch instead")
 
 
 def _version(tensor: Tensor) -> int:

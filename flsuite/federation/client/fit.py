@@ -289,7 +289,7 @@ class AlgorithmSteps:
         """Set the gradients that the algorithm returns for some parameters, and return them."""
         w = {name: p.detach() for name, p in self._trained.items()}
         oracle = OneOracle(self.fit, w, known, self._seconds)
-        batch = tuple(range(len(known))) if self.halves.batches_per_step > 1 else 0
+        batch = self.halves.handle_of(len(known))
         gradient, helds = self.halves.gradient(oracle, w, self._helds, batch, self._is_first)
         self._helds, self._is_first = helds, False
         for name, parameter in stepping:

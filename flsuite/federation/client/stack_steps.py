@@ -152,8 +152,7 @@ class StackSteps:
 
     def _changed(self, known: Sequence[tuple[Sequence[StackGroup], State]]) -> State:
         """Return the gradients that the algorithm makes of the clients' own ones."""
-        handles = tuple(range(len(known)))
-        batch = handles if self.halves.batches_per_step > 1 else 0
+        batch = self.halves.handle_of(len(known))
         w = {name: value.detach() for name, value in self.leaves.items()}
 
         def of_one(w: State, helds: Any, gradients: list[State]) -> tuple[State, list[Any]]:
@@ -161,7 +160,16 @@ class StackSteps:
             return self.halves.gradient(oracle, w, helds, batch, self._is_first)
 
         together = torch.vmap(of_one, randomness="different")
-        changed, self.helds = together(w, self.helds, [own for _, own in known])
+        try:
+            changed, self.helds = together(w, self.helds, [own for _, own in known])
+        except RuntimeError as error:
+            if "vmap" not in str(error):
+                raise
+            names = " or ".join(type(part).__name__ for part in self.halves.parts)
+            raise RuntimeError(
+                f"gradient of {names} reads a number or changes a tensor in place; compute with "
+                "tensors, as torch.where does, so that it serves all clients at once"
+            ) from error
         self._is_first = False
         return {name: value.contiguous() for name, value in changed.items()}
 

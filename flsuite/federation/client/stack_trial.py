@@ -1,12 +1,8 @@
 """One step of one client, which shows whether a stack can train a model."""
 
-import pickle
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -14,6 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from flsuite.aggregators.losses import step_loss
+from flsuite.aggregators.objectives.checks import no_other_draws
 from flsuite.common.state import State
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models.modes import PlainAttributes
@@ -49,7 +46,12 @@ def used_parameters(
             raise RuntimeError(f"a step changes {names[0]} of {kind}, which clients would share")
 
     precision = trainer.precision_plugin.train_step_context()
-    with torch.random.fork_rng(), precision, _other_draws_refused(kind), _EmbeddingOptionsRefused():
+    with (
+        torch.random.fork_rng(),
+        precision,
+        no_other_draws(f"a step of {kind}"),
+        _EmbeddingOptionsRefused(),
+    ):
         loss = step_loss(model, leaves, batch, 0, ends=ends, then=refuse_changes)
     changed = {name for name, value in leaves.items() if value._version != versions[name]}
     changed |= {name for name in buffers if ends[name] is not leaves[name]}
@@ -58,15 +60,6 @@ def used_parameters(
         raise RuntimeError(f"a step of {kind} changes {lost[0]}, which would be lost")
     gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
     return [name for name, g in zip(names, gradients, strict=True) if g is not None]
-
-
-@contextmanager
-def _other_draws_refused(kind: str) -> Iterator[None]:
-    """Refuse draws from Python's or NumPy's generator: all clients of a stack would share them."""
-    before = random.getstate(), pickle.dumps(np.random.get_state())
-    yield
-    if before != (random.getstate(), pickle.dumps(np.random.get_state())):
-        raise RuntimeError(f"a step of {kind} draws from random or numpy; draw from torch instead")
 
 
 class _EmbeddingOptionsRefused(TorchFunctionMode):
