@@ -374,3 +374,39 @@ def test_a_stack_says_that_a_gradient_reads_a_number(caplog: pytest.LogCaptureFi
     )
     assert_same_models(one, other)
     assert "gradient of Wrong or Mean reads a number" in caplog.text
+
+
+class RestsBesideAnother(Objective):
+    """Trains a part of the model in each epoch, and all of a second model."""
+
+    def start(self, client: Any, w: Any) -> Any:
+        return w, {"v": {name: w[name] for name in client.layout.parameters}}
+
+    def trains(self, epoch: Any, names: Any) -> Any:
+        return [name for name in names if name.endswith("bias") == (epoch == 0)]
+
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        g = oracle(held["v"], batch)
+        assert g.keys() == held["v"].keys()
+        return oracle(w, batch), {"v": oracle.step("v", held["v"], g)}
+
+    def end(self, client: Any, w: Any, held: Any) -> None:
+        client.memory["v"] = {name: value.clone() for name, value in held["v"].items()}
+        w_0 = client.global_state
+        client.metrics["moved"] = float(
+            sum(not torch.equal(w_0[k], v) for k, v in held["v"].items())
+        )
+
+
+def test_a_second_model_trains_where_the_first_one_rests() -> None:
+    one, other = (
+        run(FedAvg(objective=RestsBesideAnother()), 1, engine=engine, max_epochs=2)
+        for engine in (InProcess(), Vectorized())
+    )
+    for client in range(2):
+        ours, theirs = (m.federation.clients[client]["objective"]["v"] for m in (one, other))
+        for name, value in ours.items():
+            torch.testing.assert_close(theirs[name], value)
+    for made in (one, other):
+        # A bias in front of BatchNorm has no gradient.
+        assert min(u.metrics["moved"] for u in made.federation.log.updates) >= len(ours) - 1

@@ -36,10 +36,6 @@ class Known(NamedTuple):
 class OneFit:
     """The fit of one client, see :class:`~flsuite.common.client.ClientFit`.
 
-    Attributes:
-        state: All entries of the client's model, or empty if they are the module's own.
-        is_private: Whether the client trains by DP-SGD.
-
     Args:
         trainer: The Trainer of the fit.
         module: The model.
@@ -47,6 +43,11 @@ class OneFit:
         state: All entries of the client's model. Default: they are the module's own.
         continues: Whether the optimizers continue from the client's last fit.
         optimizers: The model's optimizers. Default: they are the Trainer's.
+
+    Attributes:
+        state: All entries of the client's model, or empty if they are the module's own.
+        trained: The trainable parameters, also those that rest in some epochs.
+        is_private: Whether the client trains by DP-SGD.
     """
 
     def __init__(
@@ -60,10 +61,9 @@ class OneFit:
     ) -> None:
         self.trainer, self.module, self.loader = trainer, module, loader
         self.state = state or {}
-        parameters = {name for name, _ in module.named_parameters()}
-        self.buffers: Sequence[str] = [
-            name for name in entry_names(module) if name not in parameters
-        ]
+        own = dict(module.named_parameters())
+        self.trained = {name: p for name, p in own.items() if p.requires_grad}
+        self.buffers: Sequence[str] = [name for name in entry_names(module) if name not in own]
         self.optimizers: Sequence[Optimizer] = optimizers or trainer.optimizers
         self.clips, self.continues = bool(trainer.gradient_clip_val), continues
         self.is_private = is_private(module)
@@ -87,8 +87,7 @@ class OneFit:
     ) -> Evaluation:
         """Return the loss at some weights on the batch of this number in its epoch."""
         given = {**self.state, **at}
-        names = {name for name, p in self.module.named_parameters() if p.requires_grad}
-        own = {name: value for name, value in at.items() if name in names}
+        own = {name: value for name, value in at.items() if name in self.trained}
         others = {name: value.clone() for name, value in given.items() if name in self.buffers}
         rest = {k: v for k, v in given.items() if k not in own and k not in others}
         step = self.trainer, self.module, own, batch, index
@@ -160,7 +159,7 @@ class OneOracle:
 
     def step(self, name: str, v: State, gradient: State) -> State:
         if name not in self._seconds:
-            self._seconds[name] = SecondOptimizer(self._fit.trainer, self._fit.module, v)
+            self._seconds[name] = SecondOptimizer(self._fit, v)
         return self._seconds[name].step(v, gradient)
 
     def _of(self, batch: int) -> Known:
@@ -171,14 +170,13 @@ class SecondOptimizer:
     """A copy of the model's optimizers for other weights. It starts anew in every fit.
 
     Args:
-        trainer: The Trainer of the fit.
-        module: The model.
+        fit: The fit.
         v: The weights, by names of the model's parameters.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, v: State) -> None:
-        own = {name: p for name, p in module.named_parameters() if name in v and p.requires_grad}
-        self._trainer = trainer
+    def __init__(self, fit: OneFit, v: State) -> None:
+        own = {name: p for name, p in fit.trained.items() if name in v}
+        self._trainer = trainer = fit.trainer
         self._tensors = {name: torch.empty_like(p).requires_grad_() for name, p in own.items()}
         replaced = {id(p): self._tensors[name] for name, p in own.items()}
         self._optimizers = [optimizer_for(one, replaced) for one in trainer.optimizers]
@@ -226,7 +224,7 @@ class AlgorithmSteps:
         w, helds = halves.start(client, state)
         load_(own, {name: value for name, value in w.items() if value is not state[name]})
         self._helds: Any = [tree_map(self._kept(), held) for held in helds]
-        self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._trained = fit.trained
         self._warmup = extra_epochs(module)
         self._stepping: dict[int, list[tuple[str, Tensor]]] = {}
         self._pending: list[Known] = []
