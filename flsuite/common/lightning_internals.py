@@ -27,7 +27,7 @@ INTERNALS = {
         "_run_stage _detect_anomaly _signal_connector.register_signal_handlers "
         "_signal_connector.teardown _checkpoint_connector._restore_modules_and_callbacks "
         "_checkpoint_connector._select_ckpt_path _checkpoint_connector.restore_training_state "
-        "_checkpoint_connector.resume_end fit_loop._data_source.dataloader "
+        "_checkpoint_connector.resume_end "
         "fit_loop._data_source.instance fit_loop._combined_loader "
         "fit_loop.epoch_loop._batches_that_stepped "
         "fit_loop.epoch_loop.batch_progress.is_last_batch"
@@ -208,11 +208,6 @@ def show_progress(trainer: Trainer, loader: Any, epoch_steps: int, step: int) ->
     steps.total.completed = step
 
 
-def train_loader(trainer: Trainer) -> Any:
-    """Return the train dataloader passed to the current fit."""
-    return trainer.fit_loop._data_source.dataloader()
-
-
 def attach_to_fit(trainer: Trainer, loader: Any) -> None:
     """Connect the loader and the callbacks to a fit, as ``Trainer.fit`` does."""
     trainer.lightning_module.trainer = trainer
@@ -247,11 +242,6 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any]:
 def detects_anomalies(trainer: Trainer) -> bool:
     """Return the Trainer's ``detect_anomaly`` argument."""
     return trainer._detect_anomaly
-
-
-def enter_hook(module: LightningModule, name: str) -> None:
-    """Tell ``self.log`` which hook is running."""
-    module._current_fx_name = name
 
 
 def leave_hooks(module: LightningModule) -> None:

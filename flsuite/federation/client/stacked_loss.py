@@ -55,11 +55,6 @@ class StackGroup:
         size = tree_leaves(self.batch)[0].shape[1]
         return [size] * len(self.places) if self.sizes is None else self.sizes.tolist()
 
-    def batch_of(self, index: int) -> Any:
-        """Return the batch of one client."""
-        size = self.samples()[index]
-        return tree_map(lambda part: part[index, :size], self.batch)
-
 
 @dataclass
 class StackedStep:
