@@ -69,6 +69,11 @@ def test_a_fit_without_steps_leaves_the_kept_momentum() -> None:
     assert [worth_of(1), worth_of(0), worth_of(1)] == pytest.approx([1.0, 0.0, 1.9])
 
 
+def test_a_momentum_that_is_not_kept_does_not_count() -> None:
+    momentum = {"lr": 0.1, "momentum": 0.9}
+    assert worth(rounds=2, optimizer=momentum) == pytest.approx(worth(optimizer=momentum))
+
+
 def test_a_schedule_may_change_the_momentum() -> None:
     class Cycled(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
