@@ -106,7 +106,7 @@ class ClientFit(Protocol):
     optimizers: Sequence[Optimizer]
     clips: bool
     continues: bool
-    taken: Sequence[Taken]
+    taken: list[Taken]
 
     def evaluate(self, at: State, batch: Any) -> Evaluation:
         """Return the loss on a batch at some weights, see :meth:`Oracle.evaluate`."""

@@ -67,7 +67,7 @@ class OneFit:
         self.optimizers: Sequence[Optimizer] = optimizers or trainer.optimizers
         self.clips, self.continues = bool(trainer.gradient_clip_val), continues
         self.is_private = is_private(module)
-        self.taken: Sequence[Taken] = []
+        self.taken: list[Taken] = []
         self._index = 0
 
     @property
@@ -114,10 +114,10 @@ class OneFit:
     def record(self, optimizer: Optimizer, names: frozenset[str]) -> None:
         """Record a step of an optimizer."""
         options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        new, before = Taken(optimizer, options, names, 1), self.taken
-        if before and before[-1][:3] == new[:3]:
-            before, new = before[:-1], new._replace(steps=before[-1].steps + 1)
-        self.taken = [*before, new]
+        new = Taken(optimizer, options, names, 1)
+        if self.taken and self.taken[-1][:3] == new[:3]:
+            new = new._replace(steps=self.taken.pop().steps + 1)
+        self.taken.append(new)
 
 
 class OneOracle:
