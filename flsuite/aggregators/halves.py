@@ -4,7 +4,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from torch.utils._pytree import tree_structure
 
+from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.objectives.checks import (
     no_change_in_place,
     no_other_draws,
@@ -19,8 +21,17 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State
 from flsuite.data.loader import TrainLoader
 
-_STEPS = ("gradient", "trains")
-_ENDS = ("start", "end")
+_ACTS = ("start", "gradient", "trains", "end")
+_FUNCTIONS = (
+    *_ACTS,
+    "measure",
+    "compared",
+    "term",
+    "logits",
+    "statistics",
+    "conclude",
+    "own_entries",
+)
 
 
 class Halves:
@@ -39,15 +50,17 @@ class Halves:
                     f"{type(part).__name__}.callbacks is not called: state what a client does in "
                     "its steps as start, gradient and end, and what it measures as measure"
                 )
+            _require_a_function(part)
         self.parts = parts
         terms = [part for part in parts if isinstance(part, FeatureTerm)]
         self.term = terms[0] if terms else None
         self.batches_per_step = max((part.batches_per_step for part in parts), default=1)
         self.measures = any(_has(part, "measure") for part in parts)
-        self.changes_gradients = any(_has(part, "gradient") for part in parts)
+        self.with_gradients = [part for part in parts if _has(part, "gradient")]
+        self.changes_gradients = bool(self.with_gradients)
         self.has_phases = any(_has(part, "trains") for part in parts)
         self.trains_plainly = self.term is None and not any(
-            _has(part, name) for part in parts for name in (*_STEPS, *_ENDS)
+            _has(part, name) for part in parts for name in _ACTS
         )
 
     def check(self, model: LightningModule) -> None:
@@ -123,6 +136,14 @@ class Halves:
             part.measure(client, module, loader)
 
 
+def _require_a_function(part: ClientHalf) -> None:
+    """Refuse an objective that has none of the functions, and so would do nothing."""
+    kind, base = type(part), FeatureTerm if isinstance(part, FeatureTerm) else Objective
+    is_same = (getattr(kind, name, None) is getattr(base, name, None) for name in _FUNCTIONS)
+    if isinstance(part, Objective) and kind is not Objective and all(is_same):
+        raise FlsuiteError(f"{kind.__name__} has none of the functions {', '.join(_FUNCTIONS)}")
+
+
 class _Changed:
     """An oracle whose gradient at the present weights is the one of an earlier part."""
 
@@ -160,6 +181,8 @@ def _checked(
     gradient, after = stepped
     require_entries(part, "gradient", gradient, w)
     require_tensors(part, "gradient", after)
+    if tree_structure(after) != tree_structure(held):
+        raise wrong(part, "gradient", "other entries of held", "those of start, with new tensors")
     return gradient, after
 
 

@@ -72,9 +72,9 @@ class Contrast(FeatureTerm, Settings):
     def compared(self, features_of: Callable[[State], Tensor], held: Any) -> list[Tensor]:
         return [features_of(held[model]) for model in ("received", "last") if model in held]
 
-    def term(self, z: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor | None:
+    def term(self, z: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
         if not others:
-            return None
+            return z.new_zeros(())
         similarities = [F.cosine_similarity(z, other, dim=1) for other in others]
         logits = torch.stack(similarities, dim=1) / self.temperature
         return -self.mu * logits.log_softmax(1)[:, 0].mean()  # eq. 3

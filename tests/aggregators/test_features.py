@@ -87,8 +87,9 @@ class Both(FeatureTerm):
         g, other = self.other.gradient(oracle, w, held["other"], batch)
         return g, {"own": held["own"], "other": other}
 
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor | None:
-        return self.own.term(features, others, batch, held["own"])
+    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
+        term = self.own.term(features, others, batch, held["own"])
+        return features.new_zeros(()) if term is None else term
 
     def logits(self, outputs: Tensor, batch: Any, held: Any) -> Tensor:
         return self.own.logits(outputs, batch, held["own"])

@@ -198,6 +198,9 @@ def test_state_in_helpers_of_any_kind_is_refused(helper: Callable[[], Any]) -> N
 class HasAGenerator(FeatureTerm):
     generator: torch.Generator = field(default_factory=torch.Generator)
 
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w, {}
+
 
 class DrawsFromIt(HasAGenerator):
     def start(self, client: ClientContext, w: Any) -> Any:

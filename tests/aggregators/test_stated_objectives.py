@@ -258,20 +258,20 @@ WRONG = {
     OfEachSample: r"term returned Tensor of shape \(\d+,\); return the mean over the samples",
     OneFeature: r"compared returned Tensor of shape \(16, 8\); return a list of tensors",
     ReadsNumbers: "start returned int; return tensors in dictionaries",
-    InCompared: "InCompared changes what it reads of the client; make new tensors",
+    InCompared: "InCompared changes in place what it is given",
     OnlyWeights: "start returned dict; return the weights, and what the steps hold",
     SomeWeights: "start returned dict; return all entries of w, network.1.weight too",
     OtherNames: r"returned the entry module.network.0.weight; return entries of w alone",
     OnlyGradient: "gradient returned dict; return a gradient, and what the steps hold",
     NoGradient: "gradient returned None; return a gradient, and what the steps hold",
     Counts: "gradient returned int; return tensors in dictionaries",
-    Decays: "Decays changes what it reads of the client; make new tensors",
-    Averages: "Averages changes what it reads of the client; make new tensors",
-    ReplacesInTerm: "ReplacesInTerm changes what it reads of the client",
-    ChangesGlobal: "ChangesGlobal changes what it reads of the client",
+    Decays: "Decays changes in place what it is given",
+    Averages: "Averages changes in place what it is given",
+    ReplacesInTerm: "ReplacesInTerm changes in place what it is given",
+    ChangesGlobal: "ChangesGlobal changes in place what it is given",
     FewLogits: r"logits returned Tensor of shape \(\d+, 1\); return logits of the outputs' shape",
     HasCallbacks: "HasCallbacks.callbacks is not called: state what a client does",
-    Shrinks: "Shrinks changes what it reads of the client; make new tensors",
+    Shrinks: "Shrinks changes in place what it is given",
 }
 
 
@@ -336,6 +336,11 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
         lambda oracle, w, held, batch: ({**oracle(w, batch), "x": torch.zeros(1)}, held),
         r"Wrong\.gradient returned the entry x; return entries of w alone",
     ),
+    "held": (
+        "gradient",
+        lambda oracle, w, held, batch: (oracle(w, batch), {"m": torch.zeros(1)}),
+        r"Wrong\.gradient returned other entries of held; return those of start",
+    ),
     "draws": (
         "gradient",
         lambda oracle, w, held, batch: (
@@ -373,7 +378,7 @@ def test_a_stack_says_that_a_gradient_reads_a_number(caplog: pytest.LogCaptureFi
         for engine in (InProcess(), Vectorized())
     )
     assert_same_models(one, other)
-    assert "gradient of Wrong or Mean reads a number" in caplog.text
+    assert "gradient of Wrong reads a number" in caplog.text
 
 
 class RestsBesideAnother(Objective):
@@ -410,3 +415,29 @@ def test_a_second_model_trains_where_the_first_one_rests() -> None:
     for made in (one, other):
         # A bias in front of BatchNorm has no gradient.
         assert min(u.metrics["moved"] for u in made.federation.log.updates) >= len(ours) - 1
+
+
+class NoFunction(Objective):
+    """Misspells the one function that it has."""
+
+    def grad(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        return oracle(w, batch), held
+
+
+class NoTerm(FeatureTerm):
+    """Forgets to return its term."""
+
+    def term(self, features: Any, others: Any, batch: Any, held: Any) -> Any:
+        features.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (NoFunction, "NoFunction has none of the functions start, gradient"),
+        (NoTerm, r"NoTerm\.term returned None; return the mean over the samples"),
+    ],
+)
+def test_an_objective_does_not_do_nothing_without_a_word(kind: Any, words: str) -> None:
+    with pytest.raises(FlsuiteError, match=words):
+        run(FedAvg(objective=kind()), 1)

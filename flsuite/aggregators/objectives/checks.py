@@ -78,8 +78,8 @@ def no_change_in_place(part: ClientHalf | None, held: Any) -> Iterator[None]:
         for new, (old, version) in zip(after, before, strict=True)
     ):
         raise FlsuiteError(
-            f"{type(part).__name__} changes what it reads of the client; make new tensors, "
-            "and leave the dictionaries as they are"
+            f"{type(part).__name__} changes in place what it is given: w, held or the global "
+            "model; make new tensors, and leave the dictionaries as they are"
         )
 
 

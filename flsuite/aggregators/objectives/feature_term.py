@@ -200,9 +200,9 @@ def term_of(
     Raises:
         FlsuiteError: If the objective returns something else.
     """
-    term: Any = objective.term(as_rows(features), others, batch, held)
-    if term is None:
+    if type(objective).term is FeatureTerm.term:
         return None
+    term: Any = objective.term(as_rows(features), others, batch, held)
     if not isinstance(term, Tensor) or term.numel() != 1:
         raise wrong(objective, "term", term, "the mean over the samples, a tensor of one number")
     return term.reshape(())

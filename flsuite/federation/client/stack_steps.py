@@ -165,7 +165,7 @@ class StackSteps:
         except RuntimeError as error:
             if "vmap" not in str(error):
                 raise
-            names = " or ".join(type(part).__name__ for part in self.halves.parts)
+            names = " or ".join(type(part).__name__ for part in self.halves.with_gradients)
             raise RuntimeError(
                 f"gradient of {names} reads a number or changes a tensor in place; compute with "
                 "tensors, as torch.where does, so that it serves all clients at once"
