@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import flsuite
 from flsuite.commands.main import main
 from flsuite.commands.sweeps.plan import fit_arguments, samples_of
 from flsuite.commands.sweeps.reading import read_sweep
-from tests.commands.command import Capture, cli
+from tests.commands.command import QUICKSTART, Capture, cli
 from tests.conftest import mostly_long
 from tests.docs.generated import KINDS, KNOWN, classes, known_classes, tables, written
 from tests.docs.pages import (
@@ -228,6 +229,60 @@ def test_the_rule_and_the_speeds_shown_run(at_root: Path) -> None:
     for command in plugged:
         where = "--run_dir" if command[0] == "fit" else "--output"
         assert cli(*command, *short, where, str(at_root / command[0])) == 0
+
+
+SHORT = ["--trainer.rounds=1", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
+OBJECTIVES = {
+    command[command.index("--trainer.aggregator.objective") + 1]: command
+    for command in commands(GUIDE / "algorithm.md")
+    if "--plugins" in command and "--trainer.aggregator.objective" in command
+}
+
+
+def weights_of(run: Path, *command: str) -> torch.Tensor:
+    assert cli(*command, *SHORT, "--run_dir", str(run)) == 0
+    saved = torch.load(run / "checkpoints" / "model.ckpt", weights_only=True)["state_dict"]
+    return torch.cat([value.flatten() for value in saved.values()])
+
+
+@pytest.mark.parametrize("name", ["SAM", "SmallFeatures"])
+def test_an_objective_shown_gives_the_same_weights_on_every_engine(
+    name: str, at_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone, stack, workers = (
+        weights_of(at_root / engine, *OBJECTIVES[name], "--trainer.engine", engine)
+        for engine in ("InProcess", "Vectorized", "Processes")
+    )
+    assert torch.equal(alone, workers) and torch.allclose(alone, stack, rtol=1e-5, atol=1e-5)
+    # The clients trained in a stack, and with the objective.
+    assert not [r for r in caplog.records if r.name.endswith("client.stack")]
+    plain = weights_of(at_root / "plain", "fit", "--config", QUICKSTART)
+    assert not torch.allclose(alone, plain, atol=1e-3)
+
+
+def test_fedprox_as_shown_is_fedprox(at_root: Path) -> None:
+    fit = [
+        "fit",
+        "--config",
+        QUICKSTART,
+        "--plugins",
+        "[fedprox]",
+        "--trainer.aggregator",
+        "FedAvg",
+    ]
+    shown = weights_of(at_root / "shown", *fit, "--trainer.aggregator.objective", "PlainProx")
+    fedprox = ["--trainer.aggregator", "FedProx", "--trainer.aggregator.mu", "0.1"]
+    ours = weights_of(at_root / "ours", "fit", "--config", QUICKSTART, *fedprox)
+    assert torch.allclose(shown, ours, atol=1e-6)
+
+
+def test_sam_is_short_and_needs_eight_names() -> None:
+    code = files_shown(GUIDE / "algorithm.md")["sam.py"].splitlines()
+    assert len([line for line in code if line.strip()]) <= 15
+    (table,) = re.findall(
+        r"\| name \| what it is \|\n\|---\|---\|\n((?:\|.*\n)*)", text_of(GUIDE / "algorithm.md")
+    )
+    assert len(table.splitlines()) <= 8
 
 
 # Links

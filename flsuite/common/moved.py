@@ -35,7 +35,8 @@ aggregators.exchange.quantize: codes
 aggregators.exchange.secure: base
 aggregators.exchange.sharing: ciphers fixed_point shamir
 aggregators.fedavg: baselines fedprox
-aggregators.objectives.base: held proximal second_steps aggregators.second_model
+aggregators.objectives.base: proximal second_steps aggregators.second_model
+aggregators.objectives.checks: held
 aggregators.objectives.feature_term: aggregators.features
 aggregators.rules.dense: dense_generator
 aggregators.rules.fisher_forms: layer_matrices

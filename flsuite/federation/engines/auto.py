@@ -50,8 +50,8 @@ class Vectorized(Engine, Settings):
     (FedProx, SCAFFOLD), train a second model (Ditto), add a term of the features (MOON) or freeze
     layers in some epochs (FedRep; clients with as many batches then train together). ``DPSGD`` may
     add noise; its gradients by sample take the memory of a whole batch of models per client. It
-    refuses other models and algorithms before the first round. Attackers train one by one, and so
-    do the clients of a worker that has died.
+    refuses other models before the first round. Attackers train one by one, and so do clients with
+    Lightning callbacks that act in steps or epochs, and the clients of a worker that has died.
 
     Args:
         clients: Clients per stack.
