@@ -77,7 +77,7 @@ class Contrast(FeatureTerm, Settings):
             return z.new_zeros(())
         similarities = [F.cosine_similarity(z, other, dim=1) for other in others]
         logits = torch.stack(similarities, dim=1) / self.temperature
-        return -self.mu * logits.log_softmax(1)[:, 0].mean()  # eq. 3
+        return -self.mu * logits.log_softmax(1)[:, 0].mean()  # eq. 3; column 0 is z_g
 
     def end(self, client: ClientContext, w: State, held: Any) -> None:
         client.memory["last"] = clone({name: w[name] for name in client.global_state})

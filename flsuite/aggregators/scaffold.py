@@ -73,7 +73,7 @@ class ControlVariates(Objective, Settings):
         return g, {"correction": correction, "sum": total}
 
     def end(self, client: ClientContext, w: State, held: Tree) -> None:
-        """Keep ``c_i+`` and send ``c_i+ - c_i``. A parameter without a step keeps ``c_i``."""
+        """Keep ``c_i+`` (line 14) and send ``c_i+ - c_i``. Without a step, ``c_i`` stays."""
         x, (c, c_i) = client.global_state, _variates(client)
         new, steps = clone(c_i), {k: n for k in c_i if (n := client.fit.steps(k))}
         if self.control == "mean_gradient":
@@ -147,7 +147,7 @@ def _refusal(client: ClientContext, setting: str, remedy: str) -> FlsuiteError:
 class SCAFFOLD(FedAvg):
     """FedAvg with :class:`~flsuite.aggregators.ControlVariates`.
 
-    The server moves to ``x + lr mean(y_i - x)`` (line 16). Buffers are averaged.
+    The server moves to ``x + lr mean(y_i - x)`` (lines 16 and 17). Buffers are averaged.
 
     Args:
         lr: The server's learning rate, ``eta_g``.

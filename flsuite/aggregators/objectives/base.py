@@ -75,7 +75,7 @@ def pulled(gradient: State, pull: State, weight: float) -> State:
 class Proximal(Objective, Settings):
     """Clients minimize ``F_i(w) + mu / 2 ||w - w_global||^2`` (eq. 2).
 
-    Private parameters have no global value, so the term does not apply to them.
+    The term leaves out private parameters, and in a step those without a gradient.
     ``trainer.gradient_clip_val`` bounds the sum, as it would for a loss with this term.
 
     Args:
