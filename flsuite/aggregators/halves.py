@@ -22,16 +22,13 @@ from flsuite.common.state import State
 from flsuite.data.loader import TrainLoader
 
 _ACTS = ("start", "gradient", "trains", "end")
-_FUNCTIONS = (
-    *_ACTS,
-    "measure",
-    "compared",
-    "term",
-    "logits",
-    "statistics",
-    "conclude",
-    "own_entries",
-)
+_OTHERS = ("measure", "compared", "term", "logits", "statistics", "conclude", "own_entries")
+_OF_0_2 = {
+    "callbacks": "state what a client does in its steps as start, gradient and end, and what it "
+    "measures as measure",
+    "read": "return what the term reads from start, as the second value",
+    "direction": "state the steps of the second model in gradient",
+}
 
 
 class Halves:
@@ -45,12 +42,7 @@ class Halves:
 
     def __init__(self, parts: Sequence[ClientHalf]) -> None:
         for part in parts:
-            if hasattr(part, "callbacks"):
-                raise FlsuiteError(
-                    f"{type(part).__name__}.callbacks is not called: state what a client does in "
-                    "its steps as start, gradient and end, and what it measures as measure"
-                )
-            _require_a_function(part)
+            _require_todays_functions(part)
         self.parts = parts
         terms = [part for part in parts if isinstance(part, FeatureTerm)]
         self.term = terms[0] if terms else None
@@ -136,12 +128,16 @@ class Halves:
             part.measure(client, module, loader)
 
 
-def _require_a_function(part: ClientHalf) -> None:
-    """Refuse an objective that has none of the functions, and so would do nothing."""
+def _require_todays_functions(part: ClientHalf) -> None:
+    """Refuse functions of 0.2, which nobody calls, and an objective that would do nothing."""
+    for name, instead in _OF_0_2.items():
+        if hasattr(part, name):
+            raise FlsuiteError(f"{type(part).__name__}.{name} is not called: {instead}")
     kind, base = type(part), FeatureTerm if isinstance(part, FeatureTerm) else Objective
-    is_same = (getattr(kind, name, None) is getattr(base, name, None) for name in _FUNCTIONS)
+    names = _ACTS + _OTHERS
+    is_same = (getattr(kind, name, None) is getattr(base, name, None) for name in names)
     if isinstance(part, Objective) and kind is not Objective and all(is_same):
-        raise FlsuiteError(f"{kind.__name__} has none of the functions {', '.join(_FUNCTIONS)}")
+        raise FlsuiteError(f"{kind.__name__} has none of the functions {', '.join(names)}")
 
 
 class _Changed:

@@ -114,11 +114,13 @@ def _constant_rate(client: ClientContext, groups: Iterable[Mapping[str, Any]]) -
     """Return the learning rate of plain SGD, given the settings of all its parameter groups."""
     rates = dict[float, None]()
     for group in groups:
-        for name in ("momentum", "weight_decay"):
+        for name in ("momentum", "weight_decay", "maximize"):
             if group[name] != 0:
                 raise _refusal(client, f"the optimizer has {name} {group[name]}", "set it to 0")
         rates[float(group["lr"])] = None
     first, *others = rates
+    if first == 0:
+        raise _refusal(client, "the learning rate is 0", "raise it")
     if others:
         setting = f"the learning rate is {first:g} and {others[0]:g} in one fit"
         raise _refusal(client, setting, "keep it constant")

@@ -163,6 +163,8 @@ class TwoRates(Quadratic):
     [
         (Quadratic(partial(SGD, lr=0.05, momentum=0.9)), {}, "momentum 0.9"),
         (Quadratic(partial(SGD, lr=0.05, weight_decay=5e-4)), {}, "weight_decay 0.0005"),
+        (Quadratic(partial(SGD, lr=0.05, maximize=True)), {}, "maximize True"),
+        (Quadratic(partial(SGD, lr=0.0)), {}, "the learning rate is 0"),
         (Quadratic(partial(Adam, lr=0.05)), {}, "Adam"),
         (Scheduled(), {}, "0.05 and 0.005 in one fit"),
         (TwoRates(), {}, "0.05 and 0.01 in one fit"),

@@ -424,6 +424,13 @@ class NoFunction(Objective):
         return oracle(w, batch), held
 
 
+class ReadsOfOld(FeatureTerm):
+    """Was written for 0.2."""
+
+    def read(self, client: Any, module: Any) -> Any:
+        return {}
+
+
 class NoTerm(FeatureTerm):
     """Forgets to return its term."""
 
@@ -435,6 +442,7 @@ class NoTerm(FeatureTerm):
     ("kind", "words"),
     [
         (NoFunction, "NoFunction has none of the functions start, gradient"),
+        (ReadsOfOld, r"ReadsOfOld\.read is not called: return what the term reads from start"),
         (NoTerm, r"NoTerm\.term returned None; return the mean over the samples"),
     ],
 )

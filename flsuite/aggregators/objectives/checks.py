@@ -44,10 +44,10 @@ def require_tensors(part: ClientHalf, method: str, held: Any) -> None:
 
 
 def require_entries(part: ClientHalf, method: str, given: Any, w: State) -> None:
-    """Refuse what a function has returned if it is no entries of the weights.
+    """Refuse a returned dictionary whose entries are not those of the weights.
 
     Raises:
-        FlsuiteError: If it has others, or an entry of another shape or dtype.
+        FlsuiteError: If it has another entry, or an entry of another shape or dtype.
     """
     if not isinstance(given, Mapping):
         raise wrong(part, method, given, "a dictionary of entries of w")

@@ -140,7 +140,7 @@ class FeatureTerm(Objective):
 
         Args:
             features_of: Returns the features of the batch, ``(n, features)``, at given weights.
-            held: What the steps hold, as :meth:`start` has returned it.
+            held: What the steps hold.
         """
         return []
 
@@ -151,7 +151,7 @@ class FeatureTerm(Objective):
             features: ``(n, features)``, with gradients.
             others: What :meth:`compared` has returned.
             batch: The batch.
-            held: What the steps hold, as :meth:`start` has returned it.
+            held: What the steps hold.
         """
         return None
 
@@ -161,7 +161,7 @@ class FeatureTerm(Objective):
         Args:
             outputs: ``(n, classes)``, with gradients.
             batch: The batch.
-            held: What the steps hold, as :meth:`start` has returned it.
+            held: What the steps hold.
         """
         return outputs
 

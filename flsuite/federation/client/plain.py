@@ -151,7 +151,8 @@ class PlainLoop:
         }
         logged = LoggedNumbers(lambda: self._batch)
         try:
-            with _logging_to(module, logged), self._anomalies():
+            anomalies = torch.autograd.set_detect_anomaly(detects_anomalies(trainer))
+            with _logging_to(module, logged), anomalies:
                 self._fit(loader, optimizers, record, logged)
         except BaseException as error:
             trainer.state.status = TrainerStatus.INTERRUPTED
@@ -248,8 +249,7 @@ class PlainLoop:
 
         def step(batch: Any, index: int, is_warmup: bool) -> None:
             batches.increment_ready()
-            if hooks_around:
-                call("on_train_batch_start", batch, index)
+            call("on_train_batch_start", batch, index)
             if record.steps:
                 record.steps.begin_step(batch, index)
             with context():
@@ -257,8 +257,7 @@ class PlainLoop:
             loss: Tensor | None = output.get("loss") if isinstance(output, dict) else output
 
             # In Lightning's order, gradients are cleared after the forward pass.
-            if hooks_around:
-                call("on_before_zero_grad", optimizer)
+            call("on_before_zero_grad", optimizer)
             if is_own_zero:
                 optimizer.zero_grad()
             else:
@@ -266,17 +265,14 @@ class PlainLoop:
                     parameter.grad = None
             if loss is not None:
                 scaled = loss if scaler is None else scaler.scale(loss)
-                if hooks_around:
-                    call("on_before_backward", scaled)
+                call("on_before_backward", scaled)
                 scaled.backward()
-                if hooks_around:
-                    call("on_after_backward")
+                call("on_after_backward")
                 # Unscale first, because an algorithm's gradient term is unscaled.
                 if scaler is not None:
                     scaler.unscale_(optimizer)
 
-            if hooks_around:
-                call("on_before_optimizer_step", optimizer)
+            call("on_before_optimizer_step", optimizer)
             if record.steps or scaler is not None:
                 record.on_before_optimizer_step(trainer, module, optimizer)
             # Clip afterwards, to include an algorithm's gradient term. A hook may have taken all
@@ -322,14 +318,6 @@ class PlainLoop:
 
         has = [one for one in callbacks if implements(one, Callback, hook)]
         return [bound(getattr(one, hook)) for one in has]
-
-    @contextmanager
-    def _anomalies(self) -> Iterator[None]:
-        if not detects_anomalies(self.trainer):
-            yield
-            return
-        with torch.autograd.set_detect_anomaly(True):
-            yield
 
 
 def _is_on(batch: Any, device: torch.device) -> bool:

@@ -154,7 +154,7 @@ class Stack:
         with attached(self.model, trainer):
             abilities.begin_task(self.model, view.stage)
             w, helds = self.halves.start(client, state)
-        return Member(*own, {**start, **w}, helds)
+        return Member(*own, {**start, **w}, helds, fit)
 
     def _continues(self, request: FitRequest) -> bool:
         """Return whether the optimizer of a client continues from its last fit."""
@@ -206,8 +206,8 @@ class Stack:
             optimizer.load([member.request.memory["optimizers"][0] for member in members])
 
         for member in members:
-            if isinstance(fit := member.client.fit, OneFit):
-                fit.optimizers = [template]
+            if member.fit:
+                member.fit.optimizers = [template]
             member.callbacks = copy.deepcopy(list(first.broadcast.callbacks))
         private = [one for member in members for one in by_sample(member.callbacks)]
         for callback, member in zip(private, members, strict=False):
@@ -221,8 +221,8 @@ class Stack:
         def end(place: int, state: State) -> None:
             member = members[place]
             shown.call(member, place, "on_train_end")
-            if isinstance(fit := member.client.fit, OneFit):
-                fit.state = state  # what its algorithm may measure now
+            if member.fit:
+                member.fit.state = state  # what its algorithm may measure now
             if keeps:
                 memories[place] = {"optimizers": [optimizer.state_dict(place)]}
             self.halves.end(member.client, state, steps.helds_of(place))

@@ -16,6 +16,7 @@ from flsuite.common.lightning_internals import show_progress
 from flsuite.common.messages import FitRequest
 from flsuite.common.state import State
 from flsuite.data.loader import TrainLoader
+from flsuite.federation.client.fit import OneFit
 from flsuite.federation.client.stacked_optimizer import StackedOptimizer
 from flsuite.federation.client.trainer import ClientTrainer
 
@@ -32,6 +33,7 @@ class Member:
         steps: Steps of the fit.
         start: All tensors of its model at the start.
         helds: What the parts of the algorithm hold.
+        fit: Its fit as the algorithm sees it, unless the algorithm does nothing in it.
         callbacks: The users' callbacks.
         has_ended: Whether its fit has ended.
     """
@@ -43,6 +45,7 @@ class Member:
     steps: int
     start: State
     helds: Sequence[Any]
+    fit: OneFit | None = None
     callbacks: list[Callback] = field(default_factory=list)
     has_ended: bool = False
 

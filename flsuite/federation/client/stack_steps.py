@@ -15,7 +15,6 @@ from flsuite.aggregators.losses import drawing_from, random_state
 from flsuite.common.client import Evaluation
 from flsuite.common.state import State, clone
 from flsuite.federation.client.callbacks import SampleGradients
-from flsuite.federation.client.fit import OneFit
 from flsuite.federation.client.stack_batches import StackBatches
 from flsuite.federation.client.stack_member import Member, stacked
 from flsuite.federation.client.stacked_loss import StackedLoss, StackGroup, with_rows
@@ -146,7 +145,7 @@ class StackSteps:
         if changes:
             gradients = self._changed(known)
         for place in chain.from_iterable(group.places for group in groups):
-            if isinstance(fit := self.members[place].client.fit, OneFit):
+            if fit := self.members[place].fit:
                 fit.record(self.optimizer.template, frozenset(gradients))
         self.optimizer.step({k: g for k, g in gradients.items() if k in self.optimizer.names})
 
