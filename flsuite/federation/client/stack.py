@@ -176,7 +176,7 @@ class Stack:
         has_pairs = self.halves.batches_per_step > 1
         together = self.halves.has_phases or has_pairs or self._has_schedulers
         return (
-            structure,
+            repr(structure),  # torch 2.6 cannot hash it
             tuple((leaf.shape, leaf.dtype) for leaf in leaves),
             # The step of an optimizer that continues may depend on how many it has taken.
             past_of(request.memory.get("optimizers")),
