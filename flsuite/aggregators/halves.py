@@ -47,6 +47,8 @@ class Halves:
         terms = [part for part in parts if isinstance(part, FeatureTerm)]
         self.term = terms[0] if terms else None
         self.batches_per_step = max((part.batches_per_step for part in parts), default=1)
+        handles = tuple(map(BatchHandle, range(self.batches_per_step)))
+        self.batch: Any = handles if self.batches_per_step > 1 else handles[0]
         self.measures = any(_has(part, "measure") for part in parts)
         self.with_gradients = [part for part in parts if _has(part, "gradient")]
         self.changes_gradients = bool(self.with_gradients)
@@ -77,13 +79,8 @@ class Halves:
             helds.append(held)
         return w, helds
 
-    def handle_of(self, batches: int) -> Any:
-        """Return what stands for so many batches of a step: a handle, or a pair of them."""
-        handles = tuple(map(BatchHandle, range(batches)))
-        return handles if self.batches_per_step > 1 else handles[0]
-
     def gradient(
-        self, oracle: Oracle, w: State, helds: Sequence[Any], batch: Any, is_first: bool
+        self, oracle: Oracle, w: State, helds: Sequence[Any], is_first: bool
     ) -> tuple[State, list[Any]]:
         """Return the gradient of a step, and what each part holds from then on.
 
@@ -91,7 +88,6 @@ class Halves:
             oracle: Returns gradients of the model's own loss.
             w: The model's trainable parameters.
             helds: What each part holds.
-            batch: The batch.
             is_first: Whether to check what the parts return, in the first step of a fit.
         """
         afters = []
@@ -100,13 +96,13 @@ class Halves:
                 afters.append(held)
                 continue
             gradient, after = (
-                _checked(part, oracle, w, held, batch)
+                _checked(part, oracle, w, held, self.batch)
                 if is_first
-                else part.gradient(oracle, w, held, batch)
+                else part.gradient(oracle, w, held, self.batch)
             )
             afters.append(after)
             oracle = _Changed(oracle, w, dict(gradient))
-        return oracle(w, batch), afters
+        return oracle(w, self.batch), afters
 
     def trains(self, epoch: int, names: Collection[str]) -> frozenset[str]:
         """Return the parameters that train in an epoch."""

@@ -24,7 +24,7 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import skips_step
 from flsuite.common.state import State
 from flsuite.data.loader import TrainLoader
-from flsuite.federation.client.fit import AlgorithmSteps, OneFit
+from flsuite.federation.client.fit import OneFit, OneSteps
 from flsuite.models.abilities import extra_epochs
 
 
@@ -67,7 +67,7 @@ class FitRecord(Callback):
         self, halves: Halves | None, client: ClientContext, continues: bool = False
     ) -> None:
         self._halves, self._client, self._continues = halves, client, continues
-        self.steps: AlgorithmSteps | None = None
+        self.steps: OneSteps | None = None
         self._totals: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self.skipped = 0
@@ -77,7 +77,7 @@ class FitRecord(Callback):
             return
         loader: Any = trainer.train_dataloader
         fit = OneFit(trainer, pl_module, loader, continues=self._continues)
-        self.steps = AlgorithmSteps(self._halves, self._client, fit)
+        self.steps = OneSteps(self._halves, self._client, fit)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.steps:

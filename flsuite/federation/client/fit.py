@@ -1,6 +1,6 @@
 """A client's fit as its algorithm sees it, and the steps that the algorithm changes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -11,26 +11,26 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from flsuite.aggregators.halves import Halves, is_at
+from flsuite.aggregators.halves import Halves
 from flsuite.aggregators.losses import loss_and_gradient, mean_loss, random_state
-from flsuite.aggregators.objectives.feature_term import TermHooks
 from flsuite.aggregators.optimizers import optimizer_for
 from flsuite.common.client import ClientContext, Evaluation, Taken
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import scaler_of
 from flsuite.common.state import State, load_
 from flsuite.data.loader import TrainLoader
+from flsuite.federation.client.algorithm_steps import AlgorithmSteps
+from flsuite.federation.client.term_hooks import TermHooks
 from flsuite.models.abilities import extra_epochs
 from flsuite.models.layers import entry_names
 
 
-class Known(NamedTuple):
-    """A batch, its number in the epoch, the random state of the model's step, and its gradient."""
+class Batch(NamedTuple):
+    """A batch, its number in the epoch, and the random state of the model's own step."""
 
-    batch: Any
+    samples: Any
     number: int
     draws: Any
-    gradient: State
 
 
 class OneFit:
@@ -80,18 +80,16 @@ class OneFit:
 
     def evaluate(self, at: State, batch: Any, in_full: bool = False) -> Evaluation:
         here = {name: value.to(self.module.device) for name, value in at.items()}
-        return self.evaluate_at(here, batch, self._index, in_full)
+        return self.evaluate_again(here, Batch(batch, self._index, None), in_full)
 
-    def evaluate_at(
-        self, at: State, batch: Any, index: int, in_full: bool = False, draws: Any = None
-    ) -> Evaluation:
-        """Return the loss at some weights on the batch of this number in its epoch."""
+    def evaluate_again(self, at: State, batch: Batch, in_full: bool) -> Evaluation:
+        """Return the loss at some weights, with the random numbers of the model's own step."""
         given = {**self.state, **at}
         own = {name: value for name, value in at.items() if name in self.trained}
         others = {name: value.clone() for name, value in given.items() if name in self.buffers}
         rest = {k: v for k, v in given.items() if k not in own and k not in others}
-        step = self.trainer, self.module, own, batch, index
-        loss, gradient = loss_and_gradient(*step, others | rest, in_full, draws)
+        step = self.trainer, self.module, own, batch.samples, batch.number
+        loss, gradient = loss_and_gradient(*step, others | rest, in_full, batch.draws)
         return Evaluation(loss, gradient, {k: v for k, v in others.items() if k in at})
 
     def mean_loss(self, at: State) -> float:
@@ -118,52 +116,6 @@ class OneFit:
         if self.taken and self.taken[-1][:3] == new[:3]:
             new = new._replace(steps=self.taken.pop().steps + 1)
         self.taken.append(new)
-
-
-class OneOracle:
-    """The gradients of one client in one step, see :class:`~flsuite.common.client.Oracle`.
-
-    Args:
-        fit: The fit.
-        w: The present weights.
-        known: The batches of the step.
-        seconds: Copies of the optimizers for other weights, by name.
-    """
-
-    def __init__(
-        self,
-        fit: OneFit,
-        w: State,
-        known: Sequence[Known],
-        seconds: dict[str, "SecondOptimizer"],
-    ) -> None:
-        self._fit, self._w, self._known, self._seconds = fit, w, known, seconds
-
-    @property
-    def rate(self) -> float:
-        return self._fit.rate
-
-    def __call__(self, at: State, batch: Any, in_full: bool = False) -> State:
-        if not in_full and is_at(at, self._w):
-            return dict(self._of(batch).gradient)
-        return self.evaluate(at, batch, in_full).gradient
-
-    def evaluate(self, at: State, batch: Any, in_full: bool = False) -> Evaluation:
-        if self._fit.trainer.accumulate_grad_batches != 1:
-            raise FlsuiteError(
-                "this aggregator computes gradients at other weights batch by batch; leave out "
-                "trainer.accumulate_grad_batches"
-            )
-        known = self._of(batch)
-        return self._fit.evaluate_at(at, known.batch, known.number, in_full, known.draws)
-
-    def step(self, name: str, v: State, gradient: State) -> State:
-        if name not in self._seconds:
-            self._seconds[name] = SecondOptimizer(self._fit, v)
-        return self._seconds[name].step(v, gradient)
-
-    def _of(self, batch: int) -> Known:
-        return self._known[batch]
 
 
 class SecondOptimizer:
@@ -203,8 +155,8 @@ def clip_(trainer: Trainer, parameters: Sequence[Tensor]) -> None:
         (clip_grad_value_ if by_value else clip_grad_norm_)(parameters, float(limit))
 
 
-class AlgorithmSteps:
-    """What an algorithm does in the steps of one client's fit.
+class OneSteps:
+    """The steps of one client's fit, as an algorithm changes them.
 
     Args:
         halves: The parts of the algorithm.
@@ -223,44 +175,55 @@ class AlgorithmSteps:
         state = {name: own[name] for name in entry_names(module)}
         w, helds = halves.start(client, state)
         load_(own, {name: value for name, value in w.items() if value is not state[name]})
-        self._helds: Any = [tree_map(self._kept(), held) for held in helds]
-        self._trained = fit.trained
+        kept = self._kept()
+        self.algorithm = AlgorithmSteps(halves, self, [tree_map(kept, held) for held in helds])
         self._warmup = extra_epochs(module)
         self._stepping: dict[int, list[tuple[str, Tensor]]] = {}
-        self._pending: list[Known] = []
         self._seconds: dict[str, SecondOptimizer] = {}
-        self._is_first = True
-        self._batch: tuple[Any, int, Any] = (), 0, None
+        self._batch = Batch((), 0, None)
         self._term = TermHooks(halves.term, trainer, module) if halves.term else None
 
-    def _kept(self) -> Any:
-        """Return a function that gives tensors to hold: apart from the model's, on its device."""
-        module = self.fit.module
-        tensors = chain(module.parameters(), module.buffers())
-        own = {value.untyped_storage().data_ptr() for value in tensors}
+    @property
+    def weights(self) -> State:
+        return {name: p.detach() for name, p in self.fit.trained.items()}
 
-        def kept(value: Tensor) -> Tensor:
-            is_own = value.untyped_storage().data_ptr() in own
-            return value.detach().clone() if is_own else value.to(module.device)
+    @property
+    def rate(self) -> float:
+        return self.fit.rate
 
-        return kept
+    def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    def evaluate(self, at: State, batch: Batch, in_full: bool) -> Evaluation:
+        if self.fit.trainer.accumulate_grad_batches != 1:
+            raise FlsuiteError(
+                "this aggregator computes gradients at other weights batch by batch; leave out "
+                "trainer.accumulate_grad_batches"
+            )
+        return self.fit.evaluate_again(at, batch, in_full)
+
+    def step_other(self, name: str, v: State, gradient: State) -> State:
+        if name not in self._seconds:
+            self._seconds[name] = SecondOptimizer(self.fit, v)
+        return self._seconds[name].step(v, gradient)
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin an epoch: some parameters may rest in it."""
         if not self.halves.has_phases:
             return
-        names = self.halves.trains(epoch - self._warmup, self._trained.keys())
+        trained = self.fit.trained
+        names = self.halves.trains(epoch - self._warmup, trained.keys())
         # A frozen parameter has no gradient, so the optimizer leaves it. The worker restores this.
-        for name, parameter in self._trained.items():
+        for name, parameter in trained.items():
             parameter.requires_grad_(name in names)
 
     def begin_step(self, batch: Any, index: int) -> None:
         """Begin a step on a batch."""
         changes = self.halves.changes_gradients
-        self._batch = batch, index, random_state(self.fit.module.device) if changes else None
+        draws = random_state(self.fit.module.device) if changes else None
+        self._batch = Batch(batch, index, draws)
         if self._term:
-            held = self._helds[self.halves.parts.index(self.halves.term)]
-            self._term.begin_step(batch, index, held)
+            self._term.begin_step(batch, index, self.algorithm.held)
 
     def change(self, optimizer: Optimizer, is_last: bool) -> None:
         """Change the gradients of a step, which are unscaled and not yet clipped.
@@ -270,37 +233,12 @@ class AlgorithmSteps:
             is_last: Whether this is the last step of the fit.
         """
         stepping = self._about_to_step(optimizer)
-        gradient = {name: p.grad for name, p in stepping if p.grad is not None}
-        self._pending.append(Known(*self._batch, gradient))
-        if len(self._pending) < self.halves.batches_per_step and not is_last:
-            for _, parameter in stepping:
-                parameter.grad = None  # so that the optimizer leaves it
-            return
-        # The last batch of an odd number of them serves as both.
-        known = (self._pending * self.halves.batches_per_step)[: self.halves.batches_per_step]
-        self._pending = []
-        if self.halves.changes_gradients:
-            gradient = self._changed(stepping, known)
-        self.fit.record(optimizer, frozenset(gradient))
-
-    def _changed(self, stepping: Sequence[tuple[str, Tensor]], known: Sequence[Known]) -> State:
-        """Set the gradients that the algorithm returns for some parameters, and return them."""
-        w = {name: p.detach() for name, p in self._trained.items()}
-        oracle = OneOracle(self.fit, w, known, self._seconds)
-        batch = self.halves.handle_of(len(known))
-        gradient, helds = self.halves.gradient(oracle, w, self._helds, batch, self._is_first)
-        self._helds, self._is_first = helds, False
-        for name, parameter in stepping:
-            parameter.grad = gradient.get(name)
-        return gradient
-
-    def _about_to_step(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-        """Return the parameters of an optimizer by name."""
-        if id(optimizer) not in self._stepping:
-            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            own = self._trained.items()
-            self._stepping[id(optimizer)] = [(name, p) for name, p in own if id(p) in ids]
-        return self._stepping[id(optimizer)]
+        own = {name: p.grad for name, p in stepping if p.grad is not None}
+        gradient = self.algorithm.gradient(own, self._batch, is_last)
+        for name, parameter in stepping:  # the optimizer leaves those without a gradient
+            parameter.grad = gradient.get(name) if gradient is not None else None
+        if gradient is not None:
+            self.fit.record(optimizer, frozenset(gradient))
 
     def end_step(self) -> None:
         """End a step."""
@@ -314,12 +252,32 @@ class AlgorithmSteps:
             self._term.require_called()
         own = self.fit.module.state_dict()
         w = {name: own[name] for name in entry_names(self.fit.module)}
-        self.halves.end(self.client, w, self._helds)
+        self.halves.end(self.client, w, self.algorithm.helds)
 
     def close(self) -> None:
         """Leave the model without hooks after an error."""
         if self._term:
             self._term.close()
+
+    def _kept(self) -> Callable[[Tensor], Tensor]:
+        """Return a function that gives tensors to hold: apart from the model's, on its device."""
+        module = self.fit.module
+        tensors = chain(module.parameters(), module.buffers())
+        own = {value.untyped_storage().data_ptr() for value in tensors}
+
+        def kept(value: Tensor) -> Tensor:
+            is_own = value.untyped_storage().data_ptr() in own
+            return value.detach().clone() if is_own else value.to(module.device)
+
+        return kept
+
+    def _about_to_step(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+        """Return the parameters of an optimizer by name."""
+        if id(optimizer) not in self._stepping:
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            own = self.fit.trained.items()
+            self._stepping[id(optimizer)] = [(name, p) for name, p in own if id(p) in ids]
+        return self._stepping[id(optimizer)]
 
 
 def is_private(module: LightningModule) -> bool:

@@ -31,7 +31,7 @@ def is_mean_over_samples(steps: StackSteps, batch: Any) -> bool:
     clients = len(steps.members) if steps.loss.term else 1
     parameters, others, held = (
         tree_map(lambda part: part[:clients], tensors)
-        for tensors in (steps.leaves, steps.others, steps.held)
+        for tensors in (steps.leaves, steps.others, steps.algorithm.held)
     )
     try:
         each = tree_map(lambda part: part.expand(clients, *part.shape), batch)
@@ -59,7 +59,7 @@ def refuse_mixed_samples(steps: StackSteps, batch: Any) -> None:
         return
     for place in range(len(steps.members)):
         features_of = partial(_features, steps, place)
-        held = tree_map(lambda part, place=place: part[place], steps.held)
+        held = tree_map(lambda part, place=place: part[place], steps.algorithm.held)
         feature_term.refuse_mixed_samples(term, features_of, batch, held)
 
 

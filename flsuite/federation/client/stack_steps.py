@@ -10,10 +10,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from flsuite.aggregators.halves import Halves, is_at
+from flsuite.aggregators.halves import Halves
 from flsuite.aggregators.losses import drawing_from, random_state
 from flsuite.common.client import Evaluation
 from flsuite.common.state import State, clone
+from flsuite.federation.client.algorithm_steps import AlgorithmSteps
 from flsuite.federation.client.callbacks import SampleGradients
 from flsuite.federation.client.stack_batches import StackBatches
 from flsuite.federation.client.stack_member import Member, stacked
@@ -65,21 +66,22 @@ class StackSteps:
         self._logged: list[dict[str, tuple[float, int]]] = [{} for _ in members]
         self._entries = entry_names(model)
         self._frozen: frozenset[str] = frozenset()
-        self._pending: list[tuple[Sequence[StackGroup], State]] = []
         self._seconds: dict[str, StackedOptimizer] = {}
 
         device = trainer.strategy.root_device
-        helds = zip(*(member.helds for member in members), strict=True)
-        self.helds = [tree_map(lambda *parts: stacked(parts, device), *held) for held in helds]
+        of_parts = zip(*(member.helds for member in members), strict=True)
+        helds = [tree_map(lambda *parts: stacked(parts, device), *held) for held in of_parts]
+        self.algorithm = AlgorithmSteps(halves, self, helds)
         self.loss = StackedLoss(model, trainer, halves.term)
         self._plain_loss = StackedLoss(model, trainer) if halves.term else self.loss
-        self._is_first = True
 
     @property
-    def held(self) -> Any:
-        """Return what the term of the features reads of each client."""
-        term = self.halves.term
-        return self.helds[self.halves.parts.index(term)] if term else {}
+    def weights(self) -> State:
+        return {name: value.detach() for name, value in self.leaves.items()}
+
+    @property
+    def rate(self) -> float:
+        return self.optimizer.rate
 
     def run(self, batches: StackBatches, end: Callable[[int, State], None]) -> list[State]:
         """Take all steps, and return each client's state.
@@ -105,7 +107,7 @@ class StackSteps:
 
     def helds_of(self, place: int) -> list[Any]:
         """Return what the parts of the algorithm hold of one client."""
-        return tree_map(lambda part: part[place].clone(), self.helds)
+        return tree_map(lambda part: part[place].clone(), self.algorithm.helds)
 
     def metrics(self, place: int) -> dict[str, float]:
         """Return the mean loss of a client, and what its model has logged."""
@@ -131,46 +133,37 @@ class StackSteps:
 
     def _step(self, step: int, groups: Sequence[StackGroup]) -> None:
         """Take one step of the clients that have a batch left."""
-        gradients: State = {}
-        changes = self.halves.changes_gradients
+        own: State = {}
         for group in groups:
+            changes = self.halves.changes_gradients
             group.draws = random_state(self.losses.device) if changes else None
-            own = self._gradients(step, group)
-            gradients = with_rows(gradients, group, own, self._parameters)
-        self._pending.append((groups, gradients))
-        if len(self._pending) < self.halves.batches_per_step and step + 1 < self.members[0].steps:
+            own = with_rows(own, group, self._gradients(step, group), self._parameters)
+        is_last = step + 1 == self.members[0].steps  # read where clients have as many steps each
+        gradient = self.algorithm.gradient(own, groups, is_last)
+        if gradient is None:
             return
-        known = (self._pending * self.halves.batches_per_step)[: self.halves.batches_per_step]
-        self._pending = []
-        if changes:
-            gradients = self._changed(known)
         for place in chain.from_iterable(group.places for group in groups):
             if fit := self.members[place].fit:
-                fit.record(self.optimizer.template, frozenset(gradients))
-        self.optimizer.step({k: g for k, g in gradients.items() if k in self.optimizer.names})
+                fit.record(self.optimizer.template, frozenset(gradient))
+        stepping = {k: g.contiguous() for k, g in gradient.items() if k in self.optimizer.names}
+        self.optimizer.step(stepping)
 
-    def _changed(self, known: Sequence[tuple[Sequence[StackGroup], State]]) -> State:
-        """Return the gradients that the algorithm makes of the clients' own ones."""
-        batch = self.halves.handle_of(len(known))
-        w = {name: value.detach() for name, value in self.leaves.items()}
+    def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        together = torch.vmap(function, randomness="different")
 
-        def of_one(w: State, helds: Any, gradients: list[State]) -> tuple[State, list[Any]]:
-            oracle = _StackedOracle(self, w, gradients, [groups for groups, _ in known])
-            return self.halves.gradient(oracle, w, helds, batch, self._is_first)
+        def of_all(*trees: Any) -> Any:
+            try:
+                return together(*trees)
+            except RuntimeError as error:
+                if "vmap" not in str(error):
+                    raise
+                names = " or ".join(type(part).__name__ for part in self.halves.with_gradients)
+                raise RuntimeError(
+                    f"gradient of {names} reads a number or changes a tensor in place; compute "
+                    "with tensors, as torch.where does, so that it serves all clients at once"
+                ) from error
 
-        together = torch.vmap(of_one, randomness="different")
-        try:
-            changed, self.helds = together(w, self.helds, [own for _, own in known])
-        except RuntimeError as error:
-            if "vmap" not in str(error):
-                raise
-            names = " or ".join(type(part).__name__ for part in self.halves.with_gradients)
-            raise RuntimeError(
-                f"gradient of {names} reads a number or changes a tensor in place; compute with "
-                "tensors, as torch.where does, so that it serves all clients at once"
-            ) from error
-        self._is_first = False
-        return {name: value.contiguous() for name, value in changed.items()}
+        return of_all
 
     def _gradients(self, step: int, group: StackGroup) -> State:
         """Return the gradients of a group's clients, and keep the rest of what the step gives."""
@@ -178,7 +171,7 @@ class StackSteps:
         rests = {name: self.leaves[name] for name in self._frozen & self.leaves.keys()}
         leaves = {name: value[at] for name, value in self.leaves.items() if name not in rests}
         others = {name: value[at] for name, value in {**self.others, **rests}.items()}
-        held = tree_map(lambda part: part[at], self.held)
+        held = tree_map(lambda part: part[at], self.algorithm.held)
         sizes = group.sizes
         if self.private and sizes is None:
             sizes = torch.tensor(group.samples(), device=self.losses.device)
@@ -218,13 +211,11 @@ class StackSteps:
                     total, seen = (0.0, 0) if is_of_step else sums.get(name, (0.0, 0))
                     sums[name] = total + value * size, seen + size
 
-    def evaluate(self, at: State, groups: Sequence[StackGroup], in_full: bool) -> Evaluation:
-        """Return the losses at other weights, with one row per client, zero without a batch.
+    def evaluate(self, at: State, batch: Sequence[StackGroup], in_full: bool) -> Evaluation:
+        return Evaluation(*_for_all(partial(self._evaluate_all, batch, in_full), at))
 
-        Args:
-            at: Entries of the models, each ``(clients, ...)``.
-            groups: The batches of the clients.
-            in_full: Whether to compute without autocast.
+    def _evaluate_all(self, groups: Sequence[StackGroup], in_full: bool, at: State) -> Evaluation:
+        """Return the losses at other weights, with one row per client, zero without a batch.
 
         Raises:
             RuntimeError: If the losses do not all depend on the same parameters.
@@ -248,41 +239,15 @@ class StackSteps:
                 raise RuntimeError("the loss depends on other parameters in some of the steps")
         return Evaluation(losses, gradients, {k: v for k, v in buffers.items() if k in at})
 
-    def second_step(self, name: str, v: State, gradients: State) -> State:
+    def step_other(self, name: str, v: State, gradient: State) -> State:
+        return _for_all(partial(self._step_all, name), v, gradient)
+
+    def _step_all(self, name: str, v: State, gradients: State) -> State:
         """Return other weights after a step of a copy of the optimizer."""
         if name not in self._seconds:
             own = {k: torch.empty_like(self.leaves[k]) for k in v if k in self.leaves}
             self._seconds[name] = self.optimizer.for_tensors(own)
         return self._seconds[name].step_from(v, gradients)
-
-
-class _StackedOracle:
-    """The gradients of one client of a stack, under ``torch.vmap``."""
-
-    def __init__(
-        self,
-        steps: StackSteps,
-        w: State,
-        gradients: Sequence[State],
-        batches: Sequence[Sequence[StackGroup]],
-    ) -> None:
-        self._steps, self._w, self._gradients, self._batches = steps, w, gradients, batches
-
-    @property
-    def rate(self) -> float:
-        return self._steps.optimizer.rate
-
-    def __call__(self, at: State, batch: int, in_full: bool = False) -> State:
-        if not in_full and is_at(at, self._w):
-            return dict(self._gradients[batch])
-        return self.evaluate(at, batch, in_full).gradient
-
-    def evaluate(self, at: State, batch: int, in_full: bool = False) -> Evaluation:
-        of_all = partial(self._steps.evaluate, groups=self._batches[batch], in_full=in_full)
-        return Evaluation(*_for_all(of_all, at))
-
-    def step(self, name: str, v: State, gradient: State) -> State:
-        return _for_all(partial(self._steps.second_step, name), v, gradient)
 
 
 def _for_all(function: Callable[..., Any], *trees: Any) -> Any:
