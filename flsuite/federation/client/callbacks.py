@@ -58,7 +58,6 @@ class FitRecord(Callback):
         continues: Whether the optimizers continue from the client's last fit.
 
     Attributes:
-        steps: What the algorithm does in the steps, if anything.
         skipped: Number of steps that the gradient scaler of ``16-mixed`` has skipped, because
             gradients overflow.
     """
@@ -67,67 +66,65 @@ class FitRecord(Callback):
         self, halves: Halves | None, client: ClientContext, continues: bool = False
     ) -> None:
         self._halves, self._client, self._continues = halves, client, continues
-        self.steps: OneSteps | None = None
+        self._steps: OneSteps | None = None
+        self._warmup, self._name = 0, "loss"
         self._totals: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self.skipped = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._warmup = extra_epochs(pl_module)
         if self._halves is None or self._halves.trains_plainly:
             return
         loader: Any = trainer.train_dataloader
         fit = OneFit(trainer, pl_module, loader, continues=self._continues)
-        self.steps = OneSteps(self._halves, self._client, fit)
+        self._steps = OneSteps(self._halves, self._client, fit)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.steps:
-            self.steps.begin_epoch(trainer.current_epoch)
+        self._name = "warmup_loss" if trainer.current_epoch < self._warmup else "loss"
+        if self._steps:
+            self._steps.begin_epoch(trainer.current_epoch)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.steps:
-            self.steps.begin_step(batch, batch_idx)
+        if self._steps:
+            self._steps.begin_step(batch, batch_idx)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         if skips_step(trainer, optimizer):
             self.skipped += 1
-        elif self.steps:
-            self.steps.change(optimizer, _is_last_step(trainer))
+        elif self._steps:
+            self._steps.change(optimizer, _is_last_step(trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
     ) -> None:
-        if self.steps:
-            self.steps.end_step()
+        if self._steps:
+            self._steps.end_step()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is None:
             return
         loss = torch.as_tensor(loss).detach()  # manual optimization may return a float
-        if pl_module.automatic_optimization:
+        if trainer.accumulate_grad_batches != 1 and pl_module.automatic_optimization:
             # Lightning has divided it, because gradients of several batches are summed.
             loss = loss * trainer.accumulate_grad_batches
-        self.add(loss, trainer.current_epoch < extra_epochs(pl_module))
-
-    def add(self, loss: Tensor, is_warmup: bool) -> None:
-        """Add the loss of a step."""
-        name = "warmup_loss" if is_warmup else "loss"
         # In place and on the device, because reading the value would synchronize.
-        if name in self._totals:
-            self._totals[name].add_(loss)
+        if self._name in self._totals:
+            self._totals[self._name].add_(loss)
         else:
-            self._totals[name] = loss.clone()
-        self._counts[name] = self._counts.get(name, 0) + 1
+            self._totals[self._name] = loss.clone()
+        self._counts[self._name] = self._counts.get(self._name, 0) + 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.steps:
-            self.steps.end()
+        if self._steps:
+            self._steps.end()
 
     def on_exception(self, trainer: Trainer, *args: Any) -> None:
-        if self.steps:
-            self.steps.close()
+        if self._steps:
+            self._steps.close()
 
     @property
     def losses(self) -> int:

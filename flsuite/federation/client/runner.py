@@ -36,10 +36,11 @@ from flsuite.common.state import State, clone, load_, nbytes
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
 from flsuite.federation.client.callbacks import FitOptimizers, FitRecord
+from flsuite.federation.client.conditions import not_plain
 from flsuite.federation.client.devices import on_one_gpu
 from flsuite.federation.client.entries import ResidentModel, entries_of
 from flsuite.federation.client.faults import carry_out
-from flsuite.federation.client.plain import PlainLoop, not_plain
+from flsuite.federation.client.plain import PlainLoop
 from flsuite.federation.client.scorer import Scorer
 from flsuite.federation.client.setup import StartStates, WorkerSetup
 from flsuite.federation.client.stack import Stack
@@ -189,13 +190,14 @@ class ClientRunner:
         optimizers = FitOptimizers(decay.factor(client.round) if decay else None, kept, keeps)
         record = FitRecord(None if request.adapts else self._halves, client, bool(kept))
         self._record = record
-        callbacks = copy.deepcopy(list(request.broadcast.callbacks))
-        if plain := self._plain_loop(trainer, callbacks, loader):
-            logged = plain.fit(loader, callbacks, optimizers, record)
+        users = copy.deepcopy(list(request.broadcast.callbacks))
+        # The learning rate is set before the user's callbacks see it. The algorithm comes after
+        # them, to change the final gradient.
+        callbacks = [optimizers, *users, record]
+        if plain := self._plain_loop(trainer, users, loader):
+            logged = plain.fit(loader, callbacks)
         else:
-            # The learning rate is set before the user's callbacks see it. The algorithm comes after
-            # them, to change the final gradient.
-            trainer.callbacks = [optimizers, *callbacks, record]  # type: ignore[attr-defined]
+            trainer.callbacks = callbacks  # type: ignore[attr-defined]
             trainer.fit(self.model, loader)
             logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
         self._resident.check()

@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_flatten
 from flsuite.aggregators.halves import Halves
 from flsuite.aggregators.state_check import StateCheck
 from flsuite.common.errors import with_place
-from flsuite.common.lightning_internals import attached
+from flsuite.common.lightning_internals import attached, hooks_with
 from flsuite.common.messages import FitRequest, TrainedFit
 from flsuite.common.random import seed_process
 from flsuite.common.state import State
 from flsuite.data.federated import FederatedData
+from flsuite.federation.client.conditions import by_sample, hook_beyond, optimizer_of
 from flsuite.federation.client.devices import keep_freed_memory
 from flsuite.federation.client.fit import OneFit
 from flsuite.federation.client.setup import StartStates, WorkerSetup, epoch_batches
@@ -31,7 +32,6 @@ from flsuite.federation.client.stack_member import Member, MemberModel, stacked
 from flsuite.federation.client.stack_samples import is_mean_over_samples, refuse_mixed_samples
 from flsuite.federation.client.stack_steps import StackSteps
 from flsuite.federation.client.stack_trial import used_parameters
-from flsuite.federation.client.stackable import by_sample, optimizer_of, single
 from flsuite.federation.client.stacked_loss import clip
 from flsuite.federation.client.stacked_optimizer import StackedOptimizer, past_of
 from flsuite.federation.client.trainer import ClientTrainer
@@ -84,8 +84,8 @@ class Stack:
             trainer: The Trainer, rewound for them.
             data: The samples, on its device.
         """
-        if reason := single(requests[0].broadcast.callbacks):
-            self._say("clients train one by one: a stack cannot call %s", reason)
+        if own := hook_beyond(hooks_with("stack"), requests[0].broadcast.callbacks):
+            self._say("clients train one by one: %s, which a stack cannot call", own)
             return list(requests)
         self.halves = self._nothing if requests[0].adapts else self._algorithm
         # A copy, because a step may leave a tensor of the transforms in the model.

@@ -16,8 +16,8 @@ from flsuite.aggregators.part import Named, named, refuse_conflicts
 from flsuite.common.arguments import PositiveInt, Settings, Threads
 from flsuite.common.errors import one_line
 from flsuite.common.messages import FitRequest, Outcome, ScoreRequest
+from flsuite.federation.client.conditions import require_stackable
 from flsuite.federation.client.setup import WorkerSetup
-from flsuite.federation.client.stackable import require_stackable
 from flsuite.federation.engines.base import (
     NO_TIMEOUT,
     NO_WORKERS,

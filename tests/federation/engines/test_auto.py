@@ -23,7 +23,7 @@ from flsuite.federation import (
     Synchronous,
     Vectorized,
 )
-from flsuite.federation.client.stackable import require_stackable
+from flsuite.federation.client.conditions import require_stackable
 from flsuite.models import MLP, Classifier
 from flsuite.runs.preparation import worker_setup
 from flsuite.runs.session import choose_engine

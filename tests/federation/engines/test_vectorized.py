@@ -869,7 +869,7 @@ def test_a_callback_with_hooks_of_steps_trains_clients_one_by_one(
     assert not stacks
     assert_same_models(alone, stacked)
     (said,) = [r.getMessage() for r in caplog.records if "one by one" in r.getMessage()]
-    assert "a stack cannot call Seeing.on_train_batch_end" in said
+    assert "Seeing has on_train_batch_end, which a stack cannot call" in said
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
