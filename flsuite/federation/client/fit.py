@@ -1,6 +1,7 @@
 """A client's fit as its algorithm sees it, and the steps that the algorithm changes."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,13 +14,13 @@ from torch.utils._pytree import tree_map
 
 from flsuite.aggregators.halves import Halves
 from flsuite.aggregators.losses import loss_and_gradient, mean_loss, random_state
-from flsuite.aggregators.optimizers import optimizer_for
 from flsuite.common.client import ClientContext, Evaluation, Taken
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import scaler_of
 from flsuite.common.state import State, load_
 from flsuite.data.loader import TrainLoader
 from flsuite.federation.client.algorithm_steps import AlgorithmSteps
+from flsuite.federation.client.tensor_optimizer import TensorOptimizer
 from flsuite.federation.client.term_hooks import TermHooks
 from flsuite.models.abilities import extra_epochs
 from flsuite.models.layers import entry_names
@@ -118,43 +119,6 @@ class OneFit:
         self.taken.append(new)
 
 
-class SecondOptimizer:
-    """A copy of the model's optimizers for other weights. It starts anew in every fit.
-
-    Args:
-        fit: The fit.
-        v: The weights, by names of the model's parameters.
-    """
-
-    def __init__(self, fit: OneFit, v: State) -> None:
-        own = {name: p for name, p in fit.trained.items() if name in v}
-        self._trainer = trainer = fit.trainer
-        self._tensors = {name: torch.empty_like(p).requires_grad_() for name, p in own.items()}
-        replaced = {id(p): self._tensors[name] for name, p in own.items()}
-        self._optimizers = [optimizer_for(one, replaced) for one in trainer.optimizers]
-
-    def step(self, v: State, gradient: State) -> State:
-        """Return the weights after a step, with the present settings of the model's optimizers."""
-        for name, tensor in self._tensors.items():
-            tensor.data = torch.empty_like(tensor).copy_(v[name])  # in the layout of the model's
-            tensor.grad = gradient.get(name)
-        clip_(self._trainer, [t for t in self._tensors.values() if t.grad is not None])
-
-        for own, others in zip(self._optimizers, self._trainer.optimizers, strict=True):
-            for group, other in zip(own.param_groups, others.param_groups, strict=True):
-                # Schedulers change the rate, and some the momentum.
-                group.update({key: value for key, value in other.items() if key != "params"})
-            own.step()
-        return {**v, **{name: tensor.data for name, tensor in self._tensors.items()}}
-
-
-def clip_(trainer: Trainer, parameters: Sequence[Tensor]) -> None:
-    """Clip the gradients of parameters as the Trainer does."""
-    if (limit := trainer.gradient_clip_val) and parameters:
-        by_value = trainer.gradient_clip_algorithm == "value"
-        (clip_grad_value_ if by_value else clip_grad_norm_)(parameters, float(limit))
-
-
 class OneSteps:
     """The steps of one client's fit, as an algorithm changes them.
 
@@ -179,7 +143,7 @@ class OneSteps:
         self.algorithm = AlgorithmSteps(halves, self, [tree_map(kept, held) for held in helds])
         self._warmup = extra_epochs(module)
         self._stepping: dict[int, list[tuple[str, Tensor]]] = {}
-        self._seconds: dict[str, SecondOptimizer] = {}
+        self._others: dict[str, list[TensorOptimizer]] = {}
         self._batch = Batch((), 0, None)
         self._term = TermHooks(halves.term, trainer, module) if halves.term else None
 
@@ -203,9 +167,11 @@ class OneSteps:
         return self.fit.evaluate_again(at, batch, in_full)
 
     def step_other(self, name: str, v: State, gradient: State) -> State:
-        if name not in self._seconds:
-            self._seconds[name] = SecondOptimizer(self.fit, v)
-        return self._seconds[name].step(v, gradient)
+        if name not in self._others:
+            self._others[name] = self._optimizers_of(v)
+        for optimizer in self._others[name]:
+            v = optimizer.step_from(v, gradient)
+        return v
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin an epoch: some parameters may rest in it."""
@@ -271,6 +237,18 @@ class OneSteps:
 
         return kept
 
+    def _optimizers_of(self, v: State) -> list[TensorOptimizer]:
+        """Return copies of the model's optimizers for other weights, without state."""
+        trainer, trained = self.fit.trainer, self.fit.trained
+        names = {id(p): name for name, p in trained.items()}
+        tensors = {name: torch.empty_like(p) for name, p in trained.items() if name in v}
+        first, *others = trainer.optimizers
+        clips = partial(clip_, trainer)  # once for all of them
+        return [
+            TensorOptimizer(first, names, tensors, clips),
+            *(TensorOptimizer(one, names, tensors) for one in others),
+        ]
+
     def _about_to_step(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """Return the parameters of an optimizer by name."""
         if id(optimizer) not in self._stepping:
@@ -278,6 +256,13 @@ class OneSteps:
             own = self.fit.trained.items()
             self._stepping[id(optimizer)] = [(name, p) for name, p in own if id(p) in ids]
         return self._stepping[id(optimizer)]
+
+
+def clip_(trainer: Trainer, parameters: Sequence[Tensor]) -> None:
+    """Clip the gradients of parameters as the Trainer does."""
+    if limit := trainer.gradient_clip_val:
+        by_value = trainer.gradient_clip_algorithm == "value"
+        (clip_grad_value_ if by_value else clip_grad_norm_)(parameters, float(limit))
 
 
 def is_private(module: LightningModule) -> bool:

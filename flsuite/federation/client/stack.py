@@ -4,9 +4,9 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,12 +28,15 @@ from flsuite.federation.client.devices import keep_freed_memory
 from flsuite.federation.client.fit import OneFit
 from flsuite.federation.client.setup import StartStates, WorkerSetup, epoch_batches
 from flsuite.federation.client.stack_batches import StackBatches
-from flsuite.federation.client.stack_member import Member, MemberModel, stacked
-from flsuite.federation.client.stack_samples import is_mean_over_samples, refuse_mixed_samples
+from flsuite.federation.client.stack_member import Member, MemberCallbacks, stacked
+from flsuite.federation.client.stack_proofs import (
+    is_mean_over_samples,
+    refuse_mixed_samples,
+    used_parameters,
+)
 from flsuite.federation.client.stack_steps import StackSteps
-from flsuite.federation.client.stack_trial import used_parameters
 from flsuite.federation.client.stacked_loss import clip
-from flsuite.federation.client.stacked_optimizer import StackedOptimizer, past_of
+from flsuite.federation.client.tensor_optimizer import TensorOptimizer, past_of
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models import abilities
 from flsuite.models.layers import entry_names
@@ -208,53 +211,49 @@ class Stack:
         for member in members:
             if member.fit:
                 member.fit.optimizers = [template]
-            member.callbacks = copy.deepcopy(list(first.broadcast.callbacks))
-        private = [one for member in members for one in by_sample(member.callbacks)]
-        for callback, member in zip(private, members, strict=False):
-            callback.begin(member.loader)
-            member.callbacks = [one for one in member.callbacks if id(one) != id(callback)]
-        has_users = any(member.callbacks for member in members)
-        module = copy.deepcopy(model) if has_users else model
-        shown = MemberModel(module, trainer, tensors, optimizer)
+        users = first.broadcast.callbacks, members, model, trainer, tensors, optimizer
+        callbacks = MemberCallbacks(*users)
         memories: list[dict[str, Any]] = [{} for _ in members]
 
         def end(place: int, state: State) -> None:
             member = members[place]
-            shown.call(member, place, "on_train_end")
+            callbacks.end(place)
             if member.fit:
                 member.fit.state = state  # what its algorithm may measure now
             if keeps:
                 memories[place] = {"optimizers": [optimizer.state_dict(place)]}
             self.halves.end(member.client, state, steps.helds_of(place))
-            member.has_ended = True
+            callbacks.ended.add(place)
 
-        batches = StackBatches(members, view, trainer)
-        trainer_of_all = _NoTrainer(type(model).__name__)
-        with _told_of_errors(members, shown):
-            for hook in ("on_fit_start", "on_train_start"):
-                for place, member in enumerate(members):
-                    shown.call(member, place, hook)
-            with attached(model, trainer_of_all):
-                start = {name: value[0] for name, value in tensors.items()}
-                # Anew for each stack, because a model may use other layers in another round.
-                used = used_parameters(model, trainer, start, batches.first(), bool(private))
-                own = model, used, trainer, tensors, members, self.halves, optimizer
-                steps = StackSteps(*own, schedulers, private)
-                batches.fills = _fills(steps, batches)
-                ends = steps.run(batches, end)
-            if trainer_of_all.error is not None:  # the step has caught it
-                raise trainer_of_all.error
+        batches, no_trainer = StackBatches(members, view, trainer), _NoTrainer(type(model).__name__)
+        with callbacks.running(), attached(model, no_trainer):
+            start = {name: value[0] for name, value in tensors.items()}
+            # Anew for each stack, because a model may use other layers in another round.
+            by_samples = bool(callbacks.private)
+            used = used_parameters(model, trainer, start, batches.first(), by_samples)
+            own = model, used, trainer, tensors, members, self.halves, optimizer
+            steps = StackSteps(*own, schedulers, callbacks.private)
+            batches.fills = _fills(steps, batches)
+            ends = steps.run(batches, end)
+            if no_trainer.error is not None:  # the step has caught it
+                raise no_trainer.error
         self._state_check.check("in a fit", "client.memory")
         seconds = (time.perf_counter() - began) / len(members)
-        fits = {}
-        for place, member in enumerate(members):
-            metrics = steps.metrics(place)
-            if not math.isfinite(metrics["loss"]):
-                continue  # by itself, its step may say why
-            ended = member.steps, metrics, seconds, member.client, self.halves.measures
-            epochs = math.ceil(member.steps / member.epoch_steps)
-            fits[member.request.number] = TrainedFit(ends[place], memories[place], *ended, epochs)
-        return fits
+        # Without a finite loss, a client trains by itself, where its step may say why.
+        return {
+            member.request.number: TrainedFit(
+                ends[place],
+                memories[place],
+                member.steps,
+                steps.metrics(place),
+                seconds,
+                member.client,
+                self.halves.measures,
+                math.ceil(member.steps / member.epoch_steps),
+            )
+            for place, member in enumerate(members)
+            if math.isfinite(steps.metrics(place)["loss"])
+        }
 
     def _seed(self, stream: str, request: FitRequest) -> None:
         """Seed what the fit of a request draws."""
@@ -274,12 +273,12 @@ class Stack:
 
 def _stacked(
     template: Optimizer, model: LightningModule, tensors: State, trainer: ClientTrainer
-) -> StackedOptimizer:
+) -> TensorOptimizer:
     """Return the optimizer of a stack, with the settings of one model's optimizer."""
     template._opt_called = True  # type: ignore[attr-defined]  # schedulers warn otherwise
     names = {id(p): name for name, p in model.named_parameters()}
     trained = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}
-    return StackedOptimizer(template, names, trained, lambda gradients: clip(gradients, trainer))
+    return TensorOptimizer(template, names, trained, partial(clip, trainer))
 
 
 def _fills(steps: StackSteps, batches: StackBatches) -> bool:
@@ -289,15 +288,3 @@ def _fills(steps: StackSteps, batches: StackBatches) -> bool:
         return True
     sizes = {member.client.samples for member in steps.members}
     return len(sizes) > 1 and is_mean_over_samples(steps, batches.mixed())
-
-
-@contextmanager
-def _told_of_errors(members: Sequence[Member], shown: MemberModel) -> Iterator[None]:
-    """Call ``on_exception`` of the callbacks, as a fit does: some undo what they have done."""
-    try:
-        yield
-    except Exception as error:
-        for place, member in enumerate(members):
-            if not member.has_ended:
-                shown.call(member, place, "on_exception", error)
-        raise

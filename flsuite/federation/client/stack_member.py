@@ -1,8 +1,9 @@
-"""One client of a stack, and the model and Trainer through which users' callbacks see it."""
+"""One client of a stack, and the users' callbacks of all of them."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -16,8 +17,10 @@ from flsuite.common.lightning_internals import show_progress
 from flsuite.common.messages import FitRequest
 from flsuite.common.state import State
 from flsuite.data.loader import TrainLoader
+from flsuite.federation.client.callbacks import SampleGradients
+from flsuite.federation.client.conditions import by_sample
 from flsuite.federation.client.fit import OneFit
-from flsuite.federation.client.stacked_optimizer import StackedOptimizer
+from flsuite.federation.client.tensor_optimizer import TensorOptimizer
 from flsuite.federation.client.trainer import ClientTrainer
 
 
@@ -34,8 +37,6 @@ class Member:
         start: All tensors of its model at the start.
         helds: What the parts of the algorithm hold.
         fit: Its fit as the algorithm sees it, unless the algorithm does nothing in it.
-        callbacks: The users' callbacks.
-        has_ended: Whether its fit has ended.
     """
 
     request: FitRequest
@@ -46,47 +47,84 @@ class Member:
     start: State
     helds: Sequence[Any]
     fit: OneFit | None = None
-    callbacks: list[Callback] = field(default_factory=list)
-    has_ended: bool = False
 
 
-class MemberModel:
-    """A model and a Trainer that show one client of a stack at a time to users' callbacks.
+class MemberCallbacks:
+    """The users' callbacks of a stack: each client has its own copies.
+
+    A model and a Trainer show one client at a time to them.
 
     Args:
-        model: A copy of the model. Its tensors become the ones of the client.
+        callbacks: The users' callbacks.
+        members: The clients.
+        model: The model.
         trainer: The Trainer of the worker.
         tensors: All tensors of the models, each ``(clients, ...)``.
         optimizer: The optimizer of the stack.
+
+    Attributes:
+        private: Each client's callback that computes gradients by sample, if any.
+        ended: The places of clients whose fit has ended. An error is no longer theirs.
     """
 
     def __init__(
         self,
+        callbacks: Sequence[Callback],
+        members: Sequence[Member],
         model: LightningModule,
         trainer: ClientTrainer,
         tensors: Mapping[str, Tensor],
-        optimizer: StackedOptimizer,
+        optimizer: TensorOptimizer,
     ) -> None:
-        self._model, self._trainer, self._tensors = model, trainer, tensors
+        self._members, self._trainer, self._tensors = members, trainer, tensors
         self._optimizer = optimizer
-        self._named = dict(chain(model.named_parameters(), model.named_buffers()))
-        self._trained = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+        self.private: list[SampleGradients] = []
+        self._own: list[list[Callback]] = []
+        for member in members:
+            own = copy.deepcopy(list(callbacks))
+            for private in by_sample(own):
+                private.begin(member.loader)
+                self.private.append(private)
+            self._own.append([one for one in own if not isinstance(one, SampleGradients)])
+        # A copy, because its tensors become the ones of a client.
+        self._model = copy.deepcopy(model) if any(self._own) else model
+        self._named = dict(chain(self._model.named_parameters(), self._model.named_buffers()))
+        self._trained = [(p, p.requires_grad) for p in self._model.parameters()]
+        self.ended: set[int] = set()
 
-    def call(self, member: Member, place: int, hook: str, *args: Any) -> None:
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Start the fits, and tell the callbacks of clients that still train of an error."""
+        try:
+            for hook in ("on_fit_start", "on_train_start"):
+                for place in range(len(self._members)):
+                    self._call(place, hook, step=0)
+            yield
+        except Exception as error:
+            for place in range(len(self._members)):
+                if place not in self.ended:
+                    self._call(place, "on_exception", error, step=0)
+            raise
+
+    def end(self, place: int) -> None:
+        """Tell the callbacks of a client that its steps have ended."""
+        self._call(place, "on_train_end", step=self._members[place].steps)
+
+    def _call(self, place: int, hook: str, *args: Any, step: int) -> None:
         """Call a hook of a client's callbacks. Weights that it changes in place are the client's.
 
         Raises:
             RuntimeError: If a callback changes what clients of a stack share.
         """
-        if not member.callbacks:
+        if not self._own[place]:
             return
-        with self._showing(member, place, member.steps if hook == "on_train_end" else 0):
-            for callback in member.callbacks:
+        with self._showing(place, step):
+            for callback in self._own[place]:
                 getattr(callback, hook)(self._trainer, self._model, *args)
 
     @contextmanager
-    def _showing(self, member: Member, place: int, step: int) -> Iterator[None]:
-        trainer, template = self._trainer, self._optimizer.template
+    def _showing(self, place: int, step: int) -> Iterator[None]:
+        member, trainer, template = self._members[place], self._trainer, self._optimizer.template
         for name, own in self._named.items():
             own.data = self._tensors[name][place]
         template.state.clear()
@@ -95,7 +133,7 @@ class MemberModel:
         before = trainer.strategy.lightning_module
         trainer.strategy.connect(self._model)
         trainer.strategy.optimizers = [template]
-        trainer.callbacks = member.callbacks  # type: ignore[attr-defined]
+        trainer.callbacks = self._own[place]  # type: ignore[attr-defined]
         show_progress(trainer, member.loader, member.epoch_steps, step)
         self._model.trainer = trainer
 
@@ -106,7 +144,7 @@ class MemberModel:
         for name, own in self._named.items():
             if own.data_ptr() != self._tensors[name][place].data_ptr():
                 raise RuntimeError(f"a callback gives {name} other memory; change it in place")
-        if any(p.requires_grad != trains for _, p, trains in self._trained):
+        if any(p.requires_grad != trains for p, trains in self._trained):
             raise RuntimeError("a callback freezes parameters")
         if _options(template.param_groups) != options or trainer.should_stop:
             raise RuntimeError("a callback changes a client's optimizer, or stops its fit")

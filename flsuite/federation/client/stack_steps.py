@@ -19,7 +19,7 @@ from flsuite.federation.client.callbacks import SampleGradients
 from flsuite.federation.client.stack_batches import StackBatches
 from flsuite.federation.client.stack_member import Member, stacked
 from flsuite.federation.client.stacked_loss import StackedLoss, StackGroup, with_rows
-from flsuite.federation.client.stacked_optimizer import StackedOptimizer
+from flsuite.federation.client.tensor_optimizer import TensorOptimizer
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models.layers import entry_names
 
@@ -47,7 +47,7 @@ class StackSteps:
         tensors: dict[str, Tensor],
         members: Sequence[Member],
         halves: Halves,
-        optimizer: StackedOptimizer,
+        optimizer: TensorOptimizer,
         schedulers: Sequence[Any] = (),
         private: Sequence[SampleGradients] = (),
     ) -> None:
@@ -66,7 +66,7 @@ class StackSteps:
         self._logged: list[dict[str, tuple[float, int]]] = [{} for _ in members]
         self._entries = entry_names(model)
         self._frozen: frozenset[str] = frozenset()
-        self._seconds: dict[str, StackedOptimizer] = {}
+        self._others: dict[str, TensorOptimizer] = {}
 
         device = trainer.strategy.root_device
         of_parts = zip(*(member.helds for member in members), strict=True)
@@ -244,10 +244,10 @@ class StackSteps:
 
     def _step_all(self, name: str, v: State, gradients: State) -> State:
         """Return other weights after a step of a copy of the optimizer."""
-        if name not in self._seconds:
+        if name not in self._others:
             own = {k: torch.empty_like(self.leaves[k]) for k in v if k in self.leaves}
-            self._seconds[name] = self.optimizer.for_tensors(own)
-        return self._seconds[name].step_from(v, gradients)
+            self._others[name] = self.optimizer.for_tensors(own)
+        return self._others[name].step_from(v, gradients)
 
 
 def _for_all(function: Callable[..., Any], *trees: Any) -> Any:

@@ -250,22 +250,23 @@ def _apart(gradients: State) -> State:
     return own
 
 
-def clip(gradients: State, trainer: ClientTrainer) -> None:
+def clip(trainer: ClientTrainer, tensors: Sequence[Tensor]) -> None:
     """Clip each client's gradients by their own norm or value, in place, as the Trainer does.
 
     Args:
-        gradients: Each ``(clients, ...)``.
         trainer: Gives the limit.
+        tensors: Tensors with gradients, each ``(clients, ...)``.
     """
-    if not (limit := trainer.gradient_clip_val) or not gradients:
+    if not (limit := trainer.gradient_clip_val):
         return
+    gradients: list[Any] = [tensor.grad for tensor in tensors]
     if trainer.gradient_clip_algorithm == "value":
-        for gradient in gradients.values():
+        for gradient in gradients:
             gradient.clamp_(-float(limit), float(limit))
         return
-    norms = [gradient.reshape(len(gradient), -1).norm(dim=1) for gradient in gradients.values()]
+    norms = [gradient.reshape(len(gradient), -1).norm(dim=1) for gradient in gradients]
     factors = (float(limit) / (torch.stack(norms).norm(dim=0) + 1e-6)).clamp(max=1.0)
-    for gradient in gradients.values():
+    for gradient in gradients:
         gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)))
 
 

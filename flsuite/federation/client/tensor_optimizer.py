@@ -1,4 +1,4 @@
-"""The optimizers of a stack of clients, and each client's part of their state."""
+"""Optimizers with the settings of a model's own, for other tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,17 +13,20 @@ from flsuite.common.state import State
 _OF_THE_STEP = ("step", "mu_product")  # numbers that depend on the steps taken alone
 
 
-class StackedOptimizer:
-    """One optimizer for the tensors of many clients, each ``(clients, ...)``.
+class TensorOptimizer:
+    """An optimizer for other tensors than the model's parameters.
+
+    They are the weights of a stack of clients, each ``(clients, ...)``, or other weights of one
+    client or of a stack.
 
     Args:
-        template: The optimizer that the model has configured, over the parameters of one model.
-        names: Names of these parameters, in their order.
-        tensors: The tensors to step. They change in place.
-        clip: Clips gradients in place.
+        template: An optimizer that the model has configured.
+        names: Names of the model's parameters, by their ``id``.
+        tensors: The tensors to step, by these names. They change in place.
+        clip: Clips the gradients of tensors in place. Default: they stay.
 
     Attributes:
-        template: The optimizer of one model. It takes no step.
+        template: The model's optimizer. It takes no step here.
         names: Names of its parameters.
     """
 
@@ -32,26 +35,26 @@ class StackedOptimizer:
         template: Optimizer,
         names: Mapping[int, str],
         tensors: Mapping[str, Tensor],
-        clip: Callable[[State], None],
+        clip: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         self.template, self._tensors, self._clip = template, dict(tensors), clip
         own = [p for group in template.param_groups for p in group["params"]]
         # The parameters by name, each with its number in the optimizer's state dict.
         self._own = {names[id(p)]: (index, p) for index, p in enumerate(own) if id(p) in names}
         replaced = {id(p): tensors[name] for name, (_, p) in self._own.items() if name in tensors}
-        self._stacked = optimizer_for(template, replaced)
+        self._optimizer = optimizer_for(template, replaced)
         self.names = self._own.keys()
 
-    def for_tensors(self, tensors: Mapping[str, Tensor]) -> "StackedOptimizer":
+    def for_tensors(self, tensors: Mapping[str, Tensor]) -> "TensorOptimizer":
         """Return a new optimizer with the same settings for other tensors, without state."""
         names = {id(p): name for name, (_, p) in self._own.items()}
-        return StackedOptimizer(self.template, names, tensors, self._clip)
+        return TensorOptimizer(self.template, names, tensors, self._clip)
 
     def step_from(self, values: State, gradients: State) -> State:
         """Return values of the tensors after a step. Other entries stay."""
         for name, tensor in self._tensors.items():
-            tensor.data = values[name].clone()
-        self.step({name: value for name, value in gradients.items() if name in self._tensors})
+            tensor.data = torch.empty_like(tensor).copy_(values[name])  # in its own layout
+        self.step(gradients)
         return {**values, **{name: tensor.data for name, tensor in self._tensors.items()}}
 
     @property
@@ -61,14 +64,15 @@ class StackedOptimizer:
 
     def step(self, gradients: State) -> None:
         """Take one step. Parameters without a gradient take none."""
-        self._clip(gradients)
         for name, tensor in self._tensors.items():
             tensor.grad = gradients.get(name)
+        if self._clip and (stepping := [t for t in self._tensors.values() if t.grad is not None]):
+            self._clip(stepping)
         for group, own in zip(
-            self._stacked.param_groups, self.template.param_groups, strict=True
+            self._optimizer.param_groups, self.template.param_groups, strict=True
         ):  # schedulers change the rate, and some the momentum
             group.update({key: value for key, value in own.items() if key != "params"})
-        self._stacked.step()
+        self._optimizer.step()
 
     def load(self, kept: Sequence[Mapping[str, Any]]) -> None:
         """Continue from the state dicts of the clients' own optimizers, which are alike."""
@@ -76,7 +80,7 @@ class StackedOptimizer:
             states = [own["state"].get(index, {}) for own in kept]
             if name in self._tensors and states[0]:
                 tensor = self._tensors[name]
-                self._stacked.state[tensor] = {
+                self._optimizer.state[tensor] = {
                     key: _joined(key, [state[key] for state in states], tensor) for key in states[0]
                 }
 
@@ -112,7 +116,7 @@ class StackedOptimizer:
 
     def _states(self) -> list[tuple[str, Mapping[str, Any]]]:
         """Return the state of each parameter that has one."""
-        own = ((name, self._stacked.state.get(t)) for name, t in self._tensors.items())
+        own = ((name, self._optimizer.state.get(t)) for name, t in self._tensors.items())
         return [(name, state) for name, state in own if state]
 
 
