@@ -356,7 +356,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a stack decays what its loss does not depend on",
-        "federation/client/stack_trial.py",
+        "federation/client/stack_proofs.py",
         "if g is not None]",
         "]",
         "federation/engines/test_vectorized.py",
@@ -398,14 +398,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a term is filled up sample by sample if it is zero at the start",
-        "federation/client/stack_samples.py",
+        "federation/client/stack_proofs.py",
         "for start in (parameters, _moved(parameters)):",
         "for start in (parameters,):",
         "aggregators/test_stated_objectives.py",
     ),
     Mutation(
         "batches are filled up whatever the loss",
-        "federation/client/stack_samples.py",
+        "federation/client/stack_proofs.py",
         "a.keys() == b.keys() and all(_is_close(a[name], b[name]) for name in a)",
         "a.keys() == b.keys()",
         "aggregators/test_stated_objectives.py",

@@ -21,7 +21,7 @@ from flsuite.aggregators.halves import Halves
 from flsuite.common.arguments import Fraction, PositiveInt, Settings
 from flsuite.common.client import ClientContext
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.lightning_internals import skips_step
+from flsuite.common.lightning_internals import scaler_of, skips_step
 from flsuite.common.state import State
 from flsuite.data.loader import TrainLoader
 from flsuite.federation.client.fit import OneFit, OneSteps
@@ -67,13 +67,13 @@ class FitRecord(Callback):
     ) -> None:
         self._halves, self._client, self._continues = halves, client, continues
         self._steps: OneSteps | None = None
-        self._warmup, self._name = 0, "loss"
+        self._warmup, self._name, self._has_scaler = 0, "loss", False
         self._totals: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self.skipped = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._warmup = extra_epochs(pl_module)
+        self._warmup, self._has_scaler = extra_epochs(pl_module), scaler_of(trainer) is not None
         if self._halves is None or self._halves.trains_plainly:
             return
         loader: Any = trainer.train_dataloader
@@ -94,7 +94,7 @@ class FitRecord(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        if skips_step(trainer, optimizer):
+        if self._has_scaler and skips_step(trainer, optimizer):
             self.skipped += 1
         elif self._steps:
             self._steps.change(optimizer, _is_last_step(trainer))
@@ -107,7 +107,8 @@ class FitRecord(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is None:
             return
-        loss = torch.as_tensor(loss).detach()  # manual optimization may return a float
+        # Manual optimization may return a float.
+        loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss)
         if trainer.accumulate_grad_batches != 1 and pl_module.automatic_optimization:
             # Lightning has divided it, because gradients of several batches are summed.
             loss = loss * trainer.accumulate_grad_batches

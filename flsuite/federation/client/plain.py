@@ -94,7 +94,7 @@ class PlainLoop:
         self._call("on_fit_start")
         set_train_loader(trainer, loader)
         self._call("on_train_start")
-        self._run_epochs(loader, _Step(trainer, module, self._call))
+        self._run_epochs(loader, _Step(trainer, module, self._hooks))
         self._call("on_train_end")
         self._call("on_fit_end")
         self._call("teardown", stage="fit")
@@ -148,13 +148,19 @@ class _Step:
     Args:
         trainer: The Trainer, with the optimizer of the fit.
         module: The model.
-        call: Calls a hook.
+        hooks: The hooks of callbacks and of the model.
     """
 
     def __init__(
-        self, trainer: ClientTrainer, module: LightningModule, call: Callable[..., None]
+        self, trainer: ClientTrainer, module: LightningModule, hooks: dict[str, Any]
     ) -> None:
-        self._trainer, self._module, self._call = trainer, module, call
+        self._trainer, self._module = trainer, module
+
+        def call(name: str, *args: Any) -> None:
+            for hook in hooks.get(name, ()):
+                hook(*args)
+
+        self._call = call  # faster than a method
         self._optimizer = optimizer = trainer.optimizers[0]
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._has_own_zero = type(optimizer).zero_grad is not Optimizer.zero_grad
