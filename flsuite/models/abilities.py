@@ -67,6 +67,19 @@ class LogitModel(Protocol):
         ...
 
 
+def require_logits(owner: str, model: Any) -> None:
+    """Refuse a model without logits.
+
+    Raises:
+        FlsuiteError: If it is no :class:`LogitModel`. The message names what needs them.
+    """
+    if not isinstance(model, LogitModel):
+        raise FlsuiteError(
+            f"{owner} needs the logits of the model, but {type(model).__name__} has none: add a "
+            "method logits(x) -> (n, outputs)"
+        )
+
+
 @runtime_checkable
 class FlowModel(Protocol):
     """A model with a density of its features given the class.

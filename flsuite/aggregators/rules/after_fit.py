@@ -9,16 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 
 from flsuite.common.client import ClientContext
-from flsuite.common.errors import FlsuiteError
-from flsuite.common.random import torch_generator
 from flsuite.data.federated import Batch
 from flsuite.data.loader import TrainLoader
 from flsuite.metrics.fisher.estimates import measuring
-from flsuite.models.abilities import LogitModel
 
 
 @contextmanager
@@ -47,21 +43,3 @@ def training_batches(module: LightningModule, loader: TrainLoader) -> Iterator[A
         changed = module.on_before_batch_transfer(batch, 0)
         moved = module.transfer_batch_to_device(changed, module.device, 0)
         yield module.on_after_batch_transfer(moved, 0)
-
-
-def own_draws(owner: str, loader: TrainLoader) -> torch.Generator:
-    """Return a client's randomness for what an aggregator measures in this round."""
-    return torch_generator(loader.seed, owner, loader.round, loader.client)
-
-
-def require_logits(owner: str, model: LightningModule) -> None:
-    """Refuse a model without logits.
-
-    Raises:
-        FlsuiteError: If it has no such method.
-    """
-    if not isinstance(model, LogitModel):
-        raise FlsuiteError(
-            f"{owner} needs the logits of the model, but {type(model).__name__} has none: add a "
-            "method logits(x) -> (n, outputs), or choose another aggregator"
-        )

@@ -15,9 +15,7 @@ from lightning.pytorch import LightningModule
 from flsuite.aggregators.part import Server, Statistic
 from flsuite.aggregators.rules.after_fit import (
     after_fit,
-    own_draws,
     plain_batches,
-    require_logits,
 )
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.aggregators.rules.fisher_forms import FORMS, FisherForm, FormName
@@ -34,11 +32,13 @@ from flsuite.aggregators.rules.solvers import (
 from flsuite.common.arguments import PositiveInt, Settings
 from flsuite.common.client import ClientContext
 from flsuite.common.messages import ClientUpdate
+from flsuite.common.random import torch_generator
 from flsuite.common.state import State, StateLayout, Tree, cast, divided, scaled
 from flsuite.data.federated import Batch
 from flsuite.data.loader import TrainLoader
 from flsuite.metrics.fisher.estimates import Expectation
 from flsuite.metrics.privacy import Release, require_small_delta
+from flsuite.models.abilities import require_logits
 
 log = logging.getLogger("flsuite")
 
@@ -118,7 +118,7 @@ class FedFisher(LinearRule, Settings):
 
     def measure(self, client: ClientContext, module: LightningModule, loader: TrainLoader) -> None:
         form, task = self._form(client.layout), loader.data.spec.task
-        draws = own_draws("FedFisher", loader)
+        draws = torch_generator(loader.seed, "FedFisher", loader.round, loader.client)
 
         def fisher(batches: Iterable[Batch]) -> Any:
             return form.measure(module, (batches, task, self.expectation, draws))

@@ -17,9 +17,7 @@ from torch import Tensor
 from flsuite.aggregators.part import ClientHalf, Server, Statistic
 from flsuite.aggregators.rules.after_fit import (
     after_fit,
-    own_draws,
     plain_batches,
-    require_logits,
     training_batches,
 )
 from flsuite.aggregators.rules.base import LinearRule, Weighting, withheld_by
@@ -27,11 +25,12 @@ from flsuite.common.arguments import NonNegativeFloat, PositiveInt, Range, Setti
 from flsuite.common.client import ClientContext, Oracle
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientUpdate
+from flsuite.common.random import torch_generator
 from flsuite.common.state import State, StateLayout, Tree, clone, divided, scaled
 from flsuite.data.loader import TrainLoader
 from flsuite.metrics.fisher.estimates import Expectation
 from flsuite.metrics.fisher.forms import Estimator, fisher_diagonal, predictive_diagonal
-from flsuite.models.abilities import LikelihoodModel
+from flsuite.models.abilities import LikelihoodModel, require_logits
 
 _ONE_NAME = Range(
     "a list of at least one name, or null for all parameters",
@@ -243,7 +242,7 @@ class FisherMerge(FisherMean):
                 plain_batches(module, loader, self.samples),
                 loader.data.spec.task,
                 self.expectation,
-                own_draws("FisherMerge", loader),
+                torch_generator(loader.seed, "FisherMerge", loader.round, loader.client),
             )
             client.extras["fisher"] = _logged(client, fisher)
 

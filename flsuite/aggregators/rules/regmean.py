@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from flsuite.aggregators.part import Server, Statistic
-from flsuite.aggregators.rules.after_fit import after_fit, plain_batches, require_logits
+from flsuite.aggregators.rules.after_fit import after_fit, plain_batches
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.aggregators.rules.fisher_forms import columns, entries, matrix, square_template
 from flsuite.common.arguments import PositiveInt, Settings, Share
@@ -21,6 +21,7 @@ from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import Layer, State, StateLayout, Tree, cast, clone, divided, scaled
 from flsuite.data.loader import TrainLoader
 from flsuite.metrics.fisher.products import gram_matrices
+from flsuite.models.abilities import require_logits
 
 log = logging.getLogger("flsuite")
 

@@ -10,6 +10,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch import nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
@@ -20,7 +21,7 @@ from flsuite.common.lightning_internals import attached, configured, hooks_with
 from flsuite.data.federated import unchanged
 from flsuite.federation.client.callbacks import SampleGradients
 from flsuite.federation.client.hooks import hooks_of, hooks_of_callback, implements, takes_a_batch
-from flsuite.federation.client.logs import LoggedNumbers, OtherMeanError
+from flsuite.federation.client.logs import OtherMeanError, logged_values
 from flsuite.federation.client.setup import WorkerSetup
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models.abilities import extra_epochs
@@ -181,6 +182,10 @@ def _shown_by_a_copy(
     trainer: ClientTrainer, module: LightningModule, loader: Iterable[Any]
 ) -> str | None:
     """Return what a step of a copy of the model shows to be out of the plain case."""
+
+    def log(*args: Any, **kwargs: Any) -> None:
+        logged_values(extract_batch_size(batch), *args, **kwargs)
+
     trial, shown = copy.deepcopy(module), copy.copy(loader)
     vars(shown)["change"] = unchanged  # an attacker's draws belong to its fit
     with attached(trial, trainer), torch.random.fork_rng(), suppress(Exception):
@@ -192,7 +197,7 @@ def _shown_by_a_copy(
         tensors = {**dict(trial.named_parameters()), **dict(trial.named_buffers())}
         with trainer.precision_plugin.train_step_context():
             try:
-                step_loss(trial, tensors, batch, 0, LoggedNumbers(lambda: batch).log)
+                step_loss(trial, tensors, batch, 0, log)
             except OtherMeanError as error:
                 return str(error)
     return None  # an error of the model shows in its fit

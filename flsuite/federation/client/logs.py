@@ -1,10 +1,8 @@
 """What a model logs in its training steps, as Lightning's ``self.log`` would report it."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
 
@@ -27,7 +25,7 @@ class Logged(NamedTuple):
 
 
 def logged_values(
-    size: Callable[[], int],
+    size: int,
     name: str,
     value: Any,
     prog_bar: bool = False,
@@ -41,13 +39,13 @@ def logged_values(
     """Return what a call of ``self.log`` in a ``training_step`` reports.
 
     Args:
-        size: Returns the number of samples in the batch.
+        size: Number of samples in the batch.
         name: See :meth:`lightning.pytorch.LightningModule.log`, also for the other arguments.
 
     Raises:
         OtherMeanError: If the value is no number, or its mean over an epoch is another one.
     """
-    is_mean = reduce_fx in ("mean", torch.mean) and batch_size in (None, size())
+    is_mean = reduce_fx in ("mean", torch.mean) and batch_size in (None, size)
     if on_epoch and not is_mean:
         raise OtherMeanError(f"a step logs {name} with a reduce_fx or batch_size of its own")
     if logger is False:
@@ -66,30 +64,23 @@ def logged_values(
 
 
 class LoggedNumbers:
-    """The numbers that one client's model logs in its fit.
+    """The numbers that one client's model logs in its fit."""
 
-    Args:
-        batch: Returns the batch of the present step.
-    """
-
-    def __init__(self, batch: Callable[[], Any]) -> None:
-        self._batch = batch
-        self._last: dict[str, Tensor] = {}
-        self._sums: dict[str, tuple[Tensor, int]] = {}
+    def __init__(self) -> None:
+        self._last: dict[str, Tensor | float] = {}
+        self._sums: dict[str, tuple[Tensor | float, int]] = {}
 
     def begin_epoch(self) -> None:
         """Begin an epoch. Means are over the last one."""
         self._sums = {}
 
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Take what a model logs, in place of its ``self.log``."""
-        size = extract_batch_size(self._batch())
-        for one in logged_values(lambda: size, name, value, *args, **kwargs):
-            if one.is_of_step:
-                self._last[one.name] = one.value
-            else:
-                total, seen = self._sums.get(one.name, (torch.zeros_like(one.value), 0))
-                self._sums[one.name] = total + one.value * size, seen + size
+    def add(self, name: str, value: Tensor | float, size: int, is_of_step: bool) -> None:
+        """Add a value of a step on a batch of so many samples, see :class:`Logged`."""
+        if is_of_step:
+            self._last[name] = value
+        else:
+            total, seen = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total + value * size, seen + size
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers by name."""

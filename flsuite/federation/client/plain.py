@@ -16,6 +16,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -31,7 +32,7 @@ from flsuite.common.lightning_internals import (
     step_of,
 )
 from flsuite.federation.client.hooks import implements
-from flsuite.federation.client.logs import LoggedNumbers
+from flsuite.federation.client.logs import LoggedNumbers, logged_values
 from flsuite.federation.client.trainer import ClientTrainer, refuse_fused
 
 _OF_MODELS = (*HOOKS, "prepare_data", "configure_model")
@@ -63,10 +64,10 @@ class PlainLoop:
         trainer.strategy.connect(module)
         attach_to_fit(trainer, loader)
         self._hooks = self._hooks_with(callbacks)
-        self._logged = LoggedNumbers(lambda: self._batch)
+        self._logged = LoggedNumbers()
         try:
             anomalies = torch.autograd.set_detect_anomaly(detects_anomalies(trainer))
-            with _logging_to(module, self._logged), anomalies:
+            with _logging_to(module, self._log), anomalies:
                 self._fit(loader)
         except BaseException as error:
             trainer.state.status = TrainerStatus.INTERRUPTED
@@ -125,6 +126,12 @@ class PlainLoop:
             epochs.increment_completed()
             if trainer.should_stop:
                 break
+
+    def _log(self, *args: Any, **kwargs: Any) -> None:
+        """Take what the model logs, in place of its ``self.log``."""
+        size = extract_batch_size(self._batch)
+        for name, value, is_of_step in logged_values(size, *args, **kwargs):
+            self._logged.add(name, value, size, is_of_step)
 
     def _call(self, hook: str, *args: Any, **kwargs: Any) -> None:
         for method in self._hooks.get(hook, ()):
@@ -243,9 +250,9 @@ def _is_on(batch: Any, device: torch.device) -> bool:
 
 
 @contextmanager
-def _logging_to(module: LightningModule, logged: LoggedNumbers) -> Iterator[None]:
-    """Collect what the model logs. This hides the method of its class."""
-    vars(module)["log"] = logged.log
+def _logging_to(module: LightningModule, log: Callable[..., None]) -> Iterator[None]:
+    """Call a function with what the model logs. This hides the method of its class."""
+    vars(module)["log"] = log
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from flsuite.common.client import Evaluation
 from flsuite.common.state import State, clone
 from flsuite.federation.client.algorithm_steps import AlgorithmSteps
 from flsuite.federation.client.callbacks import SampleGradients
+from flsuite.federation.client.logs import LoggedNumbers
 from flsuite.federation.client.stack_batches import StackBatches
 from flsuite.federation.client.stack_member import Member, stacked
 from flsuite.federation.client.stacked_loss import StackedLoss, StackGroup, with_rows
@@ -63,7 +64,7 @@ class StackSteps:
         self._parameters = {name: tensors[name] for name in trained if name in stepping}
         self.others = {name: value for name, value in tensors.items() if name not in self.leaves}
         self.losses = torch.zeros(len(members), device=trainer.strategy.root_device)
-        self._logged: list[dict[str, tuple[float, int]]] = [{} for _ in members]
+        self._logged = [LoggedNumbers() for _ in members]
         self._entries = entry_names(model)
         self._frozen: frozenset[str] = frozenset()
         self._others: dict[str, TensorOptimizer] = {}
@@ -112,8 +113,7 @@ class StackSteps:
     def metrics(self, place: int) -> dict[str, float]:
         """Return the mean loss of a client, and what its model has logged."""
         loss = float(self.losses[place]) / self.members[place].steps
-        logged = {name: total / seen for name, (total, seen) in self._logged[place].items()}
-        return {"loss": loss, **logged}
+        return {"loss": loss, **self._logged[place].numbers()}
 
     def _begin_epoch(self, step: int) -> None:
         """Begin an epoch: some parameters may rest in it. All clients begin it together."""
@@ -198,18 +198,15 @@ class StackSteps:
         return {name: torch.stack([row[name] for row in rows]) for name in self._parameters}
 
     def _log(self, step: int, group: StackGroup, logged: Mapping[str, Tensor]) -> None:
-        """Add what the clients log to the sums over their last epochs, by sizes of batches.
-
-        Of a value of a step, only the last one stays.
-        """
+        """Add what the clients log in a step."""
+        for place in group.places if logged else ():
+            if step % self.members[place].epoch_steps == 0:
+                self._logged[place].begin_epoch()
         for name, values in logged.items():
-            samples = group.samples()
-            for place, value, size in zip(group.places, values.tolist(), samples, strict=True):
-                member, sums = self.members[place], self._logged[place]
-                if step >= (member.steps - 1) // member.epoch_steps * member.epoch_steps:
-                    is_of_step = name in self.loss.of_step
-                    total, seen = (0.0, 0) if is_of_step else sums.get(name, (0.0, 0))
-                    sums[name] = total + value * size, seen + size
+            is_of_step = name in self.loss.of_step
+            rows = zip(group.places, values.tolist(), group.samples(), strict=True)
+            for place, value, size in rows:
+                self._logged[place].add(name, value, size, is_of_step)
 
     def evaluate(self, at: State, batch: Sequence[StackGroup], in_full: bool) -> Evaluation:
         return Evaluation(*_for_all(partial(self._evaluate_all, batch, in_full), at))

@@ -215,7 +215,7 @@ class StackedLoss:
         self, logged: State, size: int, name: str, value: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Add what a step logs on a batch of so many samples to the values by name."""
-        for one in logged_values(lambda: size, name, value, *args, **kwargs):
+        for one in logged_values(size, name, value, *args, **kwargs):
             logged[one.name] = one.value.to(self.trainer.strategy.root_device)
             self.of_step.update({one.name} if one.is_of_step else ())
 

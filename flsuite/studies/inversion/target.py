@@ -22,7 +22,7 @@ from flsuite.metrics.fisher.estimates import measuring
 from flsuite.metrics.fisher.forms import kfac_factors
 from flsuite.metrics.fisher.layers import recorded, unfolded
 from flsuite.metrics.fisher.products import at_positions
-from flsuite.models.abilities import LogitModel
+from flsuite.models.abilities import require_logits
 from flsuite.models.layers import read_layers
 from flsuite.runs.fork import UPDATES, UpdateStore
 
@@ -102,24 +102,11 @@ def sent_factors(
     Raises:
         FlsuiteError: If the model has no logits, or layers that K-FAC does not cover.
     """
-    require_logits(model)
+    require_logits("the inversion attack", model)
     layers, _ = read_layers(model, model.state_dict())
     batches = TrainLoader(data, client, seed, round=1).plain_batches(samples)
     with measuring(model):
         return kfac_factors(model, layers, batches, data.spec.task)
-
-
-def require_logits(model: nn.Module) -> None:
-    """Refuse a model without a method ``logits``.
-
-    Raises:
-        FlsuiteError: If it has no such method.
-    """
-    if not isinstance(model, LogitModel):
-        raise FlsuiteError(
-            f"the inversion attack needs the logits of the model, but {type(model).__name__} has "
-            "none: add a method logits(x) -> (n, outputs)"
-        )
 
 
 def public_images(
@@ -176,7 +163,7 @@ class Target:
     def __init__(
         self, model: LightningModule, state: State, scaling: Scaling, factors: Factors | None = None
     ) -> None:
-        require_logits(model)
+        require_logits("the inversion attack", model)
         self.model = copy.deepcopy(model)
         load_(self.model.state_dict(), state)
         self.model.eval().requires_grad_(False)
