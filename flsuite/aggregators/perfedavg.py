@@ -20,11 +20,11 @@ class PerFedAvg(FedAvg):
 
     Batches come in pairs. On the first one, ``w~ = w - alpha grad F(w)`` (line 7). On the second
     one, the model's optimizer steps from ``w`` with the gradient at ``w~`` (line 8). If a fit has
-    an odd number of batches, the last one serves as both. BatchNorm's statistics are those of all
-    batches at ``w``. The rate ``beta`` of the paper is the optimizer's. The paper weights all
-    clients equally: set ``weighting`` to ``uniform`` for this. Clients are scored by the global
-    model. Set ``trainer.adapt_epochs`` to score them after an adaptation, too, which takes whole
-    epochs of the model's optimizer. A fit costs 1.5 fits of FedAvg, and 2.5 if ``hessian_free``.
+    an odd number of batches, the last one serves as both. The rate ``beta`` of the paper is the
+    optimizer's. The paper weights all clients equally: set ``weighting`` to ``uniform`` for this.
+    Clients are scored by the global model. Set ``trainer.adapt_epochs`` to score them after an
+    adaptation, too, which takes whole epochs of the model's optimizer. A fit costs as much as one
+    of FedAvg, and twice as much if ``hessian_free``.
 
     Args:
         alpha: Rate of the adaptation step. With 0 this is FedAvg on every second batch.

@@ -4,9 +4,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from torch.optim import SGD
 
-from flsuite.aggregators import PerFedAvg
+from flsuite.aggregators import FedAvg, PerFedAvg
+from flsuite.aggregators.perfedavg import MetaGradient
+from flsuite.common.state import State
+from flsuite.federation import InProcess, Vectorized
 from tests.aggregators.federations import Quadratic, Quadratics, optimum, run
 
 
@@ -22,6 +27,61 @@ def test_the_gradient_on_a_quadratic_is_exact(batches: int, order: Any) -> None:
     gradient = a * (alpha * a * m - m) * ((1 - alpha * a) if order == "hessian_free" else 1)
     reached = optimum(aggregator, Quadratics((a,), (m,)), 1, batches, model=model)
     assert reached == pytest.approx(-rate * gradient, rel=1e-4)
+
+
+class Counting(Quadratic):
+    steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        Counting.steps += 1
+        return self.w.square()
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized(clients=2)])
+def test_a_pair_of_batches_costs_two_gradients(engine: Any) -> None:
+    taken = []
+    for aggregator in (FedAvg(), PerFedAvg(0.1)):
+        Counting.steps = 0
+        optimum(
+            aggregator, Quadratics((1.0, 2.0), (0.0, 1.0)), 2, 4, model=Counting(), engine=engine
+        )
+        taken.append(Counting.steps)
+    assert taken[0] == taken[1] > 0
+
+
+class Noisy(MetaGradient):
+    """Looks ahead at weights that it draws."""
+
+    def gradient(self, oracle: Any, w: State, held: Any, batch: Any) -> tuple[State, Any]:
+        w = {name: value + torch.randn_like(value) for name, value in w.items()}
+        return super().gradient(oracle, w, held, batch)
+
+
+def test_what_it_draws_is_drawn_once() -> None:
+    """On ``a / 2 w^2``, ``g = a (w + x) (1 - alpha a)``, whose ``x`` shows in both factors."""
+    a, alpha = 2.0, 0.1
+    seen: list[float] = []
+
+    class Seeing(Noisy):
+        def gradient(self, oracle: Any, w: State, held: Any, batch: Any) -> tuple[State, Any]:
+            asked: list[float] = []
+
+            class Watched:
+                rate = oracle.rate
+
+                def __call__(self, at: State, *args: Any, **kwargs: Any) -> State:
+                    asked.append(float(at["w"]))
+                    return oracle(at, *args, **kwargs)
+
+            g, held = Noisy.gradient(self, Watched(), w, held, batch)
+            seen.append(asked[1])  # w~
+            assert float(g["w"]) == pytest.approx(a * asked[1])
+            assert asked[1] == pytest.approx(asked[0] * (1 - alpha * a))
+            return g, held
+
+    aggregator = FedAvg(objective=Seeing(alpha))
+    optimum(aggregator, Quadratics((a,), (0.0,)), 1, 4)
+    assert len(seen) == 2
 
 
 def test_the_difference_of_gradients_is_not_rounded_to_half_precision() -> None:

@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from flsuite.aggregators.halves import Halves, is_at
+from flsuite.aggregators.losses import Draws, drawing_from, random_state
 from flsuite.common.client import Evaluation
+from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State
 
 
@@ -24,6 +26,9 @@ class Fits(Protocol):
 
     def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of one client's tensors as a function of the tensors of all clients."""
+
+    def of_all(self, at: State) -> State:
+        """Return the tensors of all clients, within a function of :meth:`each`."""
 
     def evaluate(self, at: State, batch: Any, in_full: bool) -> Evaluation:
         """Return one client's loss at other weights, within a function of :meth:`each`."""
@@ -46,6 +51,7 @@ class AlgorithmSteps:
         self._fits = fits
         self._waiting: list[tuple[State, Any]] = []
         self._is_first = True
+        self._draws: Draws | None = None  # of a call of ahead, if it has found weights
 
     @property
     def held(self) -> Any:
@@ -53,11 +59,42 @@ class AlgorithmSteps:
         term = self.halves.term
         return self.helds[self.halves.parts.index(term)] if term else {}
 
+    def ahead(self) -> State | None:
+        """Return the other weights at which the next batch is needed first, if there are any.
+
+        A step on several batches may need the last one at other weights alone, as Per-FedAvg does.
+        The model's own gradient is then computed there. The functions of an algorithm are pure, so
+        a call of them shows the weights. It ends where they ask for the gradient.
+        """
+        self._draws = None
+        size, halves = self.halves.batches_per_step, self.halves
+        if len(self._waiting) + 1 != size or size == 1:
+            return None
+        if halves.term or not halves.changes_gradients:  # a term belongs to the present weights
+            return None
+        weights = self._fits.weights
+        device = next(iter(weights.values())).device
+        draws = random_state(device)
+        with drawing_from(device, draws):
+            try:
+                self._changed(weights, [*self._waiting, ({}, None)], _Asking)
+            except _AskedError as asked:
+                at = asked.at
+            except Exception:
+                return None  # the error shows in the step
+            else:
+                return None
+        if any(at[k].shape != w.shape or at[k].dtype != w.dtype for k, w in weights.items()):
+            return None
+        self._draws = draws
+        return at
+
     def gradient(self, own: State, batch: Any, is_last: bool) -> State | None:
         """Return the gradient of a step, or ``None`` if a later batch completes the step.
 
         Args:
-            own: The gradient of the model's own loss.
+            own: The gradient of the model's own loss, at the weights that :meth:`ahead` has
+                returned, if any.
             batch: The batch, as :meth:`Fits.evaluate` reads it.
             is_last: Whether it is the last batch of the fit.
         """
@@ -66,19 +103,30 @@ class AlgorithmSteps:
         if len(self._waiting) < size and not is_last:
             return None
         # The last batch of an odd number of them serves as both.
-        gradients, batches = zip(*(self._waiting * size)[:size], strict=True)
-        self._waiting = []
+        known, self._waiting = (self._waiting * size)[:size], []
         if not self.halves.changes_gradients:
             return own
-
-        def of_one(w: State, helds: list[Any], gradients: Sequence[State]) -> Any:
-            oracle = _StepOracle(self._fits, w, gradients, batches)
-            return self.halves.gradient(oracle, w, helds, self._is_first)
-
-        of_all = self._fits.each(of_one)
-        changed, self.helds = of_all(self._fits.weights, self.helds, list(gradients))
+        weights = self._fits.weights
+        if self._draws is None:
+            changed, self.helds = self._changed(weights, known, _StepOracle)
+        else:
+            device = next(iter(weights.values())).device
+            with drawing_from(device, self._draws):
+                changed, self.helds = self._changed(weights, known, _AheadOracle)
         self._is_first = False
         return changed
+
+    def _changed(
+        self, weights: State, known: Sequence[tuple[State, Any]], kind: type["_StepOracle"]
+    ) -> tuple[State, list[Any]]:
+        """Return the gradient of the algorithm, and what its parts hold from then on."""
+        gradients, batches = zip(*known, strict=True)
+
+        def of_one(w: State, helds: list[Any], gradients: Sequence[State]) -> Any:
+            oracle = kind(self._fits, w, gradients, batches)
+            return self.halves.gradient(oracle, w, helds, self._is_first)
+
+        return self._fits.each(of_one)(weights, self.helds, list(gradients))
 
 
 class _StepOracle:
@@ -104,3 +152,38 @@ class _StepOracle:
 
     def step(self, name: str, v: State, gradient: State) -> State:
         return self._fits.step_other(name, v, gradient)
+
+
+class _AskedError(Exception):
+    """Ends a call that asks for a gradient of the last batch."""
+
+    def __init__(self, at: State) -> None:
+        super().__init__()
+        self.at = at
+
+
+class _Asking(_StepOracle):
+    """An oracle that does not know the last batch yet."""
+
+    def __call__(self, at: State, batch: int, in_full: bool = False) -> State:
+        is_last = batch == len(self._batches) - 1
+        if is_last and not in_full and not is_at(at, self._w) and at.keys() == self._w.keys():
+            raise _AskedError(self._fits.of_all(at))
+        if is_last:
+            raise FlsuiteError("the last batch is needed in another way first")
+        return super().__call__(at, batch, in_full)
+
+
+class _AheadOracle(_StepOracle):
+    """An oracle that knows the last batch where it is needed first, see :class:`_Asking`."""
+
+    _has_answered = False
+
+    def __call__(self, at: State, batch: int, in_full: bool = False) -> State:
+        is_last = batch == len(self._batches) - 1
+        if is_last and not self._has_answered:
+            self._has_answered = True
+            return dict(self._gradients[batch])
+        if is_last:
+            return self.evaluate(at, batch, in_full).gradient
+        return super().__call__(at, batch, in_full)

@@ -145,6 +145,7 @@ class OneSteps:
         self._stepping: dict[int, list[tuple[str, Tensor]]] = {}
         self._others: dict[str, list[TensorOptimizer]] = {}
         self._batch = Batch((), 0, None)
+        self._w: State = {}  # the present weights, while the model has other ones
         self._term = TermHooks(halves.term, trainer, module) if halves.term else None
 
     @property
@@ -157,6 +158,9 @@ class OneSteps:
 
     def each(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function
+
+    def of_all(self, at: State) -> State:
+        return at
 
     def evaluate(self, at: State, batch: Batch, in_full: bool) -> Evaluation:
         if self.fit.trainer.accumulate_grad_batches != 1:
@@ -188,6 +192,9 @@ class OneSteps:
         changes = self.halves.changes_gradients
         draws = random_state(self.fit.module.device) if changes else None
         self._batch = Batch(batch, index, draws)
+        if not self.fit.is_private and (at := self.algorithm.ahead()):
+            for name, parameter in self.fit.trained.items():
+                self._w[name], parameter.data = parameter.data, at[name]
         if self._term:
             self._term.begin_step(batch, index, self.algorithm.held)
 
@@ -198,6 +205,7 @@ class OneSteps:
             optimizer: The optimizer that is about to step.
             is_last: Whether this is the last step of the fit.
         """
+        self._return_to_w()
         stepping = self._about_to_step(optimizer)
         own = {name: p.grad for name, p in stepping if p.grad is not None}
         gradient = self.algorithm.gradient(own, self._batch, is_last)
@@ -208,6 +216,7 @@ class OneSteps:
 
     def end_step(self) -> None:
         """End a step."""
+        self._return_to_w()  # a step without a loss has changed nothing
         if self._term:
             self._term.end_step()
 
@@ -222,8 +231,15 @@ class OneSteps:
 
     def close(self) -> None:
         """Leave the model without hooks after an error."""
+        self._return_to_w()
         if self._term:
             self._term.close()
+
+    def _return_to_w(self) -> None:
+        """Return to the present weights after a step at other ones."""
+        for name, value in self._w.items():
+            self.fit.trained[name].data = value
+        self._w = {}
 
     def _kept(self) -> Callable[[Tensor], Tensor]:
         """Return a function that gives tensors to hold: apart from the model's, on its device."""

@@ -134,10 +134,11 @@ class StackSteps:
     def _step(self, step: int, groups: Sequence[StackGroup]) -> None:
         """Take one step of the clients that have a batch left."""
         own: State = {}
+        at = {} if self.private else self.algorithm.ahead() or {}
         for group in groups:
             changes = self.halves.changes_gradients
             group.draws = random_state(self.losses.device) if changes else None
-            own = with_rows(own, group, self._gradients(step, group), self._parameters)
+            own = with_rows(own, group, self._gradients(step, group, at), self._parameters)
         is_last = step + 1 == self.members[0].steps  # read where clients have as many steps each
         gradient = self.algorithm.gradient(own, groups, is_last)
         if gradient is None:
@@ -165,11 +166,17 @@ class StackSteps:
 
         return of_all
 
-    def _gradients(self, step: int, group: StackGroup) -> State:
-        """Return the gradients of a group's clients, and keep the rest of what the step gives."""
-        at = group.at
-        rests = {name: self.leaves[name] for name in self._frozen & self.leaves.keys()}
-        leaves = {name: value[at] for name, value in self.leaves.items() if name not in rests}
+    def _gradients(self, step: int, group: StackGroup, other: State) -> State:
+        """Return the gradients of a group's clients, and keep the rest of what the step gives.
+
+        Args:
+            step: The number of the step.
+            group: The group.
+            other: The parameters of all clients, if not the present ones.
+        """
+        at, parameters = group.at, {**self.leaves, **other}
+        rests = {name: parameters[name] for name in self._frozen & self.leaves.keys()}
+        leaves = {name: value[at] for name, value in parameters.items() if name not in rests}
         others = {name: value[at] for name, value in {**self.others, **rests}.items()}
         held = tree_map(lambda part: part[at], self.algorithm.held)
         sizes = group.sizes
@@ -207,6 +214,16 @@ class StackSteps:
             rows = zip(group.places, values.tolist(), group.samples(), strict=True)
             for place, value, size in rows:
                 self._logged[place].add(name, value, size, is_of_step)
+
+    def of_all(self, at: State) -> State:
+        whole: State = {}
+
+        def seen(of_all: State) -> State:
+            whole.update(of_all)
+            return of_all
+
+        _for_all(seen, at)
+        return {name: value.detach().contiguous() for name, value in whole.items()}
 
     def evaluate(self, at: State, batch: Sequence[StackGroup], in_full: bool) -> Evaluation:
         return Evaluation(*_for_all(partial(self._evaluate_all, batch, in_full), at))
