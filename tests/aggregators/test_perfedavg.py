@@ -49,6 +49,13 @@ def test_a_pair_of_batches_costs_two_gradients(engine: Any) -> None:
     assert taken[0] == taken[1] > 0
 
 
+class Drawing(Quadratic):
+    """Draws random numbers, like a model with dropout."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.0 * torch.rand(())
+
+
 class Noisy(MetaGradient):
     """Looks ahead at weights that it draws."""
 
@@ -80,7 +87,7 @@ def test_what_it_draws_is_drawn_once() -> None:
             return g, held
 
     aggregator = FedAvg(objective=Seeing(alpha))
-    optimum(aggregator, Quadratics((a,), (0.0,)), 1, 4)
+    optimum(aggregator, Quadratics((a,), (0.0,)), 1, 4, model=Drawing())
     assert len(seen) == 2
 
 
