@@ -20,9 +20,9 @@ def test_every_file_that_is_not_python_is_package_data() -> None:
     assert {f for f in files - shipped if f.suffix not in (".md", ".py", ".pyc")} == set()
 
 
-def test_the_readme_names_this_version() -> None:
+def test_the_readme_and_the_changes_name_this_version() -> None:
     readme = (ROOT / PROJECT["project"]["readme"]).read_text()
-    assert f"\n**{flsuite.__version__}**\n" in readme
+    assert f"\n## {flsuite.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
     assert f"version = {{{flsuite.__version__}}}" in readme
 
 

@@ -68,10 +68,26 @@ def test_the_test_command_is_where_ci_reads_it() -> None:
     assert "pip install" in command and "python -m pytest" in command
 
 
-def test_the_guide_has_a_line_for_every_page_and_the_readme_for_every_notebook() -> None:
+def test_the_guide_has_a_line_for_every_page_and_notebook() -> None:
     index = (ROOT / "configs" / "README.md").read_text("utf-8")
     assert all(f"(guide/{page.name})" in index for page in GUIDE.glob("*.md"))
-    assert all(f"| [{path.stem}](notebooks/{path.name}) |" in README for path in NOTEBOOKS)
+    assert all(f"| [{path.stem}](../notebooks/{path.name}) |" in index for path in NOTEBOOKS)
+
+
+def test_the_readme_fits_a_newcomer() -> None:
+    assert len(README.split()) < 900 and len(README.splitlines()) < 130
+
+
+def test_the_quickstart_prints_what_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (shown,) = re.findall(r"\n```\n( .*?)```", README, flags=re.S)
+    labels = [label for label in re.split(r"  +|\n|\d[\d. /-]*", shown) if len(label) > 1]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert cli("fit", "--config", QUICKSTART, "--trainer.rounds", "1") == 0
+    printed = capsys.readouterr().out
+    assert len(labels) == 5 and all(label in printed for label in labels)
 
 
 # The tables that follow from the code

@@ -575,7 +575,8 @@ def main(word: str = "") -> int:
 
 def first_failure(mutation: Mutation, folder: Path) -> str | None:
     """Return the first fast test that fails on a broken copy of the tree, or ``None``."""
-    for name in ("flsuite", "tests", "configs", "notebooks", "pyproject.toml", "README.md"):
+    pages = ("README.md", "CHANGELOG.md")
+    for name in ("flsuite", "tests", "configs", "notebooks", "pyproject.toml", *pages):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
         copy(ROOT / name, folder / name)
     path = folder / "flsuite" / mutation.path

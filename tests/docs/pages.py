@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
     ROOT / "flsuite" / "README.md",
     *sorted((ROOT / "configs").rglob("*.md")),
 ]
