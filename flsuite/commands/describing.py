@@ -45,7 +45,7 @@ _KINDS: dict[Any, Option] = {
 }
 _LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable)
 _PLURALS = {"a whole number": "whole numbers", "a number": "numbers", "text": "texts"}
-_LONGEST_KIND = 24
+_LONGEST_KIND = 48
 _PATHS = ("ckpt_path", "run_dir")  # whose type is text
 _ROLE = re.compile(r":\w+:`~?([^`<]*?)(?:\s*<[^>]*>)?`")
 _LINK = re.compile(r"`([^`<]*?)\s*<[^>]*>`_+")

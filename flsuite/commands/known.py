@@ -93,18 +93,32 @@ def find_short(name: str) -> Class | None:
     return next((c for c in classes() if c.name == name and c.packages and not c.is_abstract), None)
 
 
+def key_for(name: str) -> str | None:
+    """Return the name of an argument that takes a class, given by its short name, if any does."""
+    chosen = find_short(name)
+    arguments = (pair for c in reversed(classes()) for pair in c.arguments.items())
+    takes = (k for k, a in arguments if chosen and not {*a.bases}.isdisjoint(chosen.bases))
+    return next(takes, None)
+
+
 def subclasses(bases: list[str]) -> dict[str, str]:
     """Return the paths of classes and their subclasses by short name, including loaded ones."""
     known = {c.name: c.path for c in classes() if not {*bases}.isdisjoint(c.bases)}
-    todo: list[Any] = []
-    for module, _, name in (base.rpartition(".") for base in bases):
-        todo += [vars(sys.modules[module])[name]] if module in sys.modules else []
+    places = (base.rpartition(".") for base in bases)
+    loaded = (getattr(sys.modules.get(module), name, None) for module, _, name in places)
+    todo: list[Any] = [cls for cls in loaded if cls is not None]
     while todo:
         cls = todo.pop()
         if not cls.__name__.startswith("_"):
             known.setdefault(cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
         todo += type.__subclasses__(cls)
     return known
+
+
+def plugged(bases: list[str]) -> dict[str, str]:
+    """Return the paths of the subclasses that plugins have loaded, by short name."""
+    found = subclasses(bases).items()
+    return {name: path for name, path in found if not path.startswith(LIBRARIES)}
 
 
 def names_in(module: str, imports: bool = False) -> list[str]:

@@ -112,10 +112,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(HELP, end="")
     elif command == "--version":
         print(_versions())
-    elif command in PARSERS and {"-h", "--help"} & set(args):
-        print(parser_of(command).format_help(), end="")
     elif command in _COMMANDS and (topic := help_topic(args)) is not None:
-        sys.exit(_help(command, topic))
+        if command in PARSERS and not (topic and command in _READING_CONFIG):
+            print(parser_of(command).format_help(), end="")
+        else:
+            sys.exit(_help(command, topic, args))
     elif command in _COMMANDS:
         sys.exit(run_command(command, args[1:]))
     else:
@@ -171,12 +172,13 @@ def _versions() -> str:
     return f"flsuite {__version__} ({packages})"
 
 
-def _help(command: str, topic: str) -> int:
+def _help(command: str, topic: str, args: list[str]) -> int:
     from flsuite.commands.parser_help import help_of
 
     try:
         work_here()
-        print(help_of(command, SUMMARIES[command], topic), end="")
+        import_plugins(args if topic else [])
+        print(help_of(command, SUMMARIES.get(command, ""), topic), end="")
     except FlsuiteError as error:
         return complain(one_line(error), 2)
     return 0

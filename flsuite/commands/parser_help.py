@@ -5,8 +5,17 @@ import textwrap
 from collections.abc import Mapping
 
 from flsuite import __version__
-from flsuite.commands.known import TRAINER, Argument, Class, classes, find, find_short, first_keys
-from flsuite.commands.typos import did_you_mean, nearest, nearest_key
+from flsuite.commands.known import (
+    TRAINER,
+    Argument,
+    Class,
+    classes,
+    find,
+    find_short,
+    first_keys,
+    plugged,
+)
+from flsuite.commands.typos import MODULE_TOO, did_you_mean, nearest, nearest_key, own_class
 from flsuite.common.errors import FlsuiteError
 
 SUMMARIES = {
@@ -20,22 +29,22 @@ HELP = f"""flsuite {__version__}: federated-learning experiments with PyTorch Li
 usage: flsuite COMMAND --config FILE [--KEY VALUE ...]
 
 commands:
-  new         create a model, a data module and an experiment to start from
-  fit         run a federation and write its folder
-  resume      continue a run: flsuite resume RUN
-  fork        begin a run at a moment of another one, under changed settings
+  new           create a model, a data module and an experiment to start from
+  fit           run a federation and write its folder
+  resume        continue a run: flsuite resume RUN
+  fork          begin a run at a moment of another one, under changed settings
   contribution  train a run again without each of its clients
-  verify      do rounds of a run again, and compare them with its record
-  pack        write what is needed to verify a run into one file
-  ls          list runs: method, data, rounds, score, state
-  validate    score a finished run on validation data
-  test        score a finished run on test data: the global model and every client
-  predict     write class probabilities on test data to predictions.csv, and a model's pictures
-  partition   draw how a config splits the data, without training
-  schedule    draw which clients train when on the virtual clock, without training
-  sweep       run methods x grid x seeds; can be killed and restarted
-  report      compare finished runs: mean and spread over seeds
-  workspace   create the charts of a project in Weights & Biases
+  verify        do rounds of a run again, and compare them with its record
+  pack          write what is needed to verify a run into one file
+  ls            list runs: method, data, rounds, score, state
+  validate      score a finished run on validation data
+  test          score a finished run on test data: the global model and every client
+  predict       write class probabilities on test data to predictions.csv, and a model's pictures
+  partition     draw how a config splits the data, without training
+  schedule      draw which clients train when on the virtual clock, without training
+  sweep         run methods x grid x seeds; can be killed and restarted
+  report        compare finished runs: mean and spread over seeds
+  workspace     create the charts of a project in Weights & Biases
 
 examples:
   flsuite fit --config configs/quickstart.yaml
@@ -103,20 +112,23 @@ def help_of(command: str, summary: str, topic: str = "") -> str:
     if chosen is not None:
         return _of_class(_described(chosen))
     keys = [f"trainer.{key}" for key in own | lightnings]
-    near = nearest_key(name, first_keys(command), keys) or nearest(
-        name, (c.name for c in classes())
+    near = (
+        own_class(name)
+        or nearest_key(name.removeprefix("trainer."), first_keys(command), keys)
+        or nearest(name, (c.name for c in classes()))
     )
     text = f"--help={topic}: no such class, and no key that takes one"
-    raise FlsuiteError(text + did_you_mean(near))
+    raise FlsuiteError(text + did_you_mean(near, MODULE_TOO))
 
 
 def _class(name: str) -> Class | None:
     """Return a class by its short name or its path, which may be a user's own."""
     if known := find(name) if "." in name else find_short(name):
         return known
+    path = name if "." in name else plugged([c.path for c in classes()]).get(name)
     from flsuite.commands.describing import imported  # which takes a while
 
-    return imported(name) if "." in name else None
+    return imported(path) if path else None
 
 
 def _described(known: Class) -> Class:
@@ -167,8 +179,8 @@ def _argument(command: str, name: str) -> Argument | None:
 
 
 def _listed(argument: Argument) -> dict[str, Class]:
-    """Return the classes that a key takes and a package exports, by name."""
-    return {
+    """Return the classes that a key takes and a package or a plugin has, by name."""
+    listed = {
         known.name: known
         for known in classes()
         if known.packages
@@ -177,6 +189,8 @@ def _listed(argument: Argument) -> dict[str, Class]:
         # Libraries export base classes that cannot be used as they are.
         and (known.path.startswith("flsuite.") or known.path not in argument.bases)
     }
+    own = {name: _class(path) for name, path in plugged(argument.bases).items()}
+    return listed | {name: known for name, known in own.items() if known}
 
 
 def _trainer_keys() -> tuple[dict[str, Argument], dict[str, Argument]]:

@@ -149,7 +149,8 @@ def _shown(table: pd.DataFrame) -> Table:
     metrics = table["metric"].unique()
     scores, first = (metrics[0], "what differs") if len(metrics) == 1 else ("scores", "score")
     averaged = averaged_text(table)
-    shown = Table(title=f"test {scores}, mean and spread over runs", title_justify="left")
+    title = f"test {scores}, mean and spread over runs"
+    shown = Table(title=title, title_justify="left", show_edge=False)
     shown.add_column(first, overflow="fold", min_width=14)
     for heading in filter(None, ("runs", "last", "picked", averaged, "best on test")):
         shown.add_column(heading, justify="right", overflow="fold")

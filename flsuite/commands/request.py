@@ -19,7 +19,10 @@ def read_config(path: str) -> dict[str, Any]:
         FlsuiteError: If the file does not exist or is not a YAML mapping.
     """
     if not Path(path).is_file():
-        raise FlsuiteError(f"there is no config file {path}")
+        here = [*Path(path).parent.glob("*.y*ml"), *Path("configs").rglob("*.yaml")]
+        near = likeliest(path, map(str, here))
+        hint = f"did you mean {near[0]}?" if near else "flsuite new NAME writes one"
+        raise FlsuiteError(f"there is no config file {path}; {hint}")
     content = read_yaml(Path(path))
     if not isinstance(content, dict):
         raise FlsuiteError(

@@ -18,6 +18,7 @@ from flsuite.commands.known import (
     find_short,
     first_keys,
     is_described,
+    key_for,
     names_in,
     subclasses,
 )
@@ -31,6 +32,7 @@ _CONFIGS = (".yaml", ".yml", ".json")  # a file with a class, which the parser r
 _SPLITS = ("clients", "partition", "labels", "ids", "bins", "val_fraction")
 _SWEEPS = ("config", "grid", "methods", "overrides", "seeds", "tune", "updates_from", "workers")
 _PARTS = ("rule", "objective", "transforms", "server_optimizer")
+MODULE_TOO = "; give its module too, as my_module.Name"
 _LIBRARIES = ("flsuite", "lightning", "torch", "torchmetrics")
 
 _KeyPath = tuple[str, ...]
@@ -235,8 +237,10 @@ class _Checked:
             return
         known = subclasses(argument.bases)
         if name not in known and known and is_class:
-            near = nearest(name, known)
-            hint = did_you_mean(near, "; give its module too, as my_module.Name")
+            near = own_class(name) or nearest(name, known)
+            lists = f", or see flsuite fit --help={'.'.join(at)}"
+            key = key_for(name)
+            hint = f"; it is for the key {key}" if key else did_you_mean(near, MODULE_TOO + lists)
             bases = " or ".join(base.rpartition(".")[2] for base in argument.bases)
             self.guessed.add(at)
             text = f"{self._named(at)}: there is no {bases} called {name}{hint}"
@@ -293,6 +297,14 @@ def did_you_mean(name: str | None, otherwise: str = "") -> str:
     return f" (did you mean {name}?)" if name else otherwise
 
 
+def own_class(name: str) -> str | None:
+    """Return the path of a class of this name in a file of the working folder, if there is one."""
+    line = re.compile(rf"^class {re.escape(name)}\b", re.MULTILINE)
+    files = (file for file in sorted(Path().glob("*.py")) if file.is_file())
+    found = (f for f in files if line.search(f.read_text("utf-8", errors="replace")))
+    return next((f"{file.stem}.{name}" for file in found), None)
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.65) -> str | None:
     """Return the likeliest name, if any is likely."""
     return next(iter(likeliest(name, known, 1, cutoff)), None)
@@ -314,10 +326,11 @@ def nearest_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> 
     same = [other for other, end in ends.items() if end == key]
     if same:
         return same[0]
-    near = nearest(key, siblings)
+    longer = [name for name in siblings if name.endswith(f"_{key}")]  # epochs: max_epochs
+    near = longer[0] if longer else nearest(key, siblings)
     if near:
         return near
-    last = [other for other, end in ends.items() if end.endswith(f"_{key}")]  # epochs: max_epochs
+    last = [other for other, end in ends.items() if end.endswith(f"_{key}")]
     if last:
         return last[0]
     end = nearest(key, ends.values(), 0.75)

@@ -41,7 +41,8 @@ def read_yaml(path: Path) -> Any:
         return parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise FlsuiteError(
-            f"{path} is not valid YAML ({one_line(error)}); correct or restore it"
+            f"{path} is not valid YAML ({one_line(error)}); correct it (indent with spaces), or "
+            "restore it"
         ) from error
 
 
@@ -60,6 +61,9 @@ def parse_yaml(text: str) -> Any:
         node = loader.get_single_node()
         _refuse_repeated_keys(node)
         return None if node is None else loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise yaml.YAMLError(f"{where}{error.problem}") from error
     except ValueError as error:  # an impossible date, or a character that no YAML can hold
         raise yaml.YAMLError(one_line(error)) from error
 

@@ -197,7 +197,8 @@ def print_scores(scores: Mapping[str, float], split: str, round: int, monitor: s
     table = Table(title=f"{split} scores of round {round}", title_justify="left")
     table.add_column("")
     table.add_column("value", justify="right")
-    by_class = {name: (name,) for name in scores if name.startswith("accuracy/")}
+    named = {f"accuracy of class {name.removeprefix('accuracy/')}": name for name in scores}
+    by_class = {k: (name,) for k, name in named.items() if name.startswith("accuracy/")}
     for label, names in {**_rows(scores, monitor), **by_class}.items():
         if cell := " / ".join(f"{scores[name]:.4f}" for name in names if name in scores):
             table.add_row(label, cell)

@@ -99,7 +99,7 @@ def test_a_report_of_one_experiment_has_the_runs_scores(tmp_path: Path, capsys: 
     for seed in (1, 2):
         regression(tmp_path / str(seed), seed)
     assert run_command("report", [str(tmp_path)]) == 0
-    cells = [line.split("│")[1:4] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    cells = [line.split("│")[:3] for line in capsys.readouterr().out.splitlines() if "│" in line]
     assert [[cell.strip() for cell in row] for row in cells[-2:]] == [
         ["r2", "2", "0.300±0.000"],
         ["mae", "2", "1.500±0.000"],

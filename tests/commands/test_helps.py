@@ -11,7 +11,7 @@ from flsuite.analysis.listing import Progress
 from flsuite.commands.main import main
 from flsuite.commands.parsers import PARSERS, parser_of
 from flsuite.commands.process import waiting
-from tests.commands.command import Capture, cli
+from tests.commands.command import Capture, cli, refused
 
 
 def shown(capsys: Capture, *args: str) -> str:
@@ -39,6 +39,8 @@ def test_the_options_of_flsuite_fit_are_its_own(form: str, capsys: Capture) -> N
     assert own.keys() >= {"--config", "--model", "--data", "--ckpt_path", "--run_dir", "rounds"}
     assert own["batchnorm"].startswith("average|local|reset")
     assert own["max_epochs"] == "N Local epochs per fit. Default: 1."
+    scaffold = rows(shown(capsys, "fit", "--help=SCAFFOLD"))
+    assert scaffold["control"] == "displacement|mean_gradient"
     assert not own.keys() & {"devices", "accelerator"}  # Lightning's
 
 
@@ -77,9 +79,32 @@ def test_a_class_lists_its_arguments(
     )
     own = rows(shown(capsys, "fit", "--help=my_help.Net"))
     assert own == {"width": "N Units of layers. Default: 8.", "flag": "true|false"}
+    assert "did you mean my_help.Net?" in refused(capsys, "fit", "--help=Net")
 
 
-@pytest.mark.parametrize(("topic", "meant"), [("FedPrx", "FedProx"), ("schedule", "trainer.sch")])
+def test_a_plugin_gives_its_classes_short_names(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_pull.py").write_text(
+        "from flsuite.aggregators import Objective\n\n\n"
+        'class Pull(Objective):\n    """A pull."""\n\n'
+        "    def __init__(self, strength: float = 0.1) -> None:\n        pass\n"
+    )
+    plugin = ("--plugins", "[my_pull]")
+    assert rows(shown(capsys, "fit", *plugin, "--help=Pull"))["strength"] == "X Default: 0.1."
+    listed = rows(shown(capsys, "fit", *plugin, "--help=trainer.aggregator.objective"))
+    assert listed["Pull"] == "A pull." and "Proximal" in listed
+
+
+@pytest.mark.parametrize(
+    ("topic", "meant"),
+    [
+        ("FedPrx", "FedProx"),
+        ("schedule", "trainer.sch"),
+        ("trainer.agregator", "trainer.aggregator?"),
+    ],
+)
 def test_an_unknown_topic_is_one_line(topic: str, meant: str, capsys: Capture) -> None:
     assert cli("fit", f"--help={topic}") == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -89,6 +114,12 @@ def test_an_unknown_topic_is_one_line(topic: str, meant: str, capsys: Capture) -
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_the_other_commands_have_it_too(command: str, capsys: Capture) -> None:
     assert shown(capsys, command, "--help").startswith(f"usage: flsuite {command} ")
+
+
+def test_topics_are_for_the_commands_that_read_a_config(capsys: Capture) -> None:
+    assert "alpha" in rows(shown(capsys, "partition", "--help=Dirichlet"))
+    main(["report", "--help=Dirichlet"])
+    assert capsys.readouterr().out.startswith("usage: flsuite report ")
 
 
 def test_help_comes_before_anything_runs(capsys: Capture) -> None:

@@ -116,6 +116,7 @@ def test_scores_from_the_saved_config(
     assert f"{split} scores of round {round}" in out
     shown = next(line for line in out.splitlines() if "global accuracy" in line)
     assert f"{score(run_folder, split, 'accuracy', round):.4f}" in shown
+    assert "accuracy of class 9 " in out and "accuracy/" not in out
     assert files(run_folder) == before
 
 
@@ -365,7 +366,8 @@ BAD_LINES = {
         "clients: ten",
         "data.clients: expected a whole number (at least 1), got 'ten'",
     ),
-    "not_yaml": ("model:", "model: [", "is not valid YAML"),
+    "not_yaml": ("model:", "model: [", "is not valid YAML (line "),
+    "tab": ("  rounds", "\trounds", "bad.yaml is not valid YAML (line 18: found character that"),
     "a_key_twice": ("model:", "trainer: {}\nmodel:", "'trainer' appears twice; rename one"),
     "no_date": ("model:", "x: 2024-13-45\nmodel:", "is not valid YAML (month must be in 1..12)"),
 }
@@ -387,7 +389,8 @@ def test_a_bad_config_is_one_line(
         (("fti",), "unknown command 'fti'; did you mean fit?"),
         (("bogus",), "unknown command 'bogus'; there are: fit, validate, test, predict, new"),
         (("report", "runs", "--metrc", "f1"), "did you mean --metric?"),
-        (("fit", "--config", "nowhere.yaml"), "there is no config file nowhere.yaml"),
+        (("fit", "--config", "nowhere.yaml"), "no config file nowhere.yaml; flsuite new NAME"),
+        (("fit", "--config", QUICKSTART.replace("ck", "k")), f"did you mean {QUICKSTART}?"),
         (("fit", "--config"), "--config needs a file"),
         (("fit", "--config", QUICKSTART, "--run_dir", "\udcff"), "are not UTF-8 text"),
         (("fit",), "fit: give a config, as --config configs/quickstart.yaml"),

@@ -163,6 +163,7 @@ def test_the_command_prints_and_writes(runs: Path, tmp_path: Path, capsys: Captu
     out = ran(capsys, str(runs), "--output", str(tmp_path / "out"))
     assert "0.500±0.141" in out and "ends with round 2 of 3" in " ".join(out.split())
     assert "last 2: mean" in " ".join(out.split()), "no more than all runs have"
+    assert "0.850±0.071 \n" in out, "80 characters are enough for the table"
     (tmp_path / "short" / "metrics.csv").unlink()
     write(tmp_path / "shorter", settings(9, "FedYogi", rounds=1), [0.3])
     assert ": mean" not in ran(capsys, str(runs))
