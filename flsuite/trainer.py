@@ -19,6 +19,7 @@ from flsuite.aggregators.rules.base import Rule
 from flsuite.aggregators.transforms.base import Transform
 from flsuite.callbacks.defaults import moved_into, with_defaults
 from flsuite.common.arguments import PositiveInt, check_init, require, require_known
+from flsuite.common.errors import refused_as
 from flsuite.federation.client.callbacks import LRDecay
 from flsuite.federation.client.devices import on_one_gpu, require_one_device, resolve_precision
 from flsuite.federation.client.entries import BatchNorm, entries_of
@@ -152,15 +153,16 @@ class FederatedTrainer(ScoringTrainer):
         # In place, because the command finds Lightning's arguments by following kwargs to super().
         kwargs.update(on_one_gpu(kwargs))
         quiet_lightning()
-        super().__init__(
-            max_epochs=max_epochs,
-            logger=logger,
-            callbacks=with_defaults(callbacks, enable_progress_bar),
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **kwargs,
-        )
+        with refused_as("trainer: Lightning refuses it", "see flsuite fit --help=trainer"):
+            super().__init__(
+                max_epochs=max_epochs,
+                logger=logger,
+                callbacks=with_defaults(callbacks, enable_progress_bar),
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                **kwargs,
+            )
         require_one_device(self)
 
         self.aggregator, self.schedule = aggregator or FedAvg(), schedule or Synchronous()

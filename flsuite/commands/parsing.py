@@ -215,16 +215,19 @@ def refuse_nulls(chosen: Any, path: str) -> None:
     cls = import_object(chosen["class_path"])
     for name, value in (chosen.get("init_args") or {}).items():
         if value is None and not _takes_null(cls, name):
-            raise FlsuiteError(f"{path}.{name}: expected a value, got null; leave the key out")
+            how = "give one, or leave the key out if it has a default"
+            raise FlsuiteError(f"{path}.{name}: expected a value, got null; {how}")
         refuse_nulls(value, f"{path}.{name}")
 
 
 def _takes_null(cls: Any, name: str) -> bool:
     """Return whether an argument may be ``None``, or its type is unknown."""
     argument = parameters_of(cls).get(name)
-    if argument is None or argument.default in (None, inspect.Parameter.empty):
+    if argument is None or argument.default is None:
         return True
     hint = argument.annotation
+    if argument.default is inspect.Parameter.empty:  # without a type, a missing value is null
+        return hint is not inspect.Parameter.empty
     return hint is Any or isinstance(hint, TypeVar) or type(None) in get_args(hint)
 
 

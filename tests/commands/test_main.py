@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from flsuite import __version__
-from flsuite.aggregators import LinearRule
+from flsuite.aggregators import LinearRule, Objective
 from flsuite.data import Digits, Dirichlet
 from flsuite.models import MLP, Classifier
 from flsuite.runs.table import MetricsTable
@@ -263,6 +263,13 @@ class Unfinished(LinearRule):
     """Has no terms and no result."""
 
 
+class Untyped(Objective):
+    """Needs an argument, and does not say of which type."""
+
+    def __init__(self, strength) -> None:  # type: ignore[no-untyped-def]
+        self.strength = strength
+
+
 BAD_ARGUMENTS = {
     "part_of_a_rule": (
         "--trainer.aggregator Krum --trainer.aggregator.objective Proximal",
@@ -289,6 +296,15 @@ BAD_ARGUMENTS = {
     "unfinished_rule": (
         "--trainer.aggregator.rule tests.commands.test_main.Unfinished",
         "Unfinished lacks result, terms; write what its base class asks for",
+    ),
+    "no_argument_without_a_type": (
+        "--trainer.aggregator FedAvg --trainer.aggregator.objective "
+        "tests.commands.test_main.Untyped",
+        "trainer.aggregator.objective.strength: expected a value, got null; give one",
+    ),
+    "no_such_device": (
+        "--trainer.accelerator gpuu",
+        "trainer: Lightning refuses it (You selected an invalid accelerator name",
     ),
     "unknown_model": ("--model Klassifier", "did you mean Classifier?"),
     "no_plugin": ("--plugins [my_missing_package]", "plugins: cannot import 'my_missing_package'"),
