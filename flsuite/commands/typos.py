@@ -273,6 +273,8 @@ class _Checked:
         elif not exists(top):
             near = nearest(top, [*(file.stem for file in Path().glob("*.py")), *_LIBRARIES])
             hint = did_you_mean(near, ", nor is it installed")
+            if (beside := Path(self.file).parent / f"{top}.py").is_file():
+                hint = f"; run the command in {beside.parent}, which has {beside.name}"
             self._refuse(at, f"{key}: there is no module {top} in this folder{hint}")
         elif names and name not in names:
             near = nearest(name, (other for other in names if other[0].isupper()))

@@ -359,6 +359,10 @@ def test_own_classes_are_found_whatever_folder_the_config_is_in(
     config["trainer"]["aggregator"]["class_path"] = "here_alone.Mine"
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "exp.yaml").write_text(yaml.safe_dump(config))
+    own.rename("elsewhere/here_alone.py")
+    line = refused(capsys, "fit", "--config", "elsewhere/exp.yaml")
+    assert "this folder; run the command in elsewhere, which has here_alone.py" in line
+    Path("elsewhere/here_alone.py").rename(own)
     try:
         assert cli("fit", "--config", "elsewhere/exp.yaml", "--print_config") == 0
         assert "class_path: here_alone.Mine" in capsys.readouterr().out
