@@ -73,13 +73,13 @@ def test_a_class_lists_its_arguments(
     assert rows(shown(capsys, "fit", "--help", "FedProx"))["mu"].startswith("X Weight of the prox")
     assert "objective" not in rows(shown(capsys, "fit", "--help=FedProx"))  # it is FedProx's own
     (tmp_path / "my_help.py").write_text(
-        "class Net:\n"
+        "class HelpNet:\n"
         '    """A net.\n\n    Args:\n        width: Units of ``layers``.\n    """\n\n'
         "    def __init__(self, width: int = 8, flag: bool | None = None):\n        pass\n"
     )
-    own = rows(shown(capsys, "fit", "--help=my_help.Net"))
+    own = rows(shown(capsys, "fit", "--help=my_help.HelpNet"))
     assert own == {"width": "N Units of layers. Default: 8.", "flag": "true|false"}
-    assert "did you mean my_help.Net?" in refused(capsys, "fit", "--help=Net")
+    assert "did you mean my_help.HelpNet?" in refused(capsys, "fit", "--help=HelpNet")
 
 
 def test_a_plugin_gives_its_classes_short_names(
