@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    EarlyStopping,
+    LearningRateMonitor,
+    ProgressBar,
+)
 
 from flsuite.aggregators.attacks.base import Attack
 from flsuite.aggregators.uplink import Uplink
@@ -234,6 +239,12 @@ def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
         FlsuiteError: If there is one. The message names it, and its replacement.
     """
     for callback in callbacks:
+        stops = callback.monitor if isinstance(callback, EarlyStopping) and callback.strict else ""
+        if stops.startswith(("val_", "val/")):
+            raise FlsuiteError(
+                f"trainer.callbacks: EarlyStopping waits for {stops}, but a client's fit has no "
+                "validation; use RoundEarlyStopping"
+            )
         for kind, instead in _FEDERATION_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise FlsuiteError(

@@ -1,5 +1,6 @@
 """Ordinary Lightning callbacks: honored in every fit, on every engine, or refused."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -155,8 +156,10 @@ def test_clients_see_a_callbacks_state_of_the_start_of_their_round() -> None:
         (ModelCheckpoint, "last.ckpt"),
         (TQDMProgressBar, "RoundProgress"),
         (LearningRateMonitor, "lr_factor"),
+        (partial(EarlyStopping, "val_loss"), "RoundEarlyStopping"),
     ],
 )
 def test_what_belongs_to_a_single_fit_is_refused(callback: Any, instead: str) -> None:
-    with pytest.raises(FlsuiteError, match=rf"trainer\.callbacks: {callback.__name__}.*{instead}"):
+    name = type(callback()).__name__
+    with pytest.raises(FlsuiteError, match=rf"trainer\.callbacks: {name}.*{instead}"):
         trainer(callbacks=[callback()])
