@@ -12,21 +12,21 @@ _RUN_FILES = ("config.yaml", "metrics.csv")  # of a run from the command line
 _MOST_RUNS = 3  # suggestions
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """Return the content of a config.
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Return the content of a config or a sweep.
 
     Raises:
         FlsuiteError: If the file does not exist or is not a YAML mapping.
     """
     if not Path(path).is_file():
         here = [*Path(path).parent.glob("*.y*ml"), *Path("configs").rglob("*.yaml")]
-        near = likeliest(path, map(str, here))
+        near = likeliest(str(path), map(str, here))
         hint = f"did you mean {near[0]}?" if near else "flsuite new NAME writes one"
         raise FlsuiteError(f"there is no config file {path}; {hint}")
     content = read_yaml(Path(path))
     if not isinstance(content, dict):
         raise FlsuiteError(
-            f"{path} is not a config: it must be a mapping with model, data and trainer"
+            f"{path} is not a config: it must be a mapping, as configs/quickstart.yaml is"
         )
     return content
 

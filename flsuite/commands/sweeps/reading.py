@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flsuite.commands.request import read_config
 from flsuite.common.arguments import NonNegativeInt, PositiveInt, Settings
 from flsuite.common.errors import FlsuiteError, likeliest
-from flsuite.common.files import read_yaml
 
 Overrides = dict[str, Any]
 """A mapping from dotted keys of a config, without ``init_args``, to values."""
@@ -108,7 +108,7 @@ def read_sweep(
         FlsuiteError: If the file has an error. The message names the place.
     """
     path = Path(path)
-    content = _load(path)
+    content = read_config(path)
     try:
         _require_keys(content, _KEYS, ("config", "seeds", "methods"), "")
         config, methods = _config(content["config"], path), _methods(content["methods"])
@@ -117,7 +117,7 @@ def read_sweep(
         return Sweep(
             name=path.stem,
             config=config,
-            base=_load(config),
+            base=read_config(config),
             seeds=tuple(_list(content["seeds"], "seeds", "whole numbers")),
             methods=methods,
             grid=_choices(content.get("grid"), "grid"),
@@ -131,15 +131,6 @@ def read_sweep(
         )
     except FlsuiteError as error:
         raise FlsuiteError(f"{path}: {error}") from error
-
-
-def _load(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FlsuiteError(f"there is no file {path}")
-    content = read_yaml(path)
-    if not isinstance(content, dict):
-        raise FlsuiteError(f"{path} must be a mapping of keys to values")
-    return content
 
 
 def _require_keys(

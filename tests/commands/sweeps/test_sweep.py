@@ -377,7 +377,7 @@ def test_a_wrong_file_is_refused_before_anything_runs(capsys: Capture) -> None:
         capsys, "sweep", "--config", QUICKSTART, "--rounds", "3"
     )
     assert "--config" in refused(capsys, "sweep")
-    assert "there is no file none.yaml" in refused(capsys, "sweep", "--config", "none.yaml")
+    assert "there is no config file none.yaml" in refused(capsys, "sweep", "--config", "none.yaml")
     for mode in ([], ["--dry-run"], ["--status"]):
         line = refused(capsys, "sweep", "--config", QUICKSTART, "--folder", name, *mode)
         assert f"{name} is a file; name another folder" in line
