@@ -210,12 +210,12 @@ def show_progress(trainer: Trainer, loader: Any, epoch_steps: int, step: int) ->
 
 def attach_to_fit(trainer: Trainer, loader: Any) -> None:
     """Connect the loader and the callbacks to a fit, as ``Trainer.fit`` does."""
-    trainer.lightning_module.trainer = trainer
+    module = trainer.lightning_module
+    module.trainer = trainer
     trainer.fit_loop._data_source.instance = loader
     trainer.fit_loop._combined_loader = None  # it holds the previous fit's loader
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        callback.log = trainer.lightning_module.log
-        callback.log_dict = trainer.lightning_module.log_dict
+        callback.log, callback.log_dict = module.log, module.log_dict
 
 
 def set_train_loader(trainer: Trainer, loader: Any) -> None:
@@ -246,9 +246,8 @@ def detects_anomalies(trainer: Trainer) -> bool:
 
 def leave_hooks(module: LightningModule) -> None:
     """Tell ``self.log`` that no hook is running."""
-    module._current_fx_name = None
-    # Otherwise, metrics created by a hook would carry over from the previous fit.
-    module._metric_attributes = None
+    # Without the metrics, those created by a hook would carry over from the previous fit.
+    vars(module).update(_current_fx_name=None, _metric_attributes=None)
 
 
 @contextmanager

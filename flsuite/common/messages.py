@@ -259,7 +259,8 @@ class ClientUpdate:
         if counts.dtype != torch.int64 or counts.layout != torch.strided:
             return f"its class counts are {counts.dtype}, {counts.layout}; int64 is expected"
         # A sample has a class once, or a label once.
-        if counts.numel() and not bool(((counts >= 0) & (counts <= self.samples)).all()):
+        low, high = map(int, counts.aminmax()) if counts.numel() else (0, 0)
+        if low < 0 or high > self.samples:
             return f"its class counts are not between 0 and its {self.samples} samples"
         return None
 

@@ -5,6 +5,7 @@ their arguments, unless their name ends in an underscore. They never return tens
 arguments, unless documented.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -173,9 +174,8 @@ def _has_finite_sum(state: Mapping[Any, Any]) -> bool:
     """
     if not all(isinstance(value, Tensor) for value in state.values()):
         return False
-    floats = [value for value in state.values() if value.is_floating_point()]
-    sums = [value.sum(dtype=torch.float32).cpu() for value in floats]
-    return not sums or bool(torch.isfinite(torch.stack(sums).sum()))
+    floats = (value for value in state.values() if value.is_floating_point())
+    return math.isfinite(sum(float(value.sum(dtype=torch.float32)) for value in floats))
 
 
 def mismatch(got: Any, expected: Any, name: str = "") -> str | None:

@@ -71,9 +71,9 @@ class Rows(Sequence[Any]):
         """Return a client's rows as a tensor, or a list of them for a slice."""
         if isinstance(client, slice):
             return [self[number] for number in range(len(self))[client]]
-        number = range(len(self))[client]  # counts from the end if negative, and checks the bounds
         # A NumPy array, because reading two numbers of a tensor takes as long as a small copy.
         offsets = self.offsets.numpy()
+        number = range(len(offsets) - 1)[client]  # counts from the end if negative, checks bounds
         return self.values[offsets[number] : offsets[number + 1]]
 
     def part(self, first: int, last: int) -> "Rows":
@@ -294,7 +294,7 @@ class FederatedData:
 
     def class_counts(self, client: int) -> Tensor:
         """Return a client's training samples per class, or positives per label, int64."""
-        y = self.train.classes[self.train_rows(client)]
+        y = self.train.classes.index_select(0, self.train_rows(client))
         # minlength adds zeros for classes that the client does not have.
         if y.ndim == 1:
             return torch.bincount(y, minlength=self.spec.num_classes)

@@ -1,8 +1,9 @@
 """Batch loaders: a client's shuffled training batches, and a split's batches in order."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from flsuite.common.random import torch_generator
 from flsuite.data.federated import Batch, DataSplit, FederatedData, unchanged
 
-_SMALL_PASS = 2**23  # bytes
+_SMALL = 2**23  # bytes
 _ALIGNED = 64  # bytes
 
 
@@ -41,6 +42,7 @@ class TrainLoader:
             with a new order after each pass.
         repeat: Number of earlier fits that the client started from the same version. Each fit has
             other orders.
+        epochs: Epochs of the fit, which are read at once if they are small.
         epoch: The number of the next epoch, from 0.
         is_poisson: Whether to draw each sample for a batch independently of other samples and
             earlier batches, with the probability for which the batch size is the mean.
@@ -55,12 +57,14 @@ class TrainLoader:
     round: int
     batches: int | None = None
     repeat: int = 0
+    epochs: int = 1
     epoch: int = field(default=0, init=False)
     is_poisson: bool = field(default=False, init=False)
     drawn: list[int] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.change: Callable[[Any], Any] = unchanged
+        self._read: dict[int, list[Batch]] = {}
         self._rows = self.data.train_rows(self.client)
         if len(self._rows) == 1:
             # A repeated single sample has the same mean gradient, and BatchNorm can train on it.
@@ -72,36 +76,51 @@ class TrainLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Batch]:
-        generator = self._next_epoch()
+        epoch = self._next_epoch()
+        if epoch not in self._read:
+            self._read = self._read_from(epoch)
+        if epoch in self._read:
+            yield from map(self.change, self._read.pop(epoch))
+            return
+        generator = self._generator(epoch)
         for rows, sizes in self._passes(generator):
-            if self._reads_passes:
-                x, y = next(iter(self.data.batches_of(self.data.train, [rows])))
-                yield from map(self.change, zip(x.split(sizes), y.split(sizes), strict=True))
-            else:
-                yield from self._batches(rows.split(sizes), generator)
+            yield from self._batches(rows.split(sizes), generator)
 
-    @property
-    def _reads_passes(self) -> bool:
-        """Return whether a pass over the samples is read at once, which is faster if it is small.
+    def _read_from(self, epoch: int) -> dict[int, list[Batch]]:
+        """Return the batches of the next epochs by number. Reading small ones at once is faster.
 
-        Its batches are parts of one tensor. They begin where a tensor of their own could, because
+        The batches are parts of one tensor. They begin where a tensor of their own could, because
         matrix products may round differently elsewhere.
         """
         own = self.data.train
-        if self.is_poisson or self.data.augment is not None or not own.in_memory:
-            return False
-        size = 4 * own.x[0].numel()
-        return size % _ALIGNED == 0 and size * len(self._rows) <= _SMALL_PASS
+        size = 4 * math.prod(own.x.shape[1:])
+        if self.is_poisson or self.data.augment is not None or not own.in_memory or size % _ALIGNED:
+            return {}
+        passes = -(-self._length // len(self._bounds))
+        most = _SMALL // (size * passes * len(self._rows))
+        if not most:
+            return {}
+
+        numbers = range(epoch, epoch + max(min(most, self.epochs - epoch), 1))
+        drawn = chain.from_iterable(self._passes(self._generator(number)) for number in numbers)
+        rows, sizes = zip(*drawn, strict=True)
+        (parts,) = self.data.batches_of(own, [torch.cat(rows)])
+        batches = zip(*(part.split([*chain(*sizes)]) for part in parts), strict=True)
+        return {number: [*islice(batches, self._length)] for number in numbers}
 
     def rows(self) -> Iterator[Tensor]:
         """Return the rows of each batch of the next epoch, int64, without reading them."""
-        passes = self._passes(self._next_epoch())
+        passes = self._passes(self._generator(self._next_epoch()))
         return chain.from_iterable(rows.split(sizes) for rows, sizes in passes)
 
-    def _next_epoch(self) -> torch.Generator:
-        """Return the randomness of the next epoch."""
+    def _next_epoch(self) -> int:
+        """Return the number of the next epoch, which begins."""
+        self.epoch += 1
+        return self.epoch - 1
+
+    def _generator(self, epoch: int) -> torch.Generator:
+        """Return the randomness of an epoch."""
         # The seed contains the epoch, so a resumed run has the same batches.
-        epoch, self.epoch = self.epoch, self.epoch + 1
         stream = f"batches/{epoch}/{self.repeat}" if self.repeat else f"batches/{epoch}"
         return torch_generator(self.seed, stream, self.round, self.client)
 

@@ -109,9 +109,9 @@ def _plain_of(part: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(part).items()
-        if isinstance(value, _KEPT)
-        and name not in _OF_LIGHTNING
+        if name not in _OF_LIGHTNING
         and not (is_ours and name.startswith("_"))
+        and isinstance(value, _KEPT)
     }
 
 

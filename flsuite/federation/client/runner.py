@@ -162,14 +162,15 @@ class ClientRunner:
         self._resident.mark()
         abilities.begin_task(self.model, view.stage)
         trainer, data = self._rewound_trainer(request.adapts)
-        loader = setup.loader_of(data.at(broadcast.round), request)
+        epochs = trainer.fit_loop.max_epochs or 1
+        loader = setup.loader_of(data.at(broadcast.round), request, epochs)
         if trained is None:
             trained = self._trained(request, client, trainer, loader)
         else:
             load_(self.model.state_dict(), trained.state)
             load_(self.model.state_dict(), trained.memory.get("model", {}))
             self.model.to(device)
-            loader.epoch = trained.epochs or trainer.fit_loop.max_epochs or 1  # as after the fit
+            loader.epoch = trained.epochs or epochs  # as after the fit
         if self._halves.measures and not request.adapts:
             self._halves.measure(client, self.model, loader)
         return self._result(

@@ -125,10 +125,10 @@ class WorkerSetup:
             layout=self.uplink.layout,
         )
 
-    def loader_of(self, data: FederatedData, request: FitRequest) -> TrainLoader:
+    def loader_of(self, data: FederatedData, request: FitRequest, epochs: int = 1) -> TrainLoader:
         """Return the batches of a client's fit, from a view of the data in its round."""
         round = request.broadcast.round
-        own = self.seed, round, request.batches, request.repeat
+        own = self.seed, round, request.batches, request.repeat, epochs
         loader = TrainLoader(data, request.client, *own)
         if not request.adapts and self.poisons(request):
             self.attack.poisoned(loader)  # type: ignore[union-attr]
