@@ -4,6 +4,7 @@ They are plain data, identical in one process, across processes, and on the netw
 """
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from flsuite.common.client import ClientContext as ClientContext
 from flsuite.common.errors import one_line
-from flsuite.common.state import State, Sums, mismatch, non_finite
+from flsuite.common.state import State, Sums, mismatch, nbytes, non_finite
 
 POOLED = -1
 """The number of the virtual client that holds the training samples of all clients."""
@@ -42,6 +43,11 @@ class Broadcast:
     state: State
     extras: dict[str, Any]
     callbacks: tuple[Callback, ...] = ()
+
+    @cached_property
+    def bytes(self) -> int:
+        """Return the bytes that a client receives."""
+        return nbytes(self.state) + nbytes(self.extras)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ def seed_for(seed: int, stream: str, round: int = 0, client: int = 0) -> int:
     # crc32 and not hash(), which differs from process to process. Entropy must be non-negative.
     high, low = divmod(seed & (2**63 - 1), 2**32)
     entropy = [low, *([high] if high else []), zlib.crc32(stream.encode()), round, client + 1]
-    # SeedSequence mixes the entropy, so neighboring seeds and rounds are unrelated. It converts a
-    # list number by number, which takes longer than mixing.
+    # SeedSequence mixes the entropy, so neighboring seeds and rounds are unrelated. A list is slow.
     words = np.random.SeedSequence(np.array(entropy, np.uint32)).generate_state(2, np.uint32)
     return (int(words[0]) << 31) ^ int(words[1])
 

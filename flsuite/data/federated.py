@@ -294,7 +294,7 @@ class FederatedData:
 
     def class_counts(self, client: int) -> Tensor:
         """Return a client's training samples per class, or positives per label, int64."""
-        y = self.train.classes.index_select(0, self.train_rows(client))
+        y = self.train.classes[self.train_rows(client)]
         # minlength adds zeros for classes that the client does not have.
         if y.ndim == 1:
             return torch.bincount(y, minlength=self.spec.num_classes)

@@ -64,85 +64,67 @@ class TrainLoader:
 
     def __post_init__(self) -> None:
         self.change: Callable[[Any], Any] = unchanged
-        self._read: dict[int, list[Batch]] = {}
+        self._read: dict[int, Iterable[Batch]] = {}
         self._rows = self.data.train_rows(self.client)
         if len(self._rows) == 1:
             # A repeated single sample has the same mean gradient, and BatchNorm can train on it.
             self._rows = self._rows.repeat(2)
-        self._bounds = batch_bounds(len(self._rows), self.data.batch_size)
-        self._length = len(self._bounds) if self.batches is None else self.batches
+        self._sizes = [b - a for a, b in batch_bounds(len(self._rows), self.data.batch_size)]
+        self._length = len(self._sizes) if self.batches is None else self.batches
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch = self._next_epoch()
+        epoch, self.epoch = self.epoch, self.epoch + 1
         if epoch not in self._read:
             self._read = self._read_from(epoch)
-        if epoch in self._read:
-            yield from map(self.change, self._read.pop(epoch))
-            return
-        generator = self._generator(epoch)
-        for rows, sizes in self._passes(generator):
-            yield from self._batches(rows.split(sizes), generator)
+        yield from map(self.change, self._read.pop(epoch))
 
-    def _read_from(self, epoch: int) -> dict[int, list[Batch]]:
-        """Return the batches of the next epochs by number. Reading small ones at once is faster.
+    def _read_from(self, epoch: int) -> dict[int, Iterable[Batch]]:
+        """Return the batches of an epoch by its number, and of later epochs if they are small.
 
-        The batches are parts of one tensor. They begin where a tensor of their own could, because
-        matrix products may round differently elsewhere.
+        Small ones are read at once, which is faster. They are parts of one tensor, and begin where
+        a tensor of their own could, because matrix products may round differently elsewhere.
         """
         own = self.data.train
+        is_apart = self.is_poisson or self.data.augment is not None or not own.in_memory
         size = 4 * math.prod(own.x.shape[1:])
-        if self.is_poisson or self.data.augment is not None or not own.in_memory or size % _ALIGNED:
-            return {}
-        passes = -(-self._length // len(self._bounds))
-        most = _SMALL // (size * passes * len(self._rows))
-        if not most:
-            return {}
+        most = _SMALL // (size * max(self._sizes) * self._length)
+        if is_apart or size % _ALIGNED or not most:
+            generator = self._generator(epoch)
+            return {epoch: self.data.batches_of(own, self._batch_rows(generator), generator)}
 
         numbers = range(epoch, epoch + max(min(most, self.epochs - epoch), 1))
         drawn = chain.from_iterable(self._passes(self._generator(number)) for number in numbers)
         rows, sizes = zip(*drawn, strict=True)
         (parts,) = self.data.batches_of(own, [torch.cat(rows)])
-        batches = zip(*(part.split([*chain(*sizes)]) for part in parts), strict=True)
+        batches = zip(*(part.split_with_sizes([*chain(*sizes)]) for part in parts), strict=True)
         return {number: [*islice(batches, self._length)] for number in numbers}
 
     def rows(self) -> Iterator[Tensor]:
         """Return the rows of each batch of the next epoch, int64, without reading them."""
-        passes = self._passes(self._generator(self._next_epoch()))
-        return chain.from_iterable(rows.split(sizes) for rows, sizes in passes)
-
-    def _next_epoch(self) -> int:
-        """Return the number of the next epoch, which begins."""
         self.epoch += 1
-        return self.epoch - 1
+        return self._batch_rows(self._generator(self.epoch - 1))
+
+    def _batch_rows(self, generator: torch.Generator) -> Iterator[Tensor]:
+        if self.is_poisson:
+            return iter(self._poisson_rows(generator))
+        return chain.from_iterable(rows.split(sizes) for rows, sizes in self._passes(generator))
 
     def _generator(self, epoch: int) -> torch.Generator:
-        """Return the randomness of an epoch."""
-        # The seed contains the epoch, so a resumed run has the same batches.
+        """Return the randomness of an epoch, so a resumed run has the same batches."""
         stream = f"batches/{epoch}/{self.repeat}" if self.repeat else f"batches/{epoch}"
         return torch_generator(self.seed, stream, self.round, self.client)
 
     def _passes(self, generator: torch.Generator) -> Iterator[tuple[Tensor, list[int]]]:
         """Yield the rows of all batches and their sizes, pass by pass over the samples."""
-        if self.is_poisson:
-            batches = self._poisson_rows(generator)
-            yield torch.cat(batches), list(map(len, batches))
-            return
         left = self._length
         while left > 0:
             order = torch.randperm(len(self._rows), generator=generator)
-            # The last pass may end early.
-            bounds = self._bounds[:left]
-            rows = self._rows.index_select(0, order[: bounds[-1][1]])
-            yield rows, [stop - start for start, stop in bounds]
-            left -= len(self._bounds)
-
-    def _batches(
-        self, batch_rows: Iterable[Tensor], generator: torch.Generator | None = None
-    ) -> Iterator[Batch]:
-        return map(self.change, self.data.batches_of(self.data.train, batch_rows, generator))
+            sizes = self._sizes[:left]  # the last pass may end early
+            yield self._rows.index_select(0, order[: sum(sizes)]), sizes
+            left -= len(sizes)
 
     def _poisson_rows(self, generator: torch.Generator) -> list[Tensor]:
         """Draw the rows of all batches of an epoch."""
@@ -165,7 +147,8 @@ class TrainLoader:
         if samples is not None and samples < len(rows):
             generator = torch_generator(self.seed, "plain_batches", self.round, self.client)
             rows = rows[torch.randperm(len(rows), generator=generator)[:samples].sort().values]
-        yield from self._batches(rows[a:b] for a, b in batch_bounds(len(rows), batch_size))
+        parts = (rows[a:b] for a, b in batch_bounds(len(rows), batch_size))
+        yield from map(self.change, self.data.batches_of(self.data.train, parts))
 
 
 @dataclass

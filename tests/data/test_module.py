@@ -336,7 +336,7 @@ def test_epochs_differ_and_repeat() -> None:
     assert len(loader) == len(first) == 2
     own = sorted(module.federated.train_rows(2).tolist())
     assert flat(first) == flat(second) == own and first != second
-    again = TrainLoader(module.federated, 2, seed=5, round=3)
+    again = TrainLoader(module.federated, 2, seed=5, round=3, epochs=2)  # read at once
     torch.rand(3)  # draws elsewhere do not matter
     assert [rows_of(module, loader=again), rows_of(module, loader=again)] == [first, second]
     assert rows_of(module, 2, seed=6, round=3) != first != rows_of(module, 2, seed=5, round=4)
@@ -344,7 +344,7 @@ def test_epochs_differ_and_repeat() -> None:
 
 def test_a_number_of_batches_instead_of_a_pass() -> None:
     module = made()
-    few, many, whole = (rows_of(module, batches=n) for n in (1, 7, None))
+    few, many, whole = (rows_of(module, batches=n, epochs=3) for n in (1, 7, None))
     assert [len(batch) for batch in few] == [16] and len(many) == 7
     assert many[:2] == whole and flat(many[2:4]) == flat(whole) and many[2:4] != whole
 

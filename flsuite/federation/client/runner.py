@@ -20,7 +20,6 @@ from flsuite.aggregators.transforms.base import FitView
 from flsuite.common.errors import FlsuiteError, one_line, with_place
 from flsuite.common.lightning_internals import steps_taken
 from flsuite.common.messages import (
-    Broadcast,
     ClientContext,
     ClientFailure,
     ClientResult,
@@ -32,7 +31,7 @@ from flsuite.common.messages import (
     TrainedFit,
 )
 from flsuite.common.random import seed_process
-from flsuite.common.state import State, clone, load_, nbytes
+from flsuite.common.state import State, clone, load_
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
 from flsuite.federation.client.callbacks import FitOptimizers, FitRecord
@@ -74,7 +73,6 @@ class ClientRunner:
         self._plain: PlainLoop | None = None
         self._needs_lightning: str | None = None  # the reason, once known
         self._data: FederatedData | None = None
-        self._counted: tuple[Broadcast, int] | None = None
         self._starts = StartStates(setup, self.entries)
         self._stack = Stack(self._starts, setup) if setup.stack > 1 else None
 
@@ -256,7 +254,7 @@ class ClientRunner:
             state=clone(shared, "cpu" if setup.uplink.pipeline.transforms else None),
             extras=client.extras,
             metrics={**trained.metrics, **_numbers(client.metrics)},
-            bytes_down=self._bytes_of(broadcast),
+            bytes_down=broadcast.bytes,
             number=request.number,
         )
         if request.adapts:  # it is scored as it is
@@ -276,12 +274,6 @@ class ClientRunner:
         # Without empty parts, which a checkpoint does not need.
         own = {k: v for k, v in memory.items() if v}
         return ClientResult(packed, own, trained.metrics, trained.epochs)
-
-    def _bytes_of(self, broadcast: Broadcast) -> int:
-        """Return the bytes of a broadcast, computed once per version."""
-        if self._counted is None or self._counted[0] is not broadcast:
-            self._counted = broadcast, nbytes(broadcast.state) + nbytes(broadcast.extras)
-        return self._counted[1]
 
     def _rewound_trainer(self, epochs: int = 0) -> tuple[ClientTrainer, FederatedData]:
         """Return a Trainer rewound for some epochs, or for its own, and the data on its device.

@@ -127,8 +127,7 @@ class WorkerSetup:
 
     def loader_of(self, data: FederatedData, request: FitRequest, epochs: int = 1) -> TrainLoader:
         """Return the batches of a client's fit, from a view of the data in its round."""
-        round = request.broadcast.round
-        own = self.seed, round, request.batches, request.repeat, epochs
+        own = self.seed, request.broadcast.round, request.batches, request.repeat, epochs
         loader = TrainLoader(data, request.client, *own)
         if not request.adapts and self.poisons(request):
             self.attack.poisoned(loader)  # type: ignore[union-attr]
@@ -213,9 +212,10 @@ def fit_samples(
     steps = trainer_kwargs.get("max_steps")
 
     def processed(samples: int) -> int:
-        batches = epoch_batches(trainer_kwargs, len(batch_bounds(samples, batch_size)))
-        is_limited = trainer_kwargs.get("limit_train_batches") is not None
-        total = epochs * (min(samples, batches * batch_size) if is_limited else samples)
+        total = epochs * samples
+        if trainer_kwargs.get("limit_train_batches") is not None:
+            batches = epoch_batches(trainer_kwargs, len(batch_bounds(samples, batch_size)))
+            total = epochs * min(samples, batches * batch_size)
         if steps in (None, -1):
             return total
         per_step = batch_size * (trainer_kwargs.get("accumulate_grad_batches") or 1)

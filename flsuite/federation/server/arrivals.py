@@ -15,7 +15,6 @@ from flsuite.common.messages import (
     Outcome,
     is_count,
 )
-from flsuite.common.state import nbytes
 from flsuite.federation.schedules.base import Schedule
 from flsuite.federation.server.devices import Devices
 
@@ -165,7 +164,7 @@ class Arrivals:
             outcome = self.devices.take(outcome, {fit.client for fit in fits})
         if isinstance(outcome, ClientFailure):
             outcome.number = start.number
-            record.lost_down += nbytes(start.broadcast.state) + nbytes(start.broadcast.extras)
+            record.lost_down += start.broadcast.bytes
             _count_refused(sender, record)
             record.failures.append(outcome)
             where = outcome.round, outcome.client
