@@ -165,8 +165,8 @@ class ClientRunner:
         if trained is None:
             trained = self._trained(request, client, trainer, loader)
         else:
-            load_(self.model.state_dict(), trained.state)
-            load_(self.model.state_dict(), trained.memory.get("model", {}))
+            own = trained.memory.get("model", {})
+            load_(self.model.state_dict(), {**trained.state, **own})
             self.model.to(device)
             loader.epoch = trained.epochs or epochs  # as after the fit
         if self._halves.measures and not request.adapts:
