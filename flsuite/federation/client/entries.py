@@ -176,6 +176,7 @@ class ResidentModel:
     def __init__(self, model: LightningModule, frozen: Collection[str] = ()) -> None:
         self.model = model
         self._trainable = [(p, p.requires_grad) for p in model.parameters()]
+        self._modes = [(part, part.training) for part in model.modules()]  # before a fit
         self._attributes = PlainAttributes(model)
         self._buffers = [
             _Buffer(part, name, value.clone())
@@ -199,13 +200,16 @@ class ResidentModel:
             buffer.restore()
         for metric in self._metrics:
             metric.reset()
+        self._modes = [(part, part.training) for part, _ in self._modes]
 
     def release(self) -> None:
-        """Clear gradients, and restore which parameters are frozen."""
-        # Iterate over the stored list, because walking through the module costs as much as a layer.
+        """Clear gradients, and restore which parameters are frozen, and the mode of each layer."""
+        # Iterate over stored lists, because walking through the module costs as much as a layer.
         for parameter, is_trainable in self._trainable:
             parameter.grad = None
             parameter.requires_grad_(is_trainable)
+        for part, is_training in self._modes:
+            part.training = is_training
 
     def mark(self) -> None:
         """Store the frozen parameters at the start of a fit."""

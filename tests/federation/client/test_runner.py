@@ -32,6 +32,18 @@ class _Clips(Callback):
             trainer.gradient_clip_val = 0.01
 
 
+class _Evaluates(Callback):
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.eval()
+
+
+class OnlyTrains(Classifier):
+    """Has no loss in evaluation mode."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.training
+
+
 class Metered(Classifier):
     """Counts its steps in a metric."""
 
@@ -84,10 +96,11 @@ def fit(
     [
         (Classifier, [_Freezes()]),
         (Classifier, [_Clips()]),
+        (OnlyTrains, [_Evaluates()]),
         (Buffered, []),
         (Replaced, []),
     ],
-    ids=["freezes", "clips", "changes a buffer", "replaces a buffer"],
+    ids=["freezes", "clips", "evaluates", "changes a buffer", "replaces a buffer"],
 )
 def test_what_one_client_changes_does_not_reach_the_next(model: Any, callbacks: Any) -> None:
     """With a worker per client, no client follows another one in the first round."""
