@@ -244,6 +244,29 @@ class ChangesGlobal(FeatureTerm):
         return w, {}
 
 
+class ChangesReceived(Objective):
+    """Changes in place what the server sends to all clients."""
+
+    def broadcast(self, server: Any) -> Any:
+        return {"rate": torch.ones(()), "name": "of all"}
+
+    def start(self, client: ClientContext, w: Any) -> Any:
+        client.received["rate"].mul_(0.9)
+        return w, {}
+
+
+class ChangesAtTheEnd(Objective):
+    def end(self, client: ClientContext, w: Any, held: Any) -> None:
+        client.global_state["network.3.bias"].mul_(1.01)
+
+
+class MeasuresInTraining(Objective):
+    """Changes the statistics of BatchNorm."""
+
+    def measure(self, client: ClientContext, module: Any, loader: Any) -> None:
+        module.training_step(next(loader.plain_batches()), 0)
+
+
 class FewLogits(FeatureTerm):
     def logits(self, outputs: Tensor, batch: Any, held: Any) -> Any:
         return outputs[:, :1]
@@ -269,6 +292,9 @@ WRONG = {
     Averages: "Averages changes in place what it is given",
     ReplacesInTerm: "ReplacesInTerm changes in place what it is given",
     ChangesGlobal: "ChangesGlobal changes in place what it is given",
+    ChangesReceived: "ChangesReceived changes in place what it is given",
+    ChangesAtTheEnd: "ChangesAtTheEnd changes in place what it is given",
+    MeasuresInTraining: "MeasuresInTraining changes in place .*, and measure in evaluation mode",
     FewLogits: r"logits returned Tensor of shape \(\d+, 1\); return logits of the outputs' shape",
     HasCallbacks: "HasCallbacks.callbacks is not called: state what a client does",
     Shrinks: "Shrinks changes in place what it is given",

@@ -65,7 +65,7 @@ def require_entries(part: ClientHalf, method: str, given: Any, w: State) -> None
 
 @contextmanager
 def no_change_in_place(part: ClientHalf | None, held: Any) -> Iterator[None]:
-    """Refuse changes of what a part reads, which may be the global model, or a copy in a stack.
+    """Refuse changes of what a part reads, which other clients may read, too.
 
     Raises:
         FlsuiteError: If a tensor has changed in place, or has been replaced in its dictionary.
@@ -78,8 +78,9 @@ def no_change_in_place(part: ClientHalf | None, held: Any) -> Iterator[None]:
         for new, (old, version) in zip(after, before, strict=True)
     ):
         raise FlsuiteError(
-            f"{type(part).__name__} changes in place what it is given: w, held or the global "
-            "model; make new tensors, and leave the dictionaries as they are"
+            f"{type(part).__name__} changes in place what it is given: w, held, a model, or what "
+            "the server sends; make new tensors, leave the dictionaries as they are, and measure "
+            "in evaluation mode"
         )
 
 
@@ -99,8 +100,8 @@ def no_other_draws(what: str) -> Iterator[None]:
         raise FlsuiteError(f"{what} draws from random or numpy; draw from torch instead")
 
 
-def _version(tensor: Tensor) -> int:
+def _version(leaf: Any) -> int:
     """Return the number of changes in place, also of a tensor under ``torch.vmap``."""
-    while is_batchedtensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor._version
+    while isinstance(leaf, Tensor) and is_batchedtensor(leaf):
+        leaf = get_unwrapped(leaf)
+    return leaf._version if isinstance(leaf, Tensor) else 0
