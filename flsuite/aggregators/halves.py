@@ -110,6 +110,8 @@ class Halves:
             some: Any = part.trains(epoch, names)
             if not isinstance(some, Collection) or not {*some} <= {*names}:
                 raise wrong(part, "trains", some, "some of the given names")
+            if not some:
+                raise wrong(part, "trains", f"no name in epoch {epoch}", "one that trains in it")
             names = some
         return frozenset(names)
 

@@ -381,6 +381,7 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
         "gradient cannot read the batch",
     ),
     "nothing": ("trains", lambda names: None, r"Wrong\.trains returned None; return some of"),
+    "no name": ("trains", lambda names: [], r"Wrong\.trains returned no name in epoch 0; return one"),
     "unknown": ("trains", lambda names: ["x"], r"Wrong\.trains returned list; return some of"),
 }
 
