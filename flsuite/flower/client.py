@@ -5,6 +5,7 @@ from typing import Any
 
 from flwr.app import Context, Error, Message, MetricRecord, RecordDict
 
+from flsuite.aggregators.objectives.checks import own_entries_of
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import Broadcast, ClientFailure, ClientResult, FitRequest, Split
 from flsuite.common.state import State, mismatch
@@ -84,9 +85,10 @@ class Site:
         evaluator = evaluator.at(federation.data.at(request["round"]))
         shared, memory = self._shared(message), _recall(context)
         received = unpack("received", message.content).get("objective", {})
-        objective = federation.aggregator.objective
-        own = objective.own_entries(shared, received, memory.get("objective", {}))
-        state = {**federation.initial, **shared, **memory.get("model", {}), **own}
+        model = {**federation.initial, **shared}
+        read = shared, received, memory.get("objective", {})
+        own = own_entries_of(federation.aggregator.objective, *read, model)
+        state = {**model, **memory.get("model", {}), **own}
 
         records = RecordDict()
         for split in _SPLITS:

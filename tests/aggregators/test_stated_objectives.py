@@ -327,6 +327,31 @@ def test_a_stack_measures_the_clients_that_are_to_be_measured(stacks: list[int])
     assert stacks and [one.client for one in updates if "measured" in one.metrics] == [1, 2]
 
 
+class OwnEntries(Objective):
+    """Returns something as the entries of a client's own model."""
+
+    def __init__(self, own: Callable[[Any], Any]) -> None:
+        self.own = own
+
+    def own_entries(self, state: Any, received: Any, memory: Any) -> Any:
+        return self.own(state)
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (lambda state: None, "returned None; return a dictionary"),
+        (lambda state: {"x": torch.zeros(1)}, "returned the entry x; return entries of w alone"),
+        (lambda state: {"network.0.bias": torch.zeros(1)}, r"of shape \(1,\) .*; return network"),
+        (lambda state: {"network.0.bias": state["network.0.bias"].mul_(2)}, "changes in place"),
+    ],
+    ids=["none", "other name", "other shape", "in place"],
+)
+def test_wrong_entries_of_an_own_model_are_named(own: Any, words: str) -> None:
+    with pytest.raises(FlsuiteError, match=f"OwnEntries.*{words}"):
+        run(FedAvg(objective=OwnEntries(own)), 1)
+
+
 class Wrong(Objective):
     """Makes one mistake in one of its functions."""
 
@@ -381,7 +406,11 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
         "gradient cannot read the batch",
     ),
     "nothing": ("trains", lambda names: None, r"Wrong\.trains returned None; return some of"),
-    "no name": ("trains", lambda names: [], r"Wrong\.trains returned no name in epoch 0; return one"),
+    "no name": (
+        "trains",
+        lambda names: [],
+        r"Wrong\.trains returned no name in epoch 0; return one",
+    ),
     "unknown": ("trains", lambda names: ["x"], r"Wrong\.trains returned list; return some of"),
 }
 

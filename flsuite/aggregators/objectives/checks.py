@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.utils._pytree import tree_leaves
 
+from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.part import ClientHalf
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State
@@ -61,6 +62,31 @@ def require_entries(part: ClientHalf, method: str, given: Any, w: State) -> None
         if (value.shape, value.dtype) != (own.shape, own.dtype):
             returned = f"{name} of shape {tuple(value.shape)} and dtype {value.dtype}"
             raise wrong(part, method, returned, wanted)
+
+
+def own_entries_of(
+    objective: Objective,
+    state: State,
+    received: dict[str, Any],
+    memory: dict[str, Any],
+    model: State,
+) -> State:
+    """Return the entries of a client's own model, see :meth:`Objective.own_entries`.
+
+    Args:
+        objective: The objective.
+        state: The shared part of the global model.
+        received: What the objective broadcasts.
+        memory: The client's notes.
+        model: All entries of the model.
+
+    Raises:
+        FlsuiteError: If the objective returns something else, or changes what it reads.
+    """
+    with no_change_in_place(objective, [state, received, memory]):
+        own = objective.own_entries(state, received, memory)
+    require_entries(objective, "own_entries", own, model)
+    return own
 
 
 @contextmanager

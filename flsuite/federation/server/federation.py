@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.exchange.secure import SecureAggregation
+from flsuite.aggregators.objectives.checks import own_entries_of
 from flsuite.aggregators.part import (
     Named,
     Server,
@@ -160,8 +161,8 @@ class Federation:
         if not self.entries.has_own_models:
             return private
         received = self.aggregator.broadcast(self.server).get("objective", {})
-        objective = self.aggregator.objective
-        return {**private, **objective.own_entries(self.state, received, notes)}
+        model, read = {**self.initial, **self.state}, (self.state, received, notes)
+        return {**private, **own_entries_of(self.aggregator.objective, *read, model)}
 
     def open_round(self) -> None:
         """Begin the record of the next round, and the algorithm's part in it."""
