@@ -61,6 +61,8 @@ class LocalAggregation(Objective, Settings):
     layers: PositiveInt = 1
     rate: NonNegativeFloat = 1.0
 
+    withholds = {"only noisy gradients": "reads samples without noise when a fit starts"}
+
     def start(self, client: ClientContext, w: State) -> tuple[State, State]:
         notes, fit = client.memory, client.fit
         if "local" not in notes or not self.rate:

@@ -24,6 +24,7 @@ Capability = Literal[
     "a plain sum",
     "only parameters",
     "only changes",
+    "only noisy gradients",
     "rounded matrices",
     "matrices",
     "dense changes",

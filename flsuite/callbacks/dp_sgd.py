@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from flsuite.aggregators.objectives.feature_term import FeatureTerm
-from flsuite.aggregators.part import Statistic
+from flsuite.aggregators.part import Capability, Statistic, named, refuse_conflicts
 from flsuite.callbacks.base import FederationCallback
 from flsuite.common.arguments import PositiveFloat, Settings, SmallProbability
 from flsuite.common.errors import FlsuiteError, one_line, require_extra
@@ -69,6 +69,7 @@ class DPSGD(FederationCallback, SampleGradients, Settings):
     """
 
     reads_updates: ClassVar[bool] = False
+    needs: ClassVar[frozenset[Capability]] = frozenset({"only noisy gradients"})
 
     noise_multiplier: PositiveFloat = 1.0
     max_grad_norm: PositiveFloat = 1.0
@@ -177,6 +178,9 @@ class DPSGD(FederationCallback, SampleGradients, Settings):
         layout = run.federation.server.layout
         mean = layout.samples // layout.clients
         require_small_delta("DPSGD", self.delta, mean, "the mean number of a client's samples")
+        refuse_conflicts(
+            [*run.federation.aggregator.named_parts(), named("trainer.callbacks", self)]
+        )
         _refuse_algorithm(run.federation)
         _refuse_unsupported(run.evaluator.model)
         epsilon(RandomDraw(2, 1.0, True), 1.0, 1, self.delta)  # fails now if its package is missing

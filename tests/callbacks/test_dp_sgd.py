@@ -17,6 +17,7 @@ from flsuite.aggregators import (
     Ditto,
     DPFedAvg,
     FeatureTerm,
+    FedALA,
     FedAvg,
     FedFisher,
     FedRep,
@@ -340,6 +341,11 @@ class Reads(Objective):
             "leave out TaskSequence",
         ),
         ({"aggregator": FedFisher("diag")}, "clients of FedFisher also send fisher"),
+        (
+            {"aggregator": FedALA()},
+            "DPSGD needs only noisy gradients, but LocalAggregation reads samples .* when a fit "
+            r"starts; change trainer\.callbacks or trainer\.aggregator\.objective",
+        ),
         ({"aggregator": Ditto()}, "trains at other weights, without the noise of DPSGD"),
         ({"aggregator": FedAvg(objective=Leak())}, r"Leak\.logits sees samples"),
         (
@@ -351,7 +357,7 @@ class Reads(Objective):
         ({"callback": DPSGD(delta=0.025)}, r"delta must be below 1 / 40, .* got 0\.025"),
     ],
     ids=[
-        *("batch_norm", "accumulation", "tasks", "fisher", "ditto"),
+        *("batch_norm", "accumulation", "tasks", "fisher", "fedala", "ditto"),
         *("logits", "start", "frozen", "losses", "delta"),
     ],
 )
