@@ -75,8 +75,7 @@ class Prototypes(FeatureTerm, Settings):
         return dict(server.memory)
 
     def start(self, client: ClientContext, w: State) -> tuple[State, State]:
-        zeros = torch.zeros(self.shape)
-        return w, {"prototypes": zeros, "known": zeros[:, 0], **client.received}
+        return w, {**self._unknown(), **client.received}
 
     def term(self, features: Tensor, others: list[Tensor], batch: Any, held: State) -> Tensor:
         y = classes_of(batch, "FedProto")
@@ -85,7 +84,7 @@ class Prototypes(FeatureTerm, Settings):
 
     def measure(self, client: ClientContext, module: LightningModule, loader: TrainLoader) -> None:
         """Send the sums of the features by class, per sample of the client."""
-        sums, counts = torch.zeros(self.shape), torch.zeros(self.shape[0])
+        sums, counts = self._unknown().values()
         trainer: Any = None  # of no use in full precision
         with evaluating(module), torch.no_grad(), inputs_of(module, self.head) as seen:
             for index, batch in enumerate(loader.plain_batches()):
@@ -99,22 +98,21 @@ class Prototypes(FeatureTerm, Settings):
         client.extras |= {"features": sums / samples, "classes": counts / samples}
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
-        classes = self.shape[0]
         # Per sample of the client: the server's mean is weighted by samples.
-        return {
-            "features": Statistic(torch.zeros(self.shape)),
-            "classes": Statistic(torch.zeros(classes)),
-        }
+        sums, counts = self._unknown().values()
+        return {"features": Statistic(sums), "classes": Statistic(counts)}
 
     def conclude(self, server: Server, means: Tree, updates: int) -> None:
         """Update the prototypes of the classes that some client of the round has."""
         if not updates:
             return
-        old = server.memory or {
-            "prototypes": torch.zeros(self.shape),
-            "known": torch.zeros(self.shape[0]),
-        }
+        old = server.memory or self._unknown()
         seen = means["classes"] > 0
         fresh = means["features"] / means["classes"].clamp(min=1e-12)[:, None]
         server.memory["prototypes"] = torch.where(seen[:, None], fresh.float(), old["prototypes"])
         server.memory["known"] = torch.maximum(old["known"], seen.float())
+
+    def _unknown(self) -> State:
+        """Return the prototypes before any class is known, in float32."""
+        shapes = {"prototypes": self.shape, "known": self.shape[:1]}
+        return {name: torch.zeros(shape, dtype=torch.float32) for name, shape in shapes.items()}

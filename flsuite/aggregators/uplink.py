@@ -10,7 +10,7 @@ import torch
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.part import Statistic
 from flsuite.aggregators.rules.base import LinearRule
-from flsuite.aggregators.transforms.base import FitView, Payload, Transform
+from flsuite.aggregators.transforms.base import FitView, Payload, Transform, empty
 from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.common.messages import (
     MOST,
@@ -60,7 +60,7 @@ class Pipeline:
         self.transforms = list(transforms)
         self._state = template_of(state)
         floats = (name for name in parameters if name in state and state[name].is_floating_point())
-        change = {name: torch.empty(state[name].shape, device="meta") for name in floats}
+        change = {name: empty(state[name].shape, torch.float32) for name in floats}
         self._names = list(change)
         own = template_of({name: statistic.template for name, statistic in statistics.items()})
         psd = frozenset(name for name, statistic in statistics.items() if statistic.is_psd)

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import SGD
 
 from flsuite import FlsuiteError
 from flsuite import aggregators as methods
 from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedBuff, FedProx, LocalOnly, Rule
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, clone
+from flsuite.data import IID
 from flsuite.federation import Synchronous
+from flsuite.models import Classifier
 from tests.aggregators.chains import federate
 from tests.aggregators.federations import (
     MINIMA,
@@ -36,6 +39,8 @@ from tests.aggregators.federations import (
     update,
 )
 from tests.conftest import mostly_long
+from tests.federation.engines.test_processes import Images
+from tests.federation.engines.test_vectorized import InDouble
 
 Make = Callable[[], Aggregator | Rule]
 EVERY: dict[str, Make] = {
@@ -158,6 +163,30 @@ def test_only_one_update_is_held_at_a_time(make: Make) -> None:
     aggregator.aggregate({"w": torch.zeros(1)}, map(sent, range(3)))
     if not isinstance(aggregator, LocalOnly):
         assert [event for event, _ in groupby(order)] == ["sent", "read"] * 3
+
+
+@pytest.fixture
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(methods.FedProto, head="network.5."),
+        partial(methods.RegMean, 0.5),
+        partial(FedAvg, transforms=[methods.Quantize(8)]),
+        partial(FedAvg, transforms=[methods.TopK(0.3)]),
+    ],
+    ids=["FedProto", "RegMean", "Quantize", "TopK"],
+)
+def test_a_run_may_have_float64_as_its_default(make: Make) -> None:
+    data = Images(clients=3, partition=IID(), val_fraction=0.0)
+    made = run(make(), 2, data, model=Classifier(InDouble(), partial(SGD, lr=0.01)))
+    assert not made.federation.log.failures
 
 
 def test_a_fit_is_plain_where_there_is_nothing_to_do() -> None:

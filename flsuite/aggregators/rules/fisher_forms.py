@@ -38,7 +38,7 @@ def columns(state: State, layer: Layer, bias: bool = True) -> int:
 
 def square_template(size: int) -> Tensor:
     """Return a float32 template ``(size, size)`` that takes no memory."""
-    return torch.zeros(()).expand(size, size)
+    return torch.zeros((), dtype=torch.float32).expand(size, size)
 
 
 def matrix(state: State, layer: Layer, bias: bool = True) -> Tensor:

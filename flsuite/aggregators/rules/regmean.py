@@ -80,7 +80,7 @@ class RegMean(LinearRule, Settings):
         # Layers that are called twice have no Gram. Zeros determine nothing.
         for layer in layers:
             size = columns(state, layer, self.bias)
-            grams.setdefault(layer.name, torch.zeros(size, size))
+            grams.setdefault(layer.name, torch.zeros(size, size, dtype=torch.float32))
         client.extras["gram"] = grams
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:

@@ -74,7 +74,7 @@ class TopK(Transform, Settings):
             return payload
         size = _size(template.change)
         code = self._checked(payload, template, size)
-        vector = torch.zeros(size)
+        vector = code["values"].new_zeros(size)
         vector[code["indexes"].long()] = code["values"]
 
         pieces = vector.split([value.numel() for value in template.change.values()])
