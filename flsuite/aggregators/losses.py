@@ -47,7 +47,8 @@ def loss_at(
         draws: The random state to draw from, as for dropout. Default: the present one.
 
     Raises:
-        FlsuiteError: If the training step does not return a loss, or DPSGD trains the model.
+        FlsuiteError: If the training step does not return a loss, DPSGD trains the model, or it
+            does not have one of the weights.
     """
     if not module.automatic_optimization:
         raise FlsuiteError(
@@ -64,6 +65,11 @@ def loss_at(
     # Tied weights have one name here, and functional_call gives them the same tensor.
     own = {name: weights[name] for name, _ in module.named_parameters() if name in weights}
     named = buffers | own | {name: weights[name] for name in buffers if name in weights}
+    if (others := weights.keys() - named.keys()) and (strange := others - {*module.state_dict()}):
+        raise FlsuiteError(
+            f"this aggregator computes a loss at other weights, and {type(module).__name__} has no "
+            f"{min(strange)}; give them the names of w"
+        )
     precision = nullcontext() if in_full else trainer.precision_plugin.train_step_context()
     with drawing_from(module.device, draws), precision, _other_loss():
         return step_loss(module, named, batch, index, ends=ends, then=then)

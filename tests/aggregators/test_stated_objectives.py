@@ -154,6 +154,11 @@ class OneFeature(FeatureTerm):
         return features_of({})
 
 
+class OtherWeights(FeatureTerm):
+    def compared(self, features_of: Any, held: Any) -> list[Tensor]:
+        return [features_of({"body.weight": torch.zeros(1)})]
+
+
 class InCompared(FeatureTerm):
     """Changes the global model in place."""
 
@@ -280,6 +285,7 @@ class HasCallbacks(Objective):
 WRONG = {
     OfEachSample: r"term returned Tensor of shape \(\d+,\); return the mean over the samples",
     OneFeature: r"compared returned Tensor of shape \(16, 8\); return a list of tensors",
+    OtherWeights: r"Classifier has no body\.weight; give them the names of w",
     ReadsNumbers: "start returned int; return tensors in dictionaries",
     InCompared: "InCompared changes in place what it is given",
     OnlyWeights: "start returned dict; return the weights, and what the steps hold",
