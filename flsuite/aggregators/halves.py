@@ -160,7 +160,7 @@ class _Changed:
         return self._oracle.evaluate(at, batch, in_full)
 
     def step(self, name: str, v: State, gradient: State) -> State:
-        return self._oracle.step(name, v, gradient)
+        return self._oracle.step(f"next/{name}", v, gradient)  # not those of the earlier part
 
 
 def _checked(

@@ -23,6 +23,7 @@ from tests.aggregators.federations import (
     assert_same_models,
     federation,
     run,
+    table_model,
 )
 from tests.conftest import long
 from tests.federation.engines import test_vectorized
@@ -134,6 +135,31 @@ def test_a_rule_changes_the_gradient_of_the_objective() -> None:
     made = federation(Aggregator(objective=Fixed(), rule=Pulling()), 1, max_epochs=2)
     made.fit(Quadratic(partial(SGD, lr=0.5)), Quadratics((1.0,), (0.0,)))
     assert float(made.federation.state["w"]) == pytest.approx(-0.5 - 0.5 * (1.0 - 0.05))
+
+
+class StepsOfTheRule(Mean):
+    """A second model with the name of the one of the objective."""
+
+    second = "v"
+
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w, {"v": second_start(client, w, None)}
+
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        v = oracle.step(self.second, held["v"], oracle(held["v"], batch))
+        return {k: g + 0.1 * (w[k] - v[k]) for k, g in oracle(w, batch).items()}, {"v": v}
+
+
+class OtherName(StepsOfTheRule):
+    second = "u"
+
+
+def test_second_models_of_two_parts_have_their_own_optimizers() -> None:
+    one, other = (
+        run(Aggregator(objective=Steps(), rule=rule()), 1, model=table_model(momentum=0.9))
+        for rule in (StepsOfTheRule, OtherName)
+    )
+    assert_same_models(one, other)
 
 
 def test_what_a_client_keeps_of_a_stack_is_its_own(stacks: list[int]) -> None:
