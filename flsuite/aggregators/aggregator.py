@@ -23,6 +23,7 @@ from lightning.pytorch.cli import OptimizerCallable
 
 from flsuite.aggregators.halves import Halves
 from flsuite.aggregators.objectives.base import Objective
+from flsuite.aggregators.objectives.checks import wrong
 from flsuite.aggregators.part import (
     Capability,
     Named,
@@ -179,7 +180,8 @@ class Aggregator:
 
     def statistics(self, layout: StateLayout, state: State) -> dict[str, Statistic]:
         """Return what clients send in addition to their change, by name."""
-        return self.rule.statistics(layout, state) | self.objective.statistics(layout, state)
+        own = self.rule.statistics(layout, state), self.objective.statistics(layout, state)
+        return self._joined("statistics", *own)
 
     # The client half
 
@@ -217,7 +219,8 @@ class Aggregator:
     def broadcast(self, server: Server) -> dict[str, Any]:
         """Return what each part sends to every client of the round, in addition to the model."""
         of_rule, of_objective = server.of("rule"), server.of("objective")
-        sent = {"objective": self.rule.broadcast(of_rule) | self.objective.broadcast(of_objective)}
+        own = self.rule.broadcast(of_rule), self.objective.broadcast(of_objective)
+        sent = {"objective": self._joined("broadcast", *own)}
         for name, part in self._placed().items():
             sent[name] = part.broadcast(server.of(name))
         return {name: content for name, content in sent.items() if content}
@@ -270,6 +273,18 @@ class Aggregator:
         for update in updates:
             reduction.add(update)
         return self.finish(server, reduction)
+
+    def _joined(self, method: str, of_rule: Any, of_objective: Any) -> dict[str, Any]:
+        """Return what the function of the rule and the one of the objective have returned."""
+        for part, own in (self.rule, of_rule), (self.objective, of_objective):
+            if not isinstance(own, Mapping):
+                raise wrong(part, method, own, "a dictionary")
+        if both := of_rule.keys() & of_objective.keys():
+            raise FlsuiteError(
+                f"{name_of(self.rule)} and {name_of(self.objective)} both return {min(both)} from "
+                f"{method}; rename one of them"
+            )
+        return {**of_rule, **of_objective}
 
     def _placed(self) -> dict[str, Transform]:
         return {f"transforms/{place}": part for place, part in enumerate(self.transforms)}

@@ -384,6 +384,37 @@ def test_wrong_entries_of_an_own_model_are_named(own: Any, words: str) -> None:
         run(FedAvg(objective=OwnEntries(own)), 1)
 
 
+class Sends(Objective):
+    """Sends the same to all clients."""
+
+    def __init__(self, sent: Any) -> None:
+        self.sent = sent
+
+    def broadcast(self, server: Any) -> Any:
+        return self.sent
+
+    def end(self, client: ClientContext, w: Any, held: Any) -> None:
+        client.metrics["rate"] = client.received["rate"]
+
+
+class RuleSends(Mean):
+    def broadcast(self, server: Any) -> Any:
+        return {"rate": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (None, "Sends.broadcast returned None; return a dictionary"),
+        ({"rate": 1.0}, "RuleSends and Sends both return rate from broadcast; rename one of them"),
+    ],
+    ids=["none", "same name"],
+)
+def test_a_broadcast_is_a_dictionary_of_one_part(sent: Any, words: str) -> None:
+    with pytest.raises(FlsuiteError, match=words):
+        run(Aggregator(objective=Sends(sent), rule=RuleSends()), 1)
+
+
 class Wrong(Objective):
     """Makes one mistake in one of its functions."""
 
