@@ -90,8 +90,8 @@ class TrainLoader:
         own = self.data.train
         is_apart = self.is_poisson or self.data.augment is not None or not own.in_memory
         size = 4 * math.prod(own.x.shape[1:])
-        most = _SMALL // (size * max(self._sizes) * self._length)
-        if is_apart or size % _ALIGNED or not most:
+        most = _SMALL // max(size * max(self._sizes, default=0) * self._length, 1)
+        if is_apart or size % _ALIGNED or not most or not self._sizes:
             generator = self._generator(epoch)
             return {epoch: self.data.batches_of(own, self._batch_rows(generator), generator)}
 
@@ -99,7 +99,9 @@ class TrainLoader:
         drawn = chain.from_iterable(self._passes(self._generator(number)) for number in numbers)
         rows, sizes = zip(*drawn, strict=True)
         (parts,) = self.data.batches_of(own, [torch.cat(rows)])
-        batches = zip(*(part.split_with_sizes([*chain(*sizes)]) for part in parts), strict=True)
+        # No views to autograd, which refuses a step that multiplies them by a weight.
+        split = ([one.data for one in part.split_with_sizes([*chain(*sizes)])] for part in parts)
+        batches = zip(*split, strict=True)
         return {number: [*islice(batches, self._length)] for number in numbers}
 
     def rows(self) -> Iterator[Tensor]:

@@ -1,5 +1,6 @@
 """No fit depends on earlier fits of its worker, and all engines give the same results."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -205,6 +206,26 @@ def test_a_method_with_the_name_of_the_warm_up_is_no_warm_up() -> None:
 
     metrics = outcome(runner(Named(MLP((4,))), FedAvg(), lean=True), 0).update.metrics
     assert metrics["loss"] > 0 and "warmup_loss" not in metrics
+
+
+class Scales(Classifier):
+    """Multiplies its batch by a weight, in place or not."""
+
+    def __init__(self, *args: Any, in_place: bool) -> None:
+        super().__init__(*args)
+        self.scale, self.in_place = torch.nn.Parameter(torch.ones(())), in_place
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x = x.mul_(self.scale) if self.in_place else x * self.scale
+        return super().training_step((x, y), batch_idx)
+
+
+def test_a_step_may_change_its_batch_in_place() -> None:
+    there, here = (
+        fit(InProcess(), partial(Scales, in_place=one)).federation for one in (False, True)
+    )
+    assert equal_states(there.state, here.state)
 
 
 def test_the_training_loss_is_not_divided_by_accumulated_batches() -> None:
