@@ -233,6 +233,13 @@ class Skips(Classifier):
         return None if batch_idx else super().training_step(batch, batch_idx)
 
 
+class Halves(Classifier):
+    """Changes its batch in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((batch[0].mul_(0.5), batch[1]), batch_idx)
+
+
 @pytest.mark.parametrize(
     ("makes", "model", "message"),
     [
@@ -241,9 +248,10 @@ class Skips(Classifier):
         ([methods.PerFedAvg], table_model(Manual), "change the model"),
         ([FedRoD, FedProto], table_model(Described), "needs batches of inputs and classes"),
         ([Ditto], table_model(Skips), "Skips returned None"),
+        ([MOON], table_model(Halves), "Halves changes in place .* a batch, .* make new tensors"),
         ([Ditto], Classifier(Normalised(), optimizer=LBFGS), "choose another optimizer"),
     ],
-    ids=["rate 0", "manual", "manual meta", "no classes", "no loss", "LBFGS"],
+    ids=["rate 0", "manual", "manual meta", "no classes", "no loss", "in place", "LBFGS"],
 )
 def test_a_fit_that_a_method_cannot_follow_is_refused_by_name(
     makes: list[Any], model: Classifier, message: str

@@ -90,8 +90,12 @@ def own_entries_of(
 
 
 @contextmanager
-def no_change_in_place(part: ClientHalf | None, held: Any) -> Iterator[None]:
-    """Refuse changes of what a part reads, which other clients may read, too.
+def no_change_in_place(reader: Any, held: Any) -> Iterator[None]:
+    """Refuse changes of what a part or a model reads, which others may read, too.
+
+    Args:
+        reader: The part or the model.
+        held: What it reads.
 
     Raises:
         FlsuiteError: If a tensor has changed in place, or has been replaced in its dictionary.
@@ -104,9 +108,9 @@ def no_change_in_place(part: ClientHalf | None, held: Any) -> Iterator[None]:
         for new, (old, version) in zip(after, before, strict=True)
     ):
         raise FlsuiteError(
-            f"{type(part).__name__} changes in place what it is given: w, held, a model, or what "
-            "the server sends; make new tensors, leave the dictionaries as they are, and measure "
-            "in evaluation mode"
+            f"{type(reader).__name__} changes in place what it is given: w, held, a batch, a "
+            "model, or what the server sends; make new tensors, leave the dictionaries as they "
+            "are, and measure in evaluation mode"
         )
 
 

@@ -102,7 +102,8 @@ def features_at(
     """
     buffers = {name for name, _ in module.named_buffers()}
     at = {name: value.clone() if name in buffers else value for name, value in weights.items()}
-    with torch.no_grad(), inputs_of(module, head) as seen:
+    # The step at the model's own weights reads the batch, too.
+    with torch.no_grad(), inputs_of(module, head) as seen, no_change_in_place(module, batch):
         loss_at(trainer, module, at, batch, index)
     if not seen:
         raise FlsuiteError(
