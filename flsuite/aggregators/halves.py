@@ -138,7 +138,10 @@ def _require_todays_functions(part: ClientHalf) -> None:
     names = _ACTS + _OTHERS
     is_same = (getattr(kind, name, None) is getattr(base, name, None) for name in names)
     if isinstance(part, Objective) and kind is not Objective and all(is_same):
-        raise FlsuiteError(f"{kind.__name__} has none of the functions {', '.join(names)}")
+        raise FlsuiteError(
+            f"{kind.__name__} has none of the functions {', '.join(names)}; write one of them, or "
+            "correct its name"
+        )
 
 
 class _Changed:

@@ -198,7 +198,7 @@ def random_state(device: torch.device) -> Draws:
 def drawing_from(
     device: torch.device, state: tuple[Tensor, Tensor | None] | None
 ) -> Iterator[None]:
-    """Draw random numbers from a state, or from the present one, and then go on as before."""
+    """Draw random numbers from a state, or from the present one, and restore the present one."""
     on_cpu = device.type == "cpu"
     with torch.random.fork_rng([] if on_cpu else [device], device_type=device.type):
         if state is not None:

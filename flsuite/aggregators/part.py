@@ -211,7 +211,7 @@ class ClientHalf(Part):
             w: All entries of the model. A changed entry is a new tensor.
 
         Returns:
-            The entries, and tensors in dictionaries. Of other clients, they have the same names.
+            The entries, and tensors in dictionaries, with the same names for every client.
         """
         return w, {}
 

@@ -35,7 +35,7 @@ class BatchHandle(int):
             "oracle, or state a term of the samples as a FeatureTerm"
         )
 
-    __iter__ = __getitem__ = _refuse
+    __iter__ = __getitem__ = __len__ = _refuse
 
 
 class Oracle(Protocol):
@@ -141,9 +141,10 @@ class ClientContext:
         class_counts: Training samples per class (per label in a multi-label task), int64
             ``(classes,)``.
         global_state: The shared model as received. It must not be changed.
-        received: What this part of the algorithm has broadcast in addition to the model.
-        memory: The client's own notes, plain data. They persist between the client's rounds and are
-            never sent.
+        received: What the objective and the rule broadcast in addition to the model. It must not be
+            changed.
+        memory: The client's own notes, plain data. The objective and the rule share them. They
+            persist between the client's rounds and are never sent.
         extras: What to send with the update: nested dicts of tensors and numbers.
         metrics: Metrics of this fit, for the log.
         layout: Names and groups of the shared entries.

@@ -468,6 +468,11 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
         lambda oracle, w, held, batch: (batch[0] * oracle(w, batch), held),
         "gradient cannot read the batch",
     ),
+    "measures the batch": (
+        "gradient",
+        lambda oracle, w, held, batch: (len(batch) * oracle(w, batch), held),
+        "gradient cannot read the batch",
+    ),
     "nothing": ("trains", lambda names: None, r"Wrong\.trains returned None; return some of"),
     "no name": (
         "trains",

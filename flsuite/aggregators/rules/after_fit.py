@@ -1,7 +1,7 @@
-"""What rules share whose clients measure their trained model, without changing it.
+"""Shared functions of rules whose clients measure their trained model, without changing it.
 
-A fit that was trained elsewhere is measured alike: what a client sends depends only on its weights,
-its samples, the seed and the round.
+What a client sends depends only on its weights, its samples, the seed and the round. So a fit that
+was trained elsewhere is measured in the same way.
 """
 
 import time
