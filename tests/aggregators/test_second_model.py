@@ -246,12 +246,26 @@ class Halves(Classifier):
         ([QFedAvg], table_model(lr=0.0), "learning rate, which is 0"),
         ([Ditto, APFL, MIXED, MOON, IFCA, QFedAvg], table_model(Manual), "manual optimization"),
         ([methods.PerFedAvg], table_model(Manual), "change the model"),
+        ([methods.PerFedAvg], Classifier(Normalised(), optimizer=LBFGS), "not LBFGS"),
         ([FedRoD, FedProto], table_model(Described), "needs batches of inputs and classes"),
         ([Ditto], table_model(Skips), "Skips returned None"),
-        ([MOON], table_model(Halves), "Halves changes in place .* a batch, .* make new tensors"),
+        (
+            [MOON, Ditto, FedRoD, methods.PerFedAvg],
+            table_model(Halves),
+            "Halves changes in place .* a batch, .* make new tensors",
+        ),
         ([Ditto], Classifier(Normalised(), optimizer=LBFGS), "choose another optimizer"),
     ],
-    ids=["rate 0", "manual", "manual meta", "no classes", "no loss", "in place", "LBFGS"],
+    ids=[
+        "rate 0",
+        "manual",
+        "manual meta",
+        "LBFGS meta",
+        "no classes",
+        "no loss",
+        "in place",
+        "LBFGS",
+    ],
 )
 def test_a_fit_that_a_method_cannot_follow_is_refused_by_name(
     makes: list[Any], model: Classifier, message: str

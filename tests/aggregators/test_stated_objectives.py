@@ -21,6 +21,7 @@ from tests.aggregators.federations import (
     Quadratic,
     Quadratics,
     assert_same_models,
+    assert_same_tree,
     federation,
     run,
     table_model,
@@ -98,6 +99,16 @@ class ToStart(Steps):
         return oracle(w, batch), {"v": v, "start": start}
 
 
+class Leaves(Objective):
+    """Starts at other weights, and is pulled back to those that it has left."""
+
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return {name: 0.5 * value for name, value in w.items()}, {"left": w}
+
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        return {k: g + w[k] - held["left"][k] for k, g in oracle(w, batch).items()}, held
+
+
 class Normed(Objective):
     def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
         return {k: g / (1.0 + g.norm()) for k, g in oracle(w, batch).items()}, held
@@ -111,13 +122,14 @@ class Pulling(Mean):
 
 
 ALIKE = (
-    *(FedAvg(objective=one()) for one in (MeansStayNear, OfSomeClients, FromStart, Steps, ToStart)),
+    *(FedAvg(objective=one()) for one in (MeansStayNear, OfSomeClients, FromStart, Leaves)),
+    *(FedAvg(objective=one()) for one in (Steps, ToStart)),
     Aggregator(objective=Normed(), rule=Pulling()),
 )
 
 
 @pytest.mark.parametrize(
-    "method", [*ALIKE[:3], *long(*ALIKE[3:])], ids=lambda one: type(one.objective).__name__
+    "method", [*ALIKE[:4], *long(*ALIKE[4:])], ids=lambda one: type(one.objective).__name__
 )
 def test_clients_of_a_stack_train_as_alone(method: Aggregator, stacks: list[int]) -> None:
     data = Images(clients=6, partition=Dirichlet(1.0), batch_size=8, val_fraction=0.0)
@@ -162,6 +174,71 @@ def test_second_models_of_two_parts_have_their_own_optimizers() -> None:
     assert_same_models(one, other)
 
 
+class OfAll(Objective):
+    """Returns a gradient of all parameters to each of two optimizers."""
+
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        g = oracle(w, batch)
+        return {k: g.get(k, torch.zeros_like(value)) for k, value in w.items()}, held
+
+    def end(self, client: ClientContext, w: Any, held: Any) -> None:
+        client.metrics["counted"] = client.fit.steps("network.3.bias")
+
+
+class TwoOptimizers(Classifier):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return [SGD([first], lr=0.1), SGD(others, lr=0.1)]
+
+
+def test_a_parameter_steps_with_its_own_optimizer_alone() -> None:
+    made = run(FedAvg(objective=OfAll()), 1, model=table_model(TwoOptimizers))
+    for update in made.federation.log.updates:
+        assert update.metrics["counted"] == update.steps > 0
+
+
+class Momentum(Objective):
+    """Holds the gradient that it returns, and gives it to a second model, too."""
+
+    def __init__(self, copies: bool) -> None:
+        self.copies = copies
+
+    def start(self, client: ClientContext, w: Any) -> Any:
+        w_0 = {name: w[name] for name in client.layout.parameters}
+        return w, {"m": w_0, "v": {name: w[name] for name in client.layout.parameters}}
+
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        m = {k: g + 0.5 * held["m"][k] for k, g in oracle(w, batch).items()}
+        sent, v = ({k: g.clone() for k, g in m.items()} if self.copies else m for _ in range(2))
+        return sent, {"m": {**held["m"], **m}, "v": oracle.step("v", held["v"], v)}
+
+    def end(self, client: ClientContext, w: Any, held: Any) -> None:
+        client.memory["v"] = {name: value.clone() for name, value in held["v"].items()}
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
+def test_clipping_leaves_what_the_algorithm_holds(engine: Any, algorithm: str) -> None:
+    clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+    one, other = (
+        run(FedAvg(objective=Momentum(copies)), 1, engine=engine, **clip)
+        for copies in (True, False)
+    )
+    assert_same_models(one, other)
+    for client in range(4):
+        assert_same_tree(one.federation.clients[client], other.federation.clients[client])
+
+
 def test_what_a_client_keeps_of_a_stack_is_its_own(stacks: list[int]) -> None:
     made = fitted(Vectorized(clients=4), FedAvg(objective=ToStart()))
     kept = [made.federation.clients[client]["objective"]["v"] for client in range(4)]
@@ -183,6 +260,11 @@ class OneFeature(FeatureTerm):
 class OtherWeights(FeatureTerm):
     def compared(self, features_of: Any, held: Any) -> list[Tensor]:
         return [features_of({"body.weight": torch.zeros(1)})]
+
+
+class OtherNamesAtTheOracle(Objective):
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        return oracle({**w, "offset": w["network.0.bias"]}, batch), held
 
 
 class InCompared(FeatureTerm):
@@ -312,6 +394,7 @@ WRONG = {
     OfEachSample: r"term returned Tensor of shape \(\d+,\); return the mean over the samples",
     OneFeature: r"compared returned Tensor of shape \(16, 8\); return a list of tensors",
     OtherWeights: r"Classifier has no body\.weight; give them the names of w",
+    OtherNamesAtTheOracle: r"Classifier has no offset; give them the names of w",
     ReadsNumbers: "start returned int; return tensors in dictionaries",
     InCompared: "InCompared changes in place what it is given",
     OnlyWeights: "start returned dict; return the weights, and what the steps hold",

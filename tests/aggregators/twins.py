@@ -263,33 +263,43 @@ class PFedMeTwin(DittoTwin):
 
 
 class PerFedAvgTwin(Twin):
-    """Epochs may have an odd number of batches, so that a pair crosses the end of an epoch.
-
-    The statistics of BatchNorm are those of the batches at ``w``.
-    """
+    """Epochs may have an odd number of batches, so that a pair crosses the end of an epoch."""
 
     alpha = 0.1
 
     def begin(self) -> None:
         loader = TrainLoader(self.data, self.client, self.seed, 1)
-        self.left, self.first = self.epochs * len(loader), None
+        self.left, self.first, self.w_k = self.epochs * len(loader), None, None
 
     def before(self, x: Tensor, y: Tensor) -> None:
         self.batch, self.left = (x, y), self.left - 1
+        if self.first is not None:
+            self._move(self.first)
 
     def correct(self) -> None:
         own = list(self.model.parameters())
-        gradient = [p.grad for p in own]
-        self.model.zero_grad(set_to_none=True)
-        if self.first is None and self.left:
-            self.first = gradient  # and no step
-            return
-        first = self.first or gradient  # the last batch alone serves as both
-        w, self.first = clone(self.model.state_dict()), None
-        for p, g in zip(own, first, strict=True):
+        if self.first is not None:  # the second of a pair
+            self._back()
+            self.first = None
+        elif self.left:
+            self.first = [p.grad for p in own]
+            self.model.zero_grad(set_to_none=True)  # no step
+        else:  # the last batch alone serves as both
+            self._move([p.grad for p in own])
+            buffers = clone(dict(self.model.named_buffers()))
+            self.model.zero_grad()
+            super().loss(*self.batch).backward()
+            self.model.load_state_dict({**self.model.state_dict(), **buffers})
+            self._back()
+
+    def _move(self, gradient: Sequence[Tensor]) -> None:
+        self.w_k = [p.detach().clone() for p in self.model.parameters()]
+        for p, g in zip(self.model.parameters(), gradient, strict=True):
             p.data -= self.alpha * g
-        super().loss(*self.batch).backward()
-        self.model.load_state_dict(w)
+
+    def _back(self) -> None:
+        for p, w in zip(self.model.parameters(), self.w_k, strict=True):
+            p.data.copy_(w)
 
 
 class FedDynTwin(Twin):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flsuite.aggregators.losses import loss_at
 from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.objectives.checks import wrong
+from flsuite.aggregators.objectives.checks import no_change_in_place, wrong
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State
 from flsuite.models.abilities import head_of

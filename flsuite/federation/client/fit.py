@@ -1,7 +1,6 @@
 """A client's fit as its algorithm sees it, and the steps that the algorithm changes."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -9,15 +8,16 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_map
 
 from flsuite.aggregators.halves import Halves
 from flsuite.aggregators.losses import loss_and_gradient, mean_loss, random_state
+from flsuite.aggregators.objectives.checks import no_change_in_place
 from flsuite.common.client import ClientContext, Evaluation, Taken
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import scaler_of
-from flsuite.common.state import State, load_
+from flsuite.common.state import State, clone, load_
 from flsuite.data.loader import TrainLoader
 from flsuite.federation.client.algorithm_steps import AlgorithmSteps
 from flsuite.federation.client.tensor_optimizer import TensorOptimizer
@@ -138,9 +138,10 @@ class OneSteps:
         own = module.state_dict()
         state = {name: own[name] for name in entry_names(module)}
         w, helds = halves.start(client, state)
-        load_(own, {name: value for name, value in w.items() if value is not state[name]})
+        # Before the model takes w, because what is held may be its tensors of before.
         kept = self._kept()
         self.algorithm = AlgorithmSteps(halves, self, [tree_map(kept, held) for held in helds])
+        load_(own, {name: value for name, value in w.items() if value is not state[name]})
         self._warmup = extra_epochs(module)
         self._stepping: dict[int, list[tuple[str, Tensor]]] = {}
         self._others: dict[str, list[TensorOptimizer]] = {}
@@ -168,13 +169,18 @@ class OneSteps:
                 "this aggregator computes gradients at other weights batch by batch; leave out "
                 "trainer.accumulate_grad_batches"
             )
-        return self.fit.evaluate_again(at, batch, in_full)
+        with no_change_in_place(self.fit.module, batch.samples):
+            return self.fit.evaluate_again(at, batch, in_full)
 
     def step_other(self, name: str, v: State, gradient: State) -> State:
+        trainer, trained = self.fit.trainer, self.fit.trained
         if name not in self._others:
-            self._others[name] = self._optimizers_of(v)
+            names = {id(p): name for name, p in trained.items()}
+            own = {name: torch.empty_like(p) for name, p in trained.items() if name in v}
+            self._others[name] = [TensorOptimizer(one, names, own) for one in trainer.optimizers]
+        clipped = _clipped({k: gradient[k] for k in trained if k in v and k in gradient}, trainer)
         for optimizer in self._others[name]:
-            v = optimizer.step_from(v, gradient)
+            v = optimizer.step_from(v, clipped)
         return v
 
     def begin_epoch(self, epoch: int) -> None:
@@ -209,10 +215,15 @@ class OneSteps:
         stepping = self._about_to_step(optimizer)
         own = {name: p.grad for name, p in stepping if p.grad is not None}
         gradient = self.algorithm.gradient(own, self._batch, is_last)
-        for name, parameter in stepping:  # the optimizer leaves those without a gradient
-            parameter.grad = gradient.get(name) if gradient is not None else None
-        if gradient is not None:
-            self.fit.record(optimizer, frozenset(gradient))
+        if gradient is None:
+            gradient = {}
+        else:
+            names = frozenset(name for name, _ in stepping if name in gradient)
+            self.fit.record(optimizer, names)
+        if self.fit.clips and self.halves.changes_gradients:
+            gradient = clone(gradient, device=None)  # clipped in place, and perhaps held
+        for name, parameter in stepping:
+            parameter.grad = gradient.get(name)  # the optimizer leaves those without one
 
     def end_step(self) -> None:
         """End a step."""
@@ -253,18 +264,6 @@ class OneSteps:
 
         return kept
 
-    def _optimizers_of(self, v: State) -> list[TensorOptimizer]:
-        """Return copies of the model's optimizers for other weights, without state."""
-        trainer, trained = self.fit.trainer, self.fit.trained
-        names = {id(p): name for name, p in trained.items()}
-        tensors = {name: torch.empty_like(p) for name, p in trained.items() if name in v}
-        first, *others = trainer.optimizers
-        clips = partial(clip_, trainer)  # once for all of them
-        return [
-            TensorOptimizer(first, names, tensors, clips),
-            *(TensorOptimizer(one, names, tensors) for one in others),
-        ]
-
     def _about_to_step(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """Return the parameters of an optimizer by name."""
         if id(optimizer) not in self._stepping:
@@ -274,11 +273,16 @@ class OneSteps:
         return self._stepping[id(optimizer)]
 
 
-def clip_(trainer: Trainer, parameters: Sequence[Tensor]) -> None:
-    """Clip the gradients of parameters as the Trainer does."""
-    if limit := trainer.gradient_clip_val:
-        by_value = trainer.gradient_clip_algorithm == "value"
-        (clip_grad_value_ if by_value else clip_grad_norm_)(parameters, float(limit))
+def _clipped(gradient: State, trainer: Trainer) -> State:
+    """Return a gradient clipped as the Trainer does. The given one stays: it may be held."""
+    if not (limit := trainer.gradient_clip_val) or not gradient:
+        return gradient
+    like = {name: torch.empty_like(value) for name, value in gradient.items()}
+    for name, value in gradient.items():
+        like[name].grad = value.clone()
+    by_value = trainer.gradient_clip_algorithm == "value"
+    (clip_grad_value_ if by_value else clip_grad_norm_)(like.values(), float(limit))
+    return {name: one.grad for name, one in like.items() if one.grad is not None}
 
 
 def is_private(module: LightningModule) -> bool:
@@ -288,8 +292,10 @@ def is_private(module: LightningModule) -> bool:
 
 def _require_plain_steps(trainer: Trainer, batches: int) -> None:
     is_simple = trainer.lightning_module.automatic_optimization and len(trainer.optimizers) == 1
+    is_simple = is_simple and not isinstance(trainer.optimizers[0], LBFGS)  # more than one a batch
     if not is_simple or scaler_of(trainer) or trainer.accumulate_grad_batches != 1:
         raise FlsuiteError(
-            f"this aggregator steps once per {batches} batches, with one optimizer and no scaler; "
-            "set precision to bf16-mixed, leave out accumulate_grad_batches, or change the model"
+            f"this aggregator steps once per {batches} batches, with one optimizer, not LBFGS, and "
+            "no scaler; set precision to bf16-mixed, leave out accumulate_grad_batches, or change "
+            "the model"
         )

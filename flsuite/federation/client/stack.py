@@ -35,7 +35,7 @@ from flsuite.federation.client.stack_proofs import (
     used_parameters,
 )
 from flsuite.federation.client.stack_steps import StackSteps
-from flsuite.federation.client.stacked_loss import clip
+from flsuite.federation.client.stacked_loss import clipped
 from flsuite.federation.client.tensor_optimizer import TensorOptimizer, past_of
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models import abilities
@@ -278,7 +278,7 @@ def _stacked(
     template._opt_called = True  # type: ignore[attr-defined]  # schedulers warn otherwise
     names = {id(p): name for name, p in model.named_parameters()}
     trained = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}
-    return TensorOptimizer(template, names, trained, partial(clip, trainer))
+    return TensorOptimizer(template, names, trained, partial(clipped, trainer))
 
 
 def _fills(steps: StackSteps, batches: StackBatches) -> bool:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from flsuite.aggregators.halves import Halves
 from flsuite.aggregators.losses import drawing_from, random_state
+from flsuite.aggregators.objectives.checks import no_change_in_place
 from flsuite.common.client import Evaluation
 from flsuite.common.state import State, clone
 from flsuite.federation.client.algorithm_steps import AlgorithmSteps
@@ -236,13 +237,16 @@ class StackSteps:
         """
         if self.private:
             raise RuntimeError("an algorithm trains at other weights, without the noise of DPSGD")
+        if strange := at.keys() - self._tensors.keys():  # its fit by itself says more
+            raise RuntimeError(f"the model has no {min(strange)}")
         own = {name: value for name, value in at.items() if name in self.leaves}
         rest = {**self._tensors, **at}
         losses, gradients, buffers = torch.zeros_like(self.losses), State(), State()
         for group in groups:
             leaves = {name: value[group.at] for name, value in own.items()}
             others = {k: v[group.at] for k, v in rest.items() if k not in own}
-            with drawing_from(self.losses.device, group.draws):  # as the model's own step
+            draws = drawing_from(self.losses.device, group.draws)  # as the model's own step
+            with draws, no_change_in_place(self.loss.model, group.batch):
                 step = self._plain_loss.step(
                     leaves, others, group.batch, group.index, {}, group.sizes, in_full=in_full
                 )

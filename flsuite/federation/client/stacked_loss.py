@@ -250,24 +250,20 @@ def _apart(gradients: State) -> State:
     return own
 
 
-def clip(trainer: ClientTrainer, tensors: Sequence[Tensor]) -> None:
-    """Clip each client's gradients by their own norm or value, in place, as the Trainer does.
+def clipped(trainer: ClientTrainer, gradients: State) -> State:
+    """Return each client's gradients clipped by their own norm or value, as the Trainer does.
 
     Args:
         trainer: Gives the limit.
-        tensors: Tensors with gradients, each ``(clients, ...)``.
+        gradients: Each ``(clients, ...)``. They stay, because the algorithm may hold them.
     """
-    if not (limit := trainer.gradient_clip_val):
-        return
-    gradients: list[Any] = [tensor.grad for tensor in tensors]
+    if not (limit := trainer.gradient_clip_val) or not gradients:
+        return gradients
     if trainer.gradient_clip_algorithm == "value":
-        for gradient in gradients:
-            gradient.clamp_(-float(limit), float(limit))
-        return
-    norms = [gradient.reshape(len(gradient), -1).norm(dim=1) for gradient in gradients]
+        return {name: g.clamp(-float(limit), float(limit)) for name, g in gradients.items()}
+    norms = [gradient.reshape(len(gradient), -1).norm(dim=1) for gradient in gradients.values()]
     factors = (float(limit) / (torch.stack(norms).norm(dim=0) + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factors.view(-1, *[1] * (gradient.ndim - 1)))
+    return {k: g * factors.view(-1, *[1] * (g.ndim - 1)) for k, g in gradients.items()}
 
 
 def _is_large(weight: Tensor) -> bool:

@@ -23,7 +23,7 @@ class TensorOptimizer:
         template: An optimizer that the model has configured.
         names: Names of the model's parameters, by their ``id``.
         tensors: The tensors to step, by these names. They change in place.
-        clip: Clips the gradients of tensors in place. Default: they stay.
+        clip: Returns clipped gradients. Default: they stay.
 
     Attributes:
         template: The model's optimizer. It takes no step here.
@@ -35,7 +35,7 @@ class TensorOptimizer:
         template: Optimizer,
         names: Mapping[int, str],
         tensors: Mapping[str, Tensor],
-        clip: Callable[[Sequence[Tensor]], None] | None = None,
+        clip: Callable[[State], State] | None = None,
     ) -> None:
         self.template, self._tensors, self._clip = template, dict(tensors), clip
         own = [p for group in template.param_groups for p in group["params"]]
@@ -64,10 +64,10 @@ class TensorOptimizer:
 
     def step(self, gradients: State) -> None:
         """Take one step. Parameters without a gradient take none."""
+        own = {name: value for name, value in gradients.items() if name in self._tensors}
+        clipped = self._clip(own) if self._clip else own
         for name, tensor in self._tensors.items():
-            tensor.grad = gradients.get(name)
-        if self._clip and (stepping := [t for t in self._tensors.values() if t.grad is not None]):
-            self._clip(stepping)
+            tensor.grad = clipped.get(name)
         for group, own in zip(
             self._optimizer.param_groups, self.template.param_groups, strict=True
         ):  # schedulers change the rate, and some the momentum
