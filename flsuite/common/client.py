@@ -44,7 +44,8 @@ class Oracle(Protocol):
     Called at ``w``, it returns the gradient that the fit has already computed: unscaled, before
     clipping, with the term and the logits of the objective, and the BatchNorm statistics of the
     model are updated once. At other weights, the loss is the one of the model alone, the model's
-    statistics stay, and the step draws the same random numbers again, as for dropout.
+    statistics stay, and the step draws the same random numbers again, as for dropout. Of two
+    batches per step, the fit has computed the second one where it is asked for first.
     """
 
     @property

@@ -51,7 +51,7 @@ class AlgorithmSteps:
         self._fits = fits
         self._waiting: list[tuple[State, Any]] = []
         self._is_first = True
-        self._draws: Draws | None = None  # of a call of ahead, if it has found weights
+        self._draws: Draws | None = None  # where ahead has drawn from, if it has found weights
 
     @property
     def held(self) -> Any:
@@ -62,9 +62,10 @@ class AlgorithmSteps:
     def ahead(self) -> State | None:
         """Return the other weights at which the next batch is needed first, if there are any.
 
-        A step on several batches may need the last one at other weights alone, as Per-FedAvg does.
-        The model's own gradient is then computed there. The functions of an algorithm are pure, so
-        a call of them shows the weights. It ends where they ask for the gradient.
+        A step on two batches may need the gradient of the second one at other weights alone, as in
+        Per-FedAvg. The model's own step is then taken there, because a gradient at the present
+        weights would be computed for nothing. A call of the algorithm's functions shows the
+        weights: they are pure, and the call ends where they ask for that gradient.
         """
         self._draws = None
         size, halves = self.halves.batches_per_step, self.halves
