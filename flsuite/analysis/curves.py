@@ -26,6 +26,7 @@ from flsuite.analysis.panels import (
 from flsuite.analysis.results import only, require_results
 from flsuite.analysis.runs import curve, logged, logged_scores, read_metrics, run_scores, score_rows
 from flsuite.common.errors import FlsuiteError, require_one_of
+from flsuite.common.score_names import shown_score
 from flsuite.runs.record import read_settings
 
 _LINES = ("-", "--", ":", "-.")
@@ -183,7 +184,7 @@ def _draw_band(
 
 def label_axes(panel: Axes, metric: str, split: str, x: str) -> None:
     """Name the axes of a panel of curves, and give it a grid."""
-    panel.set(xlabel=AXES[x].label, ylabel=f"{split} {metric.replace('_', ' ')}".strip())
+    panel.set(xlabel=AXES[x].label, ylabel=f"{split} {shown_score(metric)}".strip())
     panel.xaxis.set_major_locator(MaxNLocator(integer=AXES[x].is_whole))
     # Ticks that depend on the panel's size would change after the layout, and cut off its label.
     panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))

@@ -12,6 +12,18 @@ HIGHER_IS_BETTER = {
     "auroc": True,
     "loss": False,
 }
+LABELS = {
+    "f1_macro": "macro F1",
+    "balanced_accuracy": "balanced accuracy",
+    "auroc": "AUROC",
+    "backdoor_success": "backdoor success",
+    "task_accuracy": "accuracy, mean over tasks",
+    "forgetting": "forgetting",
+    "backward_transfer": "backward transfer",
+    "forward_transfer": "forward transfer",
+}
+"""Names of scores in tables and figures, where they differ from the names in the files."""
+
 _SPLIT_PREFIX = re.compile(r"^(val|valid|validation|test|eval)[_/]")
 _STATISTIC = re.compile(r"_(client_mean|client_worst|client_std|worst|std|first_five)$")
 _LOW = {
@@ -54,6 +66,11 @@ def require_score(owner: str, **names: str) -> None:
 def score_name(name: str) -> str:
     """Return the name of a logged metric without its split: ``val_loss`` becomes ``loss``."""
     return _SPLIT_PREFIX.sub("", name).removesuffix("_epoch") or name
+
+
+def shown_score(name: str) -> str:
+    """Return the name of a score for people: ``f1_macro`` is ``macro F1``."""
+    return LABELS.get(name, name.replace("_", " "))
 
 
 def score_of(name: str) -> str:

@@ -11,22 +11,12 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from flsuite.common.score_names import lower_is_better, main_scores, score_of
+from flsuite.common.score_names import LABELS, lower_is_better, main_scores, score_of
 from flsuite.federation.server.arrivals import RoundLog
 from flsuite.runs.record import kept_on_disk
 
 log = logging.getLogger("flsuite")
 
-_LABELS = {
-    "f1_macro": "macro F1",
-    "balanced_accuracy": "balanced accuracy",
-    "auroc": "AUROC",
-    "backdoor_success": "backdoor success",
-    "task_accuracy": "accuracy, mean over tasks",
-    "forgetting": "forgetting",
-    "backward_transfer": "backward transfer",
-    "forward_transfer": "forward transfer",
-}
 _ADAPTED = {"adapted": "adapted", "unseen": "unseen", "unseen_adapted": "unseen+adapted"}
 _GUARANTEES = {"epsilon": "epsilon of a client", "sample_epsilon": "epsilon of a sample, largest"}
 
@@ -176,7 +166,7 @@ def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:
     main = main_scores(known, monitor)
     # If clients have models of their own, the score is the mean over them.
     plain = "models' {}, mean" if f"{monitor}_worst" in known else "global {}"
-    rows: dict[str, tuple[str, ...]] = {_LABELS.get(n, plain.format(n)): (n,) for n in main}
+    rows: dict[str, tuple[str, ...]] = {LABELS.get(n, plain.format(n)): (n,) for n in main}
     for name in [name for name in main if name in (monitor, "accuracy", "loss")]:
         rows[f"clients' {name}, mean/worst"] = f"{name}_client_mean", f"{name}_client_worst"
         rows[f"models' {name}, worst"] = (f"{name}_worst",)

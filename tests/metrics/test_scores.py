@@ -8,7 +8,7 @@ import torch
 from sklearn import metrics as sk
 from torch import Tensor
 
-from flsuite.common.score_names import lower_is_better
+from flsuite.common.score_names import lower_is_better, shown_score
 from flsuite.data.federated import DataSpec, Task
 from flsuite.metrics import class_accuracy, scores, summary
 
@@ -178,3 +178,8 @@ def test_the_last_word_that_tells_says_which_values_are_better(
     names: str, is_low: bool | None
 ) -> None:
     assert {lower_is_better(name) for name in names.split()} == {is_low}
+
+
+def test_figures_and_tables_show_names_for_people() -> None:
+    shown = [shown_score(name) for name in ("f1_macro", "auroc", "balanced_accuracy", "dice_loss")]
+    assert shown == ["macro F1", "AUROC", "balanced accuracy", "dice loss"]

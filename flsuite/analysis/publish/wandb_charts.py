@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flsuite.common.errors import FlsuiteError, one_line, require_extra
+from flsuite.common.score_names import shown_score
 
 _AXES = {  # as they are logged, see RoundLogger
     "round": "round",
@@ -52,9 +53,9 @@ def sections(metric: str) -> dict[str, list[Any]]:
             groupby_rangefunc="stddev",
         )
 
-    score = metric.replace("_", " ")
+    score = shown_score(metric)
     return {
-        score.capitalize(): [
+        score[0].upper() + score[1:]: [
             lines(f"test {score} by {title}", f"test/{metric}", x=x) for x, title in _AXES.items()
         ],
         "Last and picked round": [

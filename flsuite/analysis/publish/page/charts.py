@@ -30,6 +30,7 @@ from flsuite.analysis.publish.page.parts import (
     unique,
     with_titles,
 )
+from flsuite.common.score_names import shown_score
 
 _INTERVAL = ["difference", "low", "high", "p", "p_holm"]
 _Draw = Callable[[PageData, pd.DataFrame], alt.Chart | alt.LayerChart]
@@ -63,7 +64,7 @@ def _gamma(data: PageData, frame: pd.DataFrame) -> alt.LayerChart:
 
 def _lines(data: PageData, frame: pd.DataFrame, title: str, is_log: bool) -> alt.LayerChart:
     names = unique(frame["metric"])
-    labels = [GAMMA.get(name, name.replace("_", " ")) for name in names]
+    labels = [GAMMA.get(name, shown_score(name)) for name in names]
     menu = menu_of("metric", title, names, labels)
     axes = unique(frame["axis"])
     axis = _axis_menu(data, "over", axes)
