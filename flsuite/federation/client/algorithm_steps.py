@@ -1,12 +1,14 @@
 """What an algorithm does in the steps of a fit: of one client, or of a stack of clients."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
+
+import torch
 
 from flsuite.aggregators.halves import Halves, is_at
 from flsuite.aggregators.losses import Draws, drawing_from, random_state
 from flsuite.common.client import Evaluation
-from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State
 
 
@@ -73,19 +75,14 @@ class AlgorithmSteps:
             return None
         if halves.term or not halves.changes_gradients:  # a term belongs to the present weights
             return None
-        weights = self._fits.weights
-        device = next(iter(weights.values())).device
-        draws = random_state(device)
-        with drawing_from(device, draws):
+        w, at = self._fits.weights, State()
+        draws = random_state(_device_of(w))
+        with drawing_from(_device_of(w), draws), suppress(Exception):  # it shows in the step
             try:
-                self._changed(weights, [*self._waiting, ({}, None)], _Asking)
+                self._changed(w, [*self._waiting, ({}, None)], _AheadOracle)
             except _AskedError as asked:
                 at = asked.at
-            except Exception:
-                return None  # the error shows in the step
-            else:
-                return None
-        if any(at[k].shape != w.shape or at[k].dtype != w.dtype for k, w in weights.items()):
+        if _kinds_of(at) != _kinds_of(w):
             return None
         self._draws = draws
         return at
@@ -107,18 +104,17 @@ class AlgorithmSteps:
         known, self._waiting = (self._waiting * size)[:size], []
         if not self.halves.changes_gradients:
             return own
-        weights = self._fits.weights
-        if self._draws is None:
-            changed, self.helds = self._changed(weights, known, _StepOracle)
+        w = self._fits.weights
+        if self._draws is None or not own:
+            changed, self.helds = self._changed(w, known, _StepOracle)
         else:
-            device = next(iter(weights.values())).device
-            with drawing_from(device, self._draws):
-                changed, self.helds = self._changed(weights, known, _AheadOracle)
+            with drawing_from(_device_of(w), self._draws):
+                changed, self.helds = self._changed(w, known, _AheadOracle)
         self._is_first = False
         return changed
 
     def _changed(
-        self, weights: State, known: Sequence[tuple[State, Any]], kind: type["_StepOracle"]
+        self, w: State, known: Sequence[tuple[State, Any]], kind: type["_StepOracle"]
     ) -> tuple[State, list[Any]]:
         """Return the gradient of the algorithm, and what its parts hold from then on."""
         gradients, batches = zip(*known, strict=True)
@@ -127,7 +123,7 @@ class AlgorithmSteps:
             oracle = kind(self._fits, w, gradients, batches)
             return self.halves.gradient(oracle, w, helds, self._is_first)
 
-        return self._fits.each(of_one)(weights, self.helds, list(gradients))
+        return self._fits.each(of_one)(w, self.helds, list(gradients))
 
 
 class _StepOracle:
@@ -163,28 +159,29 @@ class _AskedError(Exception):
         self.at = at
 
 
-class _Asking(_StepOracle):
-    """An oracle that does not know the last batch yet."""
-
-    def __call__(self, at: State, batch: int, in_full: bool = False) -> State:
-        is_last = batch == len(self._batches) - 1
-        if is_last and not in_full and not is_at(at, self._w) and at.keys() == self._w.keys():
-            raise _AskedError(self._fits.of_all(at))
-        if is_last:
-            raise FlsuiteError("the last batch is needed in another way first")
-        return super().__call__(at, batch, in_full)
-
-
 class _AheadOracle(_StepOracle):
-    """An oracle that knows the last batch where it is needed first, see :class:`_Asking`."""
+    """An oracle that knows the last batch where it is needed first, or finds out where.
 
-    _has_answered = False
+    Raises:
+        _AskedError: If the gradient of the last batch is empty, where it is needed.
+    """
+
+    _is_first = True
 
     def __call__(self, at: State, batch: int, in_full: bool = False) -> State:
-        is_last = batch == len(self._batches) - 1
-        if is_last and not self._has_answered:
-            self._has_answered = True
-            return dict(self._gradients[batch])
-        if is_last:
+        if batch + 1 < len(self._batches):
+            return super().__call__(at, batch, in_full)
+        if not self._is_first:
             return self.evaluate(at, batch, in_full).gradient
-        return super().__call__(at, batch, in_full)
+        self._is_first = False
+        if known := self._gradients[batch]:
+            return dict(known)
+        raise _AskedError({} if in_full or is_at(at, self._w) else self._fits.of_all(at))
+
+
+def _kinds_of(w: State) -> dict[str, Any]:
+    return {name: (value.shape, value.dtype) for name, value in w.items()}
+
+
+def _device_of(w: State) -> torch.device:
+    return next(iter(w.values())).device

@@ -201,16 +201,8 @@ class Stack:
             model = copy.deepcopy(model)
             abilities.begin_task(model, view.stage)
         tensors = self._tensors(model, [member.start for member in members])
-        template, schedulers = optimizer_of(model)
-        self._scale(template, first)
-        optimizer = _stacked(template, model, tensors, trainer)
+        optimizer, schedulers = self._optimizer_of(model, tensors, members, trainer)
         keeps = self.setup.keep_optimizers and not first.adapts
-        if self._continues(first):
-            optimizer.load([member.request.memory["optimizers"][0] for member in members])
-
-        for member in members:
-            if member.fit:
-                member.fit.optimizers = [template]
         users = first.broadcast.callbacks, members, model, trainer, tensors, optimizer
         callbacks = MemberCallbacks(*users)
         memories: list[dict[str, Any]] = [{} for _ in members]
@@ -239,21 +231,37 @@ class Stack:
                 raise no_trainer.error
         self._state_check.check("in a fit", "client.memory")
         seconds = (time.perf_counter() - began) / len(members)
-        # Without a finite loss, a client trains by itself, where its step may say why.
-        return {
-            member.request.number: TrainedFit(
-                ends[place],
-                memories[place],
-                member.steps,
-                steps.metrics(place),
-                seconds,
-                member.client,
-                self.halves.measures,
-                math.ceil(member.steps / member.epoch_steps),
-            )
-            for place, member in enumerate(members)
-            if math.isfinite(steps.metrics(place)["loss"])
-        }
+        fits = {}
+        for place, member in enumerate(members):
+            metrics = steps.metrics(place)
+            if not math.isfinite(metrics["loss"]):
+                continue  # it trains by itself, where its step may say why
+            ended = member.steps, metrics, seconds, member.client, self.halves.measures
+            epochs = math.ceil(member.steps / member.epoch_steps)
+            fits[member.request.number] = TrainedFit(ends[place], memories[place], *ended, epochs)
+        return fits
+
+    def _optimizer_of(
+        self,
+        model: LightningModule,
+        tensors: State,
+        members: Sequence[Member],
+        trainer: ClientTrainer,
+    ) -> tuple[TensorOptimizer, list[Any]]:
+        """Return the optimizer of a stack, with the clients' kept states, and its schedulers."""
+        first = members[0].request
+        template, schedulers = optimizer_of(model)
+        self._scale(template, first)
+        template._opt_called = True  # type: ignore[attr-defined]  # schedulers warn otherwise
+        names = {id(p): name for name, p in model.named_parameters()}
+        trained = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}
+        optimizer = TensorOptimizer(template, names, trained, partial(clipped, trainer))
+        if self._continues(first):
+            optimizer.load([member.request.memory["optimizers"][0] for member in members])
+        for member in members:
+            if member.fit:
+                member.fit.optimizers = [template]
+        return optimizer, schedulers
 
     def _seed(self, stream: str, request: FitRequest) -> None:
         """Seed what the fit of a request draws."""
@@ -269,16 +277,6 @@ class Stack:
             ).contiguous()
             for name, value in own
         }
-
-
-def _stacked(
-    template: Optimizer, model: LightningModule, tensors: State, trainer: ClientTrainer
-) -> TensorOptimizer:
-    """Return the optimizer of a stack, with the settings of one model's optimizer."""
-    template._opt_called = True  # type: ignore[attr-defined]  # schedulers warn otherwise
-    names = {id(p): name for name, p in model.named_parameters()}
-    trained = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}
-    return TensorOptimizer(template, names, trained, partial(clipped, trainer))
 
 
 def _fills(steps: StackSteps, batches: StackBatches) -> bool:
