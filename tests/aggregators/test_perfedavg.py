@@ -15,6 +15,22 @@ from flsuite.federation import InProcess, Vectorized
 from tests.aggregators.federations import Quadratic, Quadratics, optimum, run
 
 
+class Skipping(Quadratic):
+    """Skips the batch of the second epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 1 else None
+
+
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_a_batch_that_the_model_skips_leaves_the_weights(epochs: int) -> None:
+    """The batches of the first and third epoch are then a pair."""
+    data, skips = Quadratics((3.0,), (2.0,)), Skipping(partial(SGD, lr=0.05))
+    reached = optimum(PerFedAvg(0.1), data, 1, epochs, model=skips)
+    pair = optimum(PerFedAvg(0.1), data, 1, 2, model=Quadratic(partial(SGD, lr=0.05)))
+    assert reached == (pair if epochs == 3 else 0.0)
+
+
 @pytest.mark.parametrize("order", ["first", "hessian_free"])
 @pytest.mark.parametrize("batches", [1, 2])
 def test_the_gradient_on_a_quadratic_is_exact(batches: int, order: Any) -> None:

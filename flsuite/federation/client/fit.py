@@ -195,6 +195,7 @@ class OneSteps:
 
     def begin_step(self, batch: Any, index: int) -> None:
         """Begin a step on a batch."""
+        self._return_to_w()  # the model may have skipped a batch
         changes = self.halves.changes_gradients
         draws = random_state(self.fit.module.device) if changes else None
         self._batch = Batch(batch, index, draws)
@@ -233,15 +234,15 @@ class OneSteps:
 
     def end(self) -> None:
         """End the fit."""
+        self.close()
         if self._term:
-            self._term.close()
             self._term.require_called()
         own = self.fit.module.state_dict()
         w = {name: own[name] for name in entry_names(self.fit.module)}
         self.halves.end(self.client, w, self.algorithm.helds)
 
     def close(self) -> None:
-        """Leave the model without hooks after an error."""
+        """Leave the model at its present weights and without hooks."""
         self._return_to_w()
         if self._term:
             self._term.close()
