@@ -66,6 +66,9 @@ class Halves:
         """Return the weights that a fit starts from, and what each part holds."""
         helds = []
         for part in self.parts:
+            if not _has(part, "start"):
+                helds.append({})
+                continue
             with no_change_in_place(part, [client.global_state, client.received, w]):
                 started: Any = part.start(client, w)
             if not isinstance(started, tuple) or len(started) != 2:
@@ -118,15 +121,17 @@ class Halves:
     def end(self, client: ClientContext, w: State, helds: Sequence[Any]) -> None:
         """End a fit."""
         for part, held in zip(self.parts, helds, strict=True):
-            with no_change_in_place(part, [client.global_state, client.received]):
-                part.end(client, w, held)
+            if _has(part, "end"):
+                with no_change_in_place(part, [client.global_state, client.received]):
+                    part.end(client, w, held)
 
     def measure(self, client: ClientContext, module: LightningModule, loader: TrainLoader) -> None:
         """Measure a trained model."""
         own = dict(module.named_parameters()), dict(module.named_buffers())
         for part in self.parts:
-            with no_change_in_place(part, [client.global_state, client.received, *own]):
-                part.measure(client, module, loader)
+            if _has(part, "measure"):
+                with no_change_in_place(part, [client.global_state, client.received, *own]):
+                    part.measure(client, module, loader)
 
 
 def _require_todays_functions(part: ClientHalf) -> None:

@@ -209,7 +209,8 @@ class ResidentModel:
             parameter.grad = None
             parameter.requires_grad_(is_trainable)
         for part, is_training in self._modes:
-            part.training = is_training
+            if part.training is not is_training:  # a module is slow to set
+                part.training = is_training
 
     def mark(self) -> None:
         """Store the frozen parameters at the start of a fit."""

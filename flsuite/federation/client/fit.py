@@ -64,7 +64,8 @@ class OneFit:
         self.state = state or {}
         own = dict(module.named_parameters())
         self.trained = {name: p for name, p in own.items() if p.requires_grad}
-        self.buffers: Sequence[str] = [name for name in entry_names(module) if name not in own]
+        names = self.state or entry_names(module)
+        self.buffers: Sequence[str] = [name for name in names if name not in own]
         self.optimizers: Sequence[Optimizer] = optimizers or trainer.optimizers
         self.clips, self.continues = bool(trainer.gradient_clip_val), continues
         self.is_private = is_private(module)

@@ -210,11 +210,11 @@ class Stack:
         def end(place: int, state: State) -> None:
             member = members[place]
             callbacks.end(place)
-            if member.fit:
-                member.fit.state = state  # what its algorithm may measure now
             if keeps:
                 memories[place] = {"optimizers": [optimizer.state_dict(place)]}
-            self.halves.end(member.client, state, steps.helds_of(place))
+            if member.fit:
+                member.fit.state = state  # what its algorithm may measure now
+                self.halves.end(member.client, state, steps.helds_of(place))
             callbacks.ended.add(place)
 
         batches, no_trainer = StackBatches(members, view, trainer), _NoTrainer(type(model).__name__)

@@ -135,8 +135,7 @@ class StackedLoss:
         with _uncached_casts():
             axes = (0, 0, 0, 0, None if isinstance(index, int) else 0, *(0 for _ in parts))
             together = torch.vmap(loss, axes, randomness="different")
-            # Without a term, nothing is held.
-            with no_change_in_place(self.term, held), self._layers:
+            with self._layers:
                 ends = together(leaves, others, batch, held, index, *parts)
         totals, losses, buffers, logged = ends
 
@@ -188,24 +187,23 @@ class StackedLoss:
             at = {**tensors, **weights}
             return features_at(self.trainer, self.model, self.head, at, batch, index)
 
-        term, seen = self.term, list[Tensor]()
-        # As in Lightning, the backward pass is outside.
-        with ExitStack() as entered:
-            entered.enter_context(no_change_in_place(term, held))
+        term, seen, ends = self.term, list[Tensor](), dict[str, Tensor]()
+        with no_change_in_place(term, held):  # without a term, nothing is held
             compared = compared_of(term, features_of, held) if term else []
-            if term:
-                seen = entered.enter_context(inputs_of(self.model, self.head))
-                entered.enter_context(
-                    outputs_of(self.model, self.head, lambda z: logits_of(term, z, batch, held))
-                )
-            if not self._in_full:
-                entered.enter_context(self.trainer.precision_plugin.train_step_context())
-            log = partial(self._log, logged, tree_leaves(batch)[0].shape[0])
-            loss = step_loss(self.model, tensors, batch, index, log, ends := dict[str, Tensor]())
+            # As in Lightning, the backward pass is outside.
+            with ExitStack() as entered:
+                if term:
+                    seen = entered.enter_context(inputs_of(self.model, self.head))
+                    entered.enter_context(
+                        outputs_of(self.model, self.head, lambda z: logits_of(term, z, batch, held))
+                    )
+                if not self._in_full:
+                    entered.enter_context(self.trainer.precision_plugin.train_step_context())
+                log = partial(self._log, logged, tree_leaves(batch)[0].shape[0])
+                loss = step_loss(self.model, tensors, batch, index, log, ends)
 
-        if term and not seen:
-            raise RuntimeError(f"a step does not call {self.head}")
-        with no_change_in_place(term, held):
+            if term and not seen:
+                raise RuntimeError(f"a step does not call {self.head}")
             terms = [term_of(term, z, compared, batch, held) for z in seen] if term else []
         total = sum((added for added in terms if added is not None), loss)
         after = {name: ends[name].detach() for name in self.buffers}
