@@ -204,7 +204,7 @@ class ClientHalf(Part):
         return
 
     def start(self, client: ClientContext, w: State) -> tuple[State, Tree]:
-        """Return the weights that a fit starts from, and what its steps hold.
+        """Return the weights that a fit starts from, and what its steps read (``held``).
 
         Args:
             client: The client's view of the round.
@@ -216,17 +216,18 @@ class ClientHalf(Part):
         return w, {}
 
     def gradient(self, oracle: Oracle, w: State, held: Any, batch: Any) -> tuple[State, Any]:
-        """Return the gradient of a step, and what the steps hold from then on.
+        """Return the gradient of a step, and the ``held`` of the next step.
 
         Args:
             oracle: Returns gradients of the model's own loss at any weights.
             w: The model's trainable parameters.
-            held: What the steps hold.
+            held: What :meth:`start` or the step before has returned.
             batch: It stands for the batch, to hand to the oracle. A pair, if ``batches_per_step``
                 is 2.
 
         Returns:
-            Entries of ``w``. A missing entry takes no step.
+            Entries of ``w``, where a missing entry takes no step, and tensors in the same
+            dictionaries as ``held``.
         """
         return oracle(w, batch), held
 
@@ -245,7 +246,7 @@ class ClientHalf(Part):
         Args:
             client: The client's view of the round.
             w: All entries of the trained model. They change in the next fit.
-            held: What the steps hold.
+            held: What the last step has returned.
         """
         return
 

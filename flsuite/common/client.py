@@ -65,7 +65,7 @@ class Oracle(Protocol):
         """Return the loss, its gradient, and the buffers among ``at`` after the step."""
 
     def step(self, name: str, v: State, gradient: State) -> State:
-        """Return other weights after a step of a copy of the model's optimizer.
+        """Take a step with a copy of the model's optimizer, and return the new weights.
 
         The copy starts anew in every fit. The Trainer's clipping applies.
 

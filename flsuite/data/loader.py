@@ -112,7 +112,8 @@ class TrainLoader:
     def _batch_rows(self, generator: torch.Generator) -> Iterator[Tensor]:
         if self.is_poisson:
             return iter(self._poisson_rows(generator))
-        return chain.from_iterable(rows.split_with_sizes(sizes) for rows, sizes in self._passes(generator))
+        passes = self._passes(generator)
+        return chain.from_iterable(rows.split_with_sizes(sizes) for rows, sizes in passes)
 
     def _generator(self, epoch: int) -> torch.Generator:
         """Return the randomness of an epoch, so a resumed run has the same batches."""

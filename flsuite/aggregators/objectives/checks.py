@@ -45,7 +45,7 @@ def require_tensors(part: ClientHalf, method: str, held: Any) -> None:
 
 
 def require_entries(part: ClientHalf, method: str, given: Any, w: State) -> None:
-    """Refuse a returned dictionary whose entries are not those of the weights.
+    """Refuse a returned dictionary with entries that the weights do not have.
 
     Raises:
         FlsuiteError: If it has another entry, or an entry of another shape or dtype.

@@ -53,7 +53,7 @@ class AlgorithmSteps:
         self._fits = fits
         self._waiting: list[tuple[State, Any]] = []
         self._is_first = True
-        self._draws: Draws | None = None  # where ahead has drawn from, if it has found weights
+        self._draws: Draws | None = None  # the random state of ahead, if it has found weights
 
     @property
     def held(self) -> Any:
@@ -77,7 +77,7 @@ class AlgorithmSteps:
             return None
         w, at = self._fits.weights, State()
         draws = random_state(_device_of(w))
-        with drawing_from(_device_of(w), draws), suppress(Exception):  # it shows in the step
+        with drawing_from(_device_of(w), draws), suppress(Exception):  # shows in the step
             try:
                 self._changed(w, [*self._waiting, ({}, None)], _AheadOracle)
             except _AskedError as asked:
@@ -160,10 +160,10 @@ class _AskedError(Exception):
 
 
 class _AheadOracle(_StepOracle):
-    """An oracle that knows the last batch where it is needed first, or finds out where.
+    """An oracle whose first gradient of the last batch is known, wherever it is asked for.
 
     Raises:
-        _AskedError: If the gradient of the last batch is empty, where it is needed.
+        _AskedError: If that gradient is asked for, and is not yet known (empty).
     """
 
     _is_first = True

@@ -145,7 +145,7 @@ class OneSteps:
         load_(own, {name: value for name, value in w.items() if value is not state[name]})
         self._warmup = extra_epochs(module)
         self._stepping: dict[int, list[tuple[str, Tensor]]] = {}
-        self._others: dict[str, list[TensorOptimizer]] = {}
+        self._second: dict[str, list[TensorOptimizer]] = {}
         self._batch = Batch((), 0, None)
         self._w: State = {}  # the present weights, while the model has other ones
         self._term = TermHooks(halves.term, trainer, module) if halves.term else None
@@ -175,12 +175,12 @@ class OneSteps:
 
     def step_other(self, name: str, v: State, gradient: State) -> State:
         trainer, trained = self.fit.trainer, self.fit.trained
-        if name not in self._others:
+        if name not in self._second:
             names = {id(p): name for name, p in trained.items()}
             own = {name: torch.empty_like(p) for name, p in trained.items() if name in v}
-            self._others[name] = [TensorOptimizer(one, names, own) for one in trainer.optimizers]
+            self._second[name] = [TensorOptimizer(one, names, own) for one in trainer.optimizers]
         clipped = _clipped({k: gradient[k] for k in trained if k in v and k in gradient}, trainer)
-        for optimizer in self._others[name]:
+        for optimizer in self._second[name]:
             v = optimizer.step_from(v, clipped)
         return v
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class OtherMeanError(RuntimeError):
-    """A value that is no mean over an epoch by sizes of batches, which only Lightning reports."""
+    """Raised for a value whose mean over an epoch only Lightning's own loop computes."""
 
 
 class Logged(NamedTuple):
@@ -36,7 +36,7 @@ def logged_values(
     batch_size: int | None = None,
     **kwargs: Any,
 ) -> list[Logged]:
-    """Return what a call of ``self.log`` in a ``training_step`` reports.
+    """Return the values that one call of ``self.log`` in a ``training_step`` reports.
 
     Args:
         size: Number of samples in the batch.

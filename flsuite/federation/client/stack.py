@@ -78,9 +78,9 @@ class Stack:
     def train_all(
         self, requests: Sequence[FitRequest], trainer: ClientTrainer, data: FederatedData
     ) -> list[FitRequest]:
-        """Train the clients of a job that can be stacked, and return all requests.
+        """Train the clients that can be stacked, and return all requests.
 
-        Those of trained clients have the outcome. The others still train by themselves.
+        The request of a trained client holds the outcome. The other clients still have to train.
 
         Args:
             requests: Fits with as many epochs each, of one round or in flight at one time.

@@ -26,7 +26,7 @@ from flsuite.models.modes import PlainAttributes
 def used_parameters(
     model: LightningModule, trainer: ClientTrainer, start: State, batch: Any, by_sample: bool
 ) -> list[str]:
-    """Return the trainable parameters that the loss of a step depends on.
+    """Return the names of the trainable parameters that the loss of a step depends on.
 
     The others take no step. The step leaves the model and the tensors as they are.
 

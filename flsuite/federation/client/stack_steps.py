@@ -68,7 +68,7 @@ class StackSteps:
         self._logged = [LoggedNumbers() for _ in members]
         self._entries = entry_names(model)
         self._frozen: frozenset[str] = frozenset()
-        self._others: dict[str, TensorOptimizer] = {}
+        self._second: dict[str, TensorOptimizer] = {}
 
         device = trainer.strategy.root_device
         of_parts = zip(*(member.helds for member in members), strict=True)
@@ -196,7 +196,7 @@ class StackSteps:
         return self._noised(step, group, done.gradients) if self.private else own
 
     def _noised(self, step: int, group: StackGroup, samples: State) -> State:
-        """Return the gradients that each client's callback computes from those of its samples."""
+        """Return the clients' gradients, which their callbacks clip and noise by sample."""
         rows = []
         for i, (place, size) in enumerate(zip(group.places, group.samples(), strict=True)):
             own = {name: gradient[i, :size] for name, gradient in samples.items()}
@@ -262,10 +262,10 @@ class StackSteps:
 
     def _step_all(self, name: str, v: State, gradients: State) -> State:
         """Return other weights after a step of a copy of the optimizer."""
-        if name not in self._others:
+        if name not in self._second:
             own = {k: torch.empty_like(self.leaves[k]) for k in v if k in self.leaves}
-            self._others[name] = self.optimizer.for_tensors(own)
-        return self._others[name].step_from(v, gradients)
+            self._second[name] = self.optimizer.for_tensors(own)
+        return self._second[name].step_from(v, gradients)
 
 
 def _for_all(function: Callable[..., Any], *trees: Any) -> Any:
