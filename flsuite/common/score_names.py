@@ -12,17 +12,11 @@ HIGHER_IS_BETTER = {
     "auroc": True,
     "loss": False,
 }
-LABELS = {
+_SHOWN = {
     "f1_macro": "macro F1",
-    "balanced_accuracy": "balanced accuracy",
     "auroc": "AUROC",
-    "backdoor_success": "backdoor success",
     "task_accuracy": "accuracy, mean over tasks",
-    "forgetting": "forgetting",
-    "backward_transfer": "backward transfer",
-    "forward_transfer": "forward transfer",
 }
-"""Names of scores in tables and figures, where they differ from the names in the files."""
 
 _SPLIT_PREFIX = re.compile(r"^(val|valid|validation|test|eval)[_/]")
 _STATISTIC = re.compile(r"_(client_mean|client_worst|client_std|worst|std|first_five)$")
@@ -70,7 +64,7 @@ def score_name(name: str) -> str:
 
 def shown_score(name: str) -> str:
     """Return the name of a score for people: ``f1_macro`` is ``macro F1``."""
-    return LABELS.get(name, name.replace("_", " "))
+    return _SHOWN.get(name, name.replace("_", " "))
 
 
 def score_of(name: str) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from flsuite.common.score_names import LABELS, lower_is_better, main_scores, score_of
+from flsuite.common.score_names import lower_is_better, main_scores, score_of, shown_score
 from flsuite.federation.server.arrivals import RoundLog
 from flsuite.runs.record import kept_on_disk
 
@@ -166,19 +166,21 @@ def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:
     main = main_scores(known, monitor)
     # If clients have models of their own, the score is the mean over them.
     plain = "models' {}, mean" if f"{monitor}_worst" in known else "global {}"
-    rows: dict[str, tuple[str, ...]] = {LABELS.get(n, plain.format(n)): (n,) for n in main}
+    rows: dict[str, tuple[str, ...]] = {plain.format(shown_score(n)): (n,) for n in main}
     for name in [name for name in main if name in (monitor, "accuracy", "loss")]:
-        rows[f"clients' {name}, mean/worst"] = f"{name}_client_mean", f"{name}_client_worst"
-        rows[f"models' {name}, worst"] = (f"{name}_worst",)
-        rows[f"models' {name}, first five"] = (f"{name}_first_five",)
+        shown = shown_score(name)
+        rows[f"clients' {shown}, mean/worst"] = f"{name}_client_mean", f"{name}_client_worst"
+        rows[f"models' {shown}, worst"] = (f"{name}_worst",)
+        rows[f"models' {shown}, first five"] = (f"{name}_first_five",)
+    shown = shown_score(monitor)
     for group, label in _ADAPTED.items():
         stem = f"{group}/{monitor}_client"
-        rows[f"{label} {monitor}, mean/worst"] = f"{stem}_mean", f"{stem}_worst"
+        rows[f"{label} {shown}, mean/worst"] = f"{stem}_mean", f"{stem}_worst"
     stem = f"all_clients/{monitor}"
     return rows | {
-        f"all clients: global {monitor}": (stem,),
-        f"all clients: models' {monitor}, worst": (f"{stem}_worst",),
-        f"all clients: {monitor}, mean/worst": (f"{stem}_client_mean", f"{stem}_client_worst"),
+        f"all clients: global {shown}": (stem,),
+        f"all clients: models' {shown}, worst": (f"{stem}_worst",),
+        f"all clients: {shown}, mean/worst": (f"{stem}_client_mean", f"{stem}_client_worst"),
     }
 
 
