@@ -134,7 +134,7 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
     if summary.best:
         columns.append(("picked on validation", summary.best))
 
-    table = Table(title="test scores", title_justify="left")
+    table = Table(title="test scores", title_justify="left", show_edge=False)
     table.add_column("")
     for title, scores in columns:
         table.add_column(f"{title} ({scores.get('round', '-')})", justify="right")
@@ -186,7 +186,8 @@ def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:
 
 def print_scores(scores: Mapping[str, float], split: str, round: int, monitor: str) -> None:
     """Print the global scores of one evaluation as a table, with single classes last."""
-    table = Table(title=f"{split} scores of round {round}", title_justify="left")
+    title = f"{split} scores of round {round}"
+    table = Table(title=title, title_justify="left", show_edge=False)
     table.add_column("")
     table.add_column("value", justify="right")
     named = {f"accuracy of class {name.removeprefix('accuracy/')}": name for name in scores}
