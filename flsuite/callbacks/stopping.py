@@ -2,6 +2,7 @@
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -16,7 +17,7 @@ from flsuite.runs.run import Run
 log = logging.getLogger("flsuite")
 
 
-class _Stopping(FederationCallback, Settings):
+class _Stopping(FederationCallback, Settings, ABC):
     """A callback that stops on validation data. A stopped run can be extended, and then resumed."""
 
     affects: ClassVar[Affects] = "rounds"
@@ -32,9 +33,9 @@ class _Stopping(FederationCallback, Settings):
         elif self.has_stopped():  # not if its limit is now harder to reach
             run.stop()
 
+    @abstractmethod
     def has_stopped(self) -> bool:
         """Return whether the rounds so far are enough."""
-        raise NotImplementedError
 
 
 @dataclass(eq=False)
@@ -69,11 +70,11 @@ class StopAt(_Stopping):
         return self._generate_state_key(metric=self.metric)
 
     def has_stopped(self) -> bool:
-        return self.is_reached(self.reached)
+        return self._is_reached(self.reached)
 
     def on_evaluation_end(self, run: Run, round: int, split: str, scores: Scores) -> None:
         score = scores[GLOBAL].get(score_name(self.metric))
-        if split != "val" or not self.is_reached(score):
+        if split != "val" or not self._is_reached(score):
             return
         self.reached, self.round = score, round
         log.info(
@@ -94,7 +95,7 @@ class StopAt(_Stopping):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.reached, self.round = state_dict.get("reached"), state_dict.get("round")
 
-    def is_reached(self, score: float | None) -> bool:
+    def _is_reached(self, score: float | None) -> bool:
         """Return whether a score on validation data is at or beyond the target."""
         if score is None or math.isnan(score):
             return False

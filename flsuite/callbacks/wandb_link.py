@@ -249,7 +249,7 @@ def _summary(run: Run) -> dict[str, float]:
                 named[f"{title}/test/{name}"] = value
     named |= {f"last/{name}": value for name, value in run.summary.privacy.items()}
     stop = next((callback for callback in run.callbacks if isinstance(callback, StopAt)), None)
-    if stop and stop.round and stop.is_reached(stop.reached):  # not if the target is now harder
+    if stop and stop.round and stop.has_stopped():  # not if the target is now harder
         named["rounds_to_target"] = stop.round
     return named
 

@@ -1,6 +1,7 @@
 """The part of the trainer that scores and predicts, and gives access to its run."""
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ _LEAST_SIDE = 56  # pixels of a picture
 _LETTERS = 18  # pixels of a label's height
 
 
-class ScoringTrainer(Trainer):
+class ScoringTrainer(Trainer, ABC):
     """A Trainer that scores the federation of a run.
 
     Attributes:
@@ -47,11 +48,11 @@ class ScoringTrainer(Trainer):
     _run_dir: Path | None = None  # as requested
     _scores: dict[str, float]  # of validate and test
 
+    @abstractmethod
     def prepare(
         self, model: LightningModule, datamodule: LightningDataModule, ckpt_path: str | None = None
     ) -> Run:
         """Build everything that a round needs, without writing anything."""
-        raise NotImplementedError
 
     def validate(  # type: ignore[override]
         self,
