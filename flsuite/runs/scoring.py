@@ -278,10 +278,7 @@ def _write_probabilities(folder: Path, probabilities: Tensor, data: FederatedDat
 
     targets, probabilities = data.test.y, probabilities.cpu()
     columns = [f"p_{c}" for c in range(data.spec.num_classes)]
-    table, path = (
-        pd.DataFrame(probabilities.double().numpy(), columns=columns),
-        folder / "predictions.csv",
-    )
+    table = pd.DataFrame(probabilities.double().numpy(), columns=columns)
     if targets.ndim > 1:
         cells = [set_labels(targets), set_labels(probabilities >= 0.5)]
     else:
