@@ -3,7 +3,7 @@
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,6 +111,12 @@ def likeliest(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.
         spellings.setdefault(other.lower(), []).append(other)
     close = difflib.get_close_matches(name.lower(), spellings, most, cutoff)
     return [other for near in close for other in spellings[near]][:most]
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names as text, and how many there are more."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def require_one_of(owner: str, choices: Iterable[str], **values: str) -> None:

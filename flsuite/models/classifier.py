@@ -12,7 +12,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flsuite.common.errors import FlsuiteError, refused_as
+from flsuite.common.errors import FlsuiteError, refused_as, some
 from flsuite.common.files import require_whole
 from flsuite.data.federated import DataSpec
 from flsuite.models.abilities import mean_over_samples
@@ -165,7 +165,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
         raise FlsuiteError(f"{file} has no weights; {_WEIGHTS}")
     if others := [str(name) for name, value in weights.items() if not isinstance(value, Tensor)]:
         raise FlsuiteError(
-            f"{file} is not a state dict: {_some(others)} are not tensors; {_WEIGHTS}"
+            f"{file} is not a state dict: {some(others)} are not tensors; {_WEIGHTS}"
         )
     return dict(weights)
 
@@ -199,7 +199,7 @@ def _load_weights(network: nn.Module, weights: Mapping[str, Tensor], source: str
             if name in differing - kept
         ],
     }
-    if given := [f"{reason} {_some(names)}" for reason, names in reasons.items() if names]:
+    if given := [f"{reason} {some(names)}" for reason, names in reasons.items() if names]:
         raise FlsuiteError(
             f"the pretrained weights of {source} are of another model: {'; '.join(given)}; give "
             "weights of the same backbone"
@@ -209,7 +209,7 @@ def _load_weights(network: nn.Module, weights: Mapping[str, Tensor], source: str
         own[name].copy_(weights[name])
     if kept:
         log.warning(
-            "%s is for another number of classes: %s start at random", source, _some(sorted(kept))
+            "%s is for another number of classes: %s start at random", source, some(sorted(kept))
         )
 
 
@@ -228,9 +228,3 @@ def _of_last_layer(network: nn.Module) -> set[str]:
         name = _last_linear(network)
         return {*network.get_submodule(name).state_dict(prefix=f"{name}." if name else "")}
     return set()
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    """Return the first names as text."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

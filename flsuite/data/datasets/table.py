@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from flsuite.common.arguments import Range, SmallProbability, check_init
-from flsuite.common.errors import FlsuiteError, likeliest, refused_as, require_extra
+from flsuite.common.errors import FlsuiteError, likeliest, refused_as, require_extra, some
 from flsuite.common.random import numpy_generator
 from flsuite.data.datasets.csv_files import (
     ScaleName,
@@ -135,8 +135,7 @@ def _check_column(name: str, role: str, file: Path, columns: list[str]) -> None:
 
 def _listed(names: Sequence[str]) -> str:
     """Return the first few names, quoted, and the number of remaining names."""
-    more = len(names) - _MOST_NAMED
-    return ", ".join(map(repr, names[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+    return some([*map(repr, names)], _MOST_NAMED)
 
 
 def take_columns(

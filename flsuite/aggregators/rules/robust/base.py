@@ -21,7 +21,7 @@ from flsuite.aggregators.rules.robust.vectors import (
 )
 from flsuite.aggregators.staleness import rebased
 from flsuite.common.arguments import NonNegativeInt, Range, Settings
-from flsuite.common.errors import FederationError
+from flsuite.common.errors import FederationError, some
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, cast, flatten_tree, mean_of, nested_like
 
@@ -79,8 +79,7 @@ class Cohort:
     def name_clients(self, rule: Rule, did: str, vectors: Iterable[int]) -> None:
         """Log the clients affected by a rule, in ascending order."""
         if clients := sorted({client for k in vectors for client in _clients_of(self.members[k])}):
-            more = f" and {len(clients) - _NAMED} more" if len(clients) > _NAMED else ""
-            named = ", ".join(map(str, clients[:_NAMED])) + more
+            named = some([*map(str, clients)], _NAMED)
             log.info("round %d: %s %s clients %s", self.round, type(rule).__name__, did, named)
 
     def note(self, name: str, values: Iterable[float]) -> None:
