@@ -5,8 +5,6 @@ arXiv:1904.02868, algorithm 1, with clients in the place of samples. The utility
 is the score of the run without the others: trained again, or rebuilt from kept models.
 """
 
-import hashlib
-import json
 import logging
 import sys
 import time
@@ -28,7 +26,7 @@ from flsuite.commands.parsers import parser_of
 from flsuite.commands.request import require_run
 from flsuite.common.arguments import NonNegativeFloat, PositiveInt, require
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.files import csv_of, make_folder, replace_text
+from flsuite.common.files import csv_of, make_folder, replace_text, short_hash
 from flsuite.common.messages import Split
 from flsuite.common.random import numpy_generator
 from flsuite.common.score_names import lower_is_better
@@ -298,8 +296,7 @@ def _checked(request: Any) -> list[tuple[str, list[int], dict[str, Utility]]]:
 
 def place_of(run: Path, at: int) -> str:
     """Return the folder of a run's forks: its name, and a hash of its settings and the round."""
-    text = json.dumps([read_settings(run), at], sort_keys=True, default=str)
-    return f"{run.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return f"{run.resolve().name}-{short_hash([read_settings(run), at])}"
 
 
 def _chosen(text: str, utility: Utility) -> list[int]:

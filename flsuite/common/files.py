@@ -1,6 +1,8 @@
 """Atomic file writes, tensor files with checksums, YAML, cells of CSV, locks, a writing thread."""
 
 import errno
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -107,6 +109,12 @@ def escaped(text: str) -> str:
 def unescaped(cell: str) -> str:
     """Return the text of :func:`escaped`."""
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
+
+
+def short_hash(content: Any) -> str:
+    """Return eight hexadecimal digits of plain data, whatever the order of its keys."""
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def csv_of(table: "pd.DataFrame") -> str:

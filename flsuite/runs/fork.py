@@ -1,7 +1,5 @@
 """Runs that begin with another run: at a moment of it, or with its clients' trained models."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,11 +9,7 @@ from typing import Any
 from flsuite.aggregators.attacks.base import Attack
 from flsuite.common.arguments import NonNegativeInt, Settings
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.files import (
-    load_tensors,
-    make_folder,
-    replace_tensors,
-)
+from flsuite.common.files import load_tensors, make_folder, replace_tensors, short_hash
 from flsuite.common.messages import ClientResult, FitRequest, TrainedFit
 from flsuite.common.state import plain
 from flsuite.federation.server.federation import Federation
@@ -105,8 +99,7 @@ class Fork(Settings):
             return {"fork": own.get("fork"), "forked_from": own.get("forked_from")}
         parent = read_settings(Path(self.run))
         kept = {name: value for name, value in parent.items() if name not in _NOT_OF_THE_PARENT}
-        text = json.dumps(kept, sort_keys=True, default=str)
-        moment = {"round": self.round, "parent": hashlib.sha256(text.encode()).hexdigest()[:8]}
+        moment = {"round": self.round, "parent": short_hash(kept)}
         return {"fork": moment, "forked_from": self.run}
 
 

@@ -5,7 +5,6 @@ method's choices. It is run on the tuning seeds, and its score is the mean of th
 validation data. The best trial's values are used in the result cells, on seeds of their own.
 """
 
-import hashlib
 import itertools
 import json
 import math
@@ -18,6 +17,7 @@ from typing import Any
 
 from flsuite.commands.sweeps.reading import Choices, Overrides, Sweep
 from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import short_hash
 
 # Parts of a config that do not affect the result. A cell keeps its identity if they change.
 _OPEN = (
@@ -236,9 +236,7 @@ def _each_value(choices: Mapping[str, list[Any]]) -> list[Overrides]:
 def _digest(sweep: Sweep, changes: Overrides) -> str:
     """Return a hash, in eight characters, of everything that affects the result except the seed."""
     shared = {key: value for key, value in sweep.shared.items() if not _is_open(key)}
-    content = [_decisive(sweep.base), {**shared, **changes}]
-    text = json.dumps(content, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return short_hash([_decisive(sweep.base), {**shared, **changes}])
 
 
 def _decisive(node: Any, prefix: str = "") -> Any:
