@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.base import LinearRule, Weighting
+from flsuite.aggregators.rules.mean import quotient
 from flsuite.common.arguments import (
     BelowOne,
     NonNegativeFloat,
@@ -242,9 +243,7 @@ def _holder_mean(total: Tensor, weight: Tensor, otherwise: Tensor) -> Tensor:
         weight: The sum of the clients' weights per class, float64 ``(classes,)``.
         otherwise: Rows for classes that no client holds. It sets the dtype.
     """
-    # The clamp avoids 0 / 0 in rows that are replaced.
-    mean = total / weight.clamp(min=1e-30)[:, None]
-    return torch.where((weight > 0)[:, None], mean.to(otherwise.dtype), otherwise)
+    return quotient(total, weight[:, None], otherwise=otherwise).to(otherwise.dtype)
 
 
 def directions(centres: Tensor) -> tuple[Tensor, Tensor]:

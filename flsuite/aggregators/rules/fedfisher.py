@@ -13,10 +13,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from flsuite.aggregators.part import Server, Statistic
-from flsuite.aggregators.rules.after_fit import (
-    after_fit,
-    plain_batches,
-)
+from flsuite.aggregators.rules.after_fit import after_fit, plain_batches
 from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.aggregators.rules.fisher_forms import FORMS, FisherForm, FormName
 from flsuite.aggregators.rules.sample_noise import SampleNoise

@@ -12,15 +12,11 @@ from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from flsuite.aggregators.part import ClientHalf, Server, Statistic
-from flsuite.aggregators.rules.after_fit import (
-    after_fit,
-    plain_batches,
-    training_batches,
-)
+from flsuite.aggregators.rules.after_fit import after_fit, plain_batches, training_batches
 from flsuite.aggregators.rules.base import LinearRule, Weighting, withheld_by
+from flsuite.aggregators.rules.mean import quotient
 from flsuite.common.arguments import NonNegativeFloat, PositiveInt, Range, Settings
 from flsuite.common.client import ClientContext, Oracle
 from flsuite.common.errors import FlsuiteError
@@ -91,7 +87,7 @@ class FisherMean(LinearRule, Settings):
         least = self.least(sums["share"])
         for name, fisher in sums["fisher"].items():
             # Keep FedAvg's value where no client's data determines a parameter.
-            new[name] = _fisher_mean(sums["product"][name], fisher, least, otherwise=new[name])
+            new[name] = quotient(sums["product"][name], fisher, least, otherwise=new[name])
         self._report(server, sums, new, len(updates))
         return new
 
@@ -133,13 +129,6 @@ class FisherMean(LinearRule, Settings):
                     f"{{{group!r}: (prefix, ...)}} on the model, or name others in "
                     "aggregator.groups"
                 )
-
-
-def _fisher_mean(product: Tensor, fisher: Tensor, least: float, otherwise: Tensor) -> Tensor:
-    """Return ``product / fisher``, or ``otherwise`` where the Fisher is not above ``least``."""
-    known = fisher > least
-    # Divide by 1 elsewhere, because 0 / 0 would be NaN even if not selected.
-    return torch.where(known, product / torch.where(known, fisher, 1.0), otherwise)
 
 
 @dataclass(frozen=True)

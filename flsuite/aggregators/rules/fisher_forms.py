@@ -234,7 +234,7 @@ class _FullForm(FisherForm):
 
     def blocks(self, means: Tree, updates: Sequence[ClientUpdate]) -> list[Block]:
         wbar = self._vector(means["model"])
-        return [Dense(wbar, means["product"], means["fisher"], sent_as=torch.float32)]
+        return [Dense(wbar, means["product"], means["fisher"])]
 
     def entries(self, values: Sequence[Tensor], like: State) -> State:
         names = self.layout.parameters

@@ -99,6 +99,15 @@ def mixed(old: Tensor, new: Tensor, rate: float) -> Tensor:
     return torch.lerp(old.double(), new.double(), rate)
 
 
+def quotient(
+    total: Tensor, weight: Tensor, least: float = 0.0, otherwise: Tensor | float = 0.0
+) -> Tensor:
+    """Return ``total / weight``, or ``otherwise`` where the weight is not above ``least``."""
+    known = weight > least
+    # Divide by 1 elsewhere, because 0 / 0 would be NaN even if not selected.
+    return torch.where(known, total / torch.where(known, weight, 1.0), otherwise)
+
+
 def split_buffers(state: State, layout: StateLayout) -> tuple[State, State]:
     """Split a state into its parameters, which a rule steps, and its buffers, which it averages."""
     parameters = frozenset(layout.parameters)

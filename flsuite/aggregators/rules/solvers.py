@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from flsuite.aggregators.rules.mean import quotient
 from flsuite.common.random import torch_generator
 
 __path__: list[str] = []  # a package in 0.2, whose modules may still be imported by their names
@@ -101,9 +102,7 @@ class Diagonal(Block):
         return self.fisher
 
     def limit(self, steps: int) -> Tensor:
-        known = self.fisher > 0
-        # Divide by 1 elsewhere, because 0 / 0 would be NaN even if not selected.
-        return torch.where(known, self.residual / torch.where(known, self.fisher, 1.0), 0.0)
+        return quotient(self.residual, self.fisher)
 
     def largest(self) -> float:
         return float(self.fisher.max())
@@ -161,14 +160,11 @@ class Dense(Block):
     Args:
         mean: ``wbar``, ``(d,)``.
         target: ``b``, ``(d,)``.
-        fisher: S, ``(d, d)``.
-        sent_as: The dtype in which clients sent their Fishers.
+        fisher: S, ``(d, d)``, a mean of the Fishers that clients send in float32.
     """
 
-    def __init__(
-        self, mean: Tensor, target: Tensor, fisher: Tensor, sent_as: torch.dtype = torch.float64
-    ) -> None:
-        self.fisher, self.sent_as = fisher, sent_as
+    def __init__(self, mean: Tensor, target: Tensor, fisher: Tensor) -> None:
+        self.fisher = fisher
         super().__init__(mean, target)
 
     def product(self, x: Tensor) -> Tensor:
@@ -178,8 +174,8 @@ class Dense(Block):
         return self.fisher.diagonal()
 
     def limit(self, steps: int) -> Tensor:
-        # An eigenvalue below the rounding of the sent dtype is noise, with a huge inverse.
-        noise = len(self.fisher) * torch.finfo(self.sent_as).eps
+        # An eigenvalue below the rounding of float32 is noise, with a huge inverse.
+        noise = len(self.fisher) * torch.finfo(torch.float32).eps
         return torch.linalg.pinv(self.fisher, rtol=noise, hermitian=True) @ self.residual
 
 
