@@ -6,7 +6,7 @@ arguments, unless documented.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -398,6 +398,18 @@ def shuffled(state: State, names: Iterable[str], generator: torch.Generator) -> 
 def cast(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> State:
     """Return the values of ``state`` in the dtypes and order of ``like``, for its entries only."""
     return {name: state[name].to(value.dtype, copy=True) for name, value in like.items()}
+
+
+def flatten(state: State, names: Collection[str], dtype: torch.dtype) -> Tensor:
+    """Return some entries of a state as one vector on the CPU."""
+    flat = [state[name].detach().to("cpu", dtype).reshape(-1) for name in names]
+    return torch.cat(flat) if flat else torch.zeros(0, dtype=dtype)
+
+
+def unflatten(vector: Tensor, like: State, names: Collection[str]) -> State:
+    """Return a vector as entries in the shapes of a state. They are views of the vector."""
+    pieces = vector.split([like[name].numel() for name in names])
+    return {name: p.view(like[name].shape) for name, p in zip(names, pieces, strict=True)}
 
 
 def flatten_tree(tree: Mapping[str, Any], name: str = "") -> State:

@@ -14,7 +14,7 @@ from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.solvers import Block, Dense, Diagonal, Kronecker
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientUpdate
-from flsuite.common.state import Layer, State, StateLayout, Tree, clone
+from flsuite.common.state import Layer, State, StateLayout, Tree, clone, flatten, unflatten
 from flsuite.data.federated import Batch, Task
 from flsuite.metrics.fisher.estimates import Expectation, full_fisher, measuring
 from flsuite.metrics.fisher.forms import kfac_factors, predictive_diagonal, require_kfac
@@ -237,12 +237,10 @@ class _FullForm(FisherForm):
         return [Dense(wbar, means["product"], means["fisher"])]
 
     def entries(self, values: Sequence[Tensor], like: State) -> State:
-        names = self.layout.parameters
-        pieces = values[0].split([like[name].numel() for name in names])
-        return {n: piece.reshape(like[n].shape) for n, piece in zip(names, pieces, strict=True)}
+        return unflatten(values[0], like, self.layout.parameters)
 
     def _vector(self, state: State) -> Tensor:
-        return torch.cat([state[name].double().flatten() for name in self.layout.parameters])
+        return flatten(state, self.layout.parameters, torch.float64)
 
 
 FORMS: Mapping[str, type[FisherForm]] = {

@@ -21,7 +21,7 @@ from flsuite.aggregators.transforms.base import (
 )
 from flsuite.common.arguments import Fraction, Settings
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.state import State, mismatch
+from flsuite.common.state import State, mismatch, unflatten
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,7 @@ class TopK(Transform, Settings):
         code = self._checked(payload, template, size)
         vector = code["values"].new_zeros(size)
         vector[code["indexes"].long()] = code["values"]
-
-        pieces = vector.split([value.numel() for value in template.change.values()])
-        shaped = zip(template.change.items(), pieces, strict=True)
-        return payload._replace(change={k: piece.reshape(v.shape) for (k, v), piece in shaped})
+        return payload._replace(change=unflatten(vector, template.change, template.change))
 
     def template(self, template: Payload) -> Payload:
         size = _size(template.change)

@@ -12,18 +12,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flsuite.aggregators.part import Capability, Server
 from flsuite.aggregators.rules.base import CohortRule, Rule, Weighting
-from flsuite.aggregators.rules.robust.vectors import (
-    Vectors,
-    flatten,
-    one_thread,
-    row_dtype,
-    unflatten,
-)
+from flsuite.aggregators.rules.robust.vectors import Vectors, one_thread, row_dtype
 from flsuite.aggregators.staleness import rebased
 from flsuite.common.arguments import NonNegativeInt, Range, Settings
 from flsuite.common.errors import FederationError, some
 from flsuite.common.messages import ClientUpdate
-from flsuite.common.state import State, cast, flatten_tree, mean_of, nested_like
+from flsuite.common.state import State, cast, flatten, flatten_tree, mean_of, nested_like, unflatten
 
 log = logging.getLogger("flsuite")
 

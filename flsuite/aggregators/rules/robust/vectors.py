@@ -151,18 +151,6 @@ def row_dtype(state: State) -> torch.dtype:
     return torch.float64 if has_double else torch.float32
 
 
-def flatten(state: State, names: Sequence[str], dtype: torch.dtype) -> Tensor:
-    """Return some entries of a state as one vector."""
-    flat = [state[name].detach().to("cpu", dtype).reshape(-1) for name in names]
-    return torch.cat(flat) if flat else torch.zeros(0, dtype=dtype)
-
-
-def unflatten(vector: Tensor, like: State, names: Sequence[str]) -> State:
-    """Return a vector as entries in the shapes of a state. They are views of the vector."""
-    pieces = vector.split([like[name].numel() for name in names])
-    return {name: p.view(like[name].shape) for name, p in zip(names, pieces, strict=True)}
-
-
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run torch with one thread.
