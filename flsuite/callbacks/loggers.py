@@ -153,8 +153,8 @@ def _latest_round(run: Run, named: Mapping[str, float], with_clients: bool) -> R
         with_clients: Whether the numbers of single clients go to every logger too.
     """
     clock, summary = run.federation.clock, run.summary
-    traffic, wall = (summary.bytes_up, summary.bytes_down), summary.wall_seconds
-    axes = _axes(clock.seconds, wall, clock.client_updates, clock.bytes, *traffic)
+    traffic = clock.bytes, summary.bytes_up, summary.bytes_down
+    axes = clock.seconds, clock.client_updates, *traffic, summary.wall_seconds
     return _numbers(run.round, named, axes, with_clients, run.pictures)
 
 
@@ -168,33 +168,25 @@ def _earlier_rounds(run: Run, with_clients: bool) -> Iterator[RoundNumbers]:
             named[f"{of}{row.split}/{row.metric}"] = row.value
         up += named.get("train/bytes_up", 0.0)
         down += named.get("train/bytes_down", 0.0)
-        axes = _axes(row.virtual_s, row.wall_s, row.client_updates, row.bytes, up, down)
+        axes = row.virtual_s, row.client_updates, row.bytes, up, down, row.wall_s
         yield _numbers(round, named, axes, with_clients, {})
 
 
-def _axes(
-    virtual_s: float, wall_s: float, client_updates: int, bytes: int, up: float, down: float
-) -> dict[str, float]:
-    return {
-        "virtual_s": virtual_s,
-        "client_updates": client_updates,
-        "bytes": bytes,
-        "total/bytes_up": up,
-        "total/bytes_down": down,
-        LAST_NUMBER: wall_s,
-    }
+_AXES = ("virtual_s", "client_updates", "bytes", "total/bytes_up", "total/bytes_down", LAST_NUMBER)
 
 
 def _numbers(
     round: int,
     named: Mapping[str, float],
-    axes: Mapping[str, float],
+    axes: tuple[float, ...],
     with_clients: bool,
     pictures: Mapping[str, "Figure"],
 ) -> RoundNumbers:
+    """Return the numbers of a round, with the axes last, in the order of :data:`_AXES`."""
     of_clients = {name: v for name, v in named.items() if name.startswith("client/")}
     numbers = {name: v for name, v in named.items() if with_clients or name not in of_clients}
-    return RoundNumbers(round, {**numbers, **axes}, of_clients, pictures)
+    numbers |= zip(_AXES, axes, strict=True)
+    return RoundNumbers(round, numbers, of_clients, pictures)
 
 
 _MOST_CLASSES = 100

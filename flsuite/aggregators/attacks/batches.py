@@ -13,6 +13,7 @@ from flsuite.common.arguments import NonNegativeFloat, NonNegativeInt, PositiveI
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State
 from flsuite.data.federated import Batch, DataSplit, FederatedData
+from flsuite.data.map_style import is_pair
 
 
 @dataclass(eq=False)
@@ -66,8 +67,7 @@ def labelled(owner: str, batch: Any) -> tuple[Tensor, Tensor]:
     Raises:
         FlsuiteError: If the batch has another structure.
     """
-    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-    if not is_pair or not all(isinstance(part, Tensor) for part in batch):
+    if not is_pair(batch) or not all(isinstance(part, Tensor) for part in batch):
         raise FlsuiteError(
             f"{owner} needs batches of inputs and classes, (x, y), but a batch of this data is a "
             f"{type(batch).__name__}; {_OTHERS}"

@@ -122,9 +122,8 @@ def _private(private: bytes) -> Any:
 
 
 PRIME = 2**256 + 297
-"""The smallest prime above all 32-byte secrets."""
+"""The smallest prime above all secrets of :data:`KEY_BYTES`."""
 
-SECRET_BYTES = 32
 SHARE_BYTES = 33  # the prime has 257 bits
 
 
@@ -137,7 +136,7 @@ def split_secret(secret: bytes, threshold: int, points: Iterable[int]) -> dict[i
     """Return the shares of a secret at points other than 0.
 
     Args:
-        secret: 32 bytes.
+        secret: :data:`KEY_BYTES` bytes.
         threshold: Number of shares that reconstruct the secret.
         points: One number per share, all different.
     """
@@ -182,9 +181,9 @@ def combine(shares: Mapping[int, bytes], weights: Mapping[int, int]) -> bytes:
     """
     values = (int.from_bytes(shares[point], "big") * weight for point, weight in weights.items())
     secret = sum(values) % PRIME
-    if secret >= 2 ** (8 * SECRET_BYTES):
+    if secret >= 2 ** (8 * KEY_BYTES):
         raise ValueError("the shares do not belong to one secret")
-    return secret.to_bytes(SECRET_BYTES, "big")
+    return secret.to_bytes(KEY_BYTES, "big")
 
 
 def bits_per_number(clients: int) -> int:

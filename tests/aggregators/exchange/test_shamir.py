@@ -8,8 +8,8 @@ import pytest
 from sympy import nextprime
 
 from flsuite.aggregators.exchange.sharing import (
+    KEY_BYTES,
     PRIME,
-    SECRET_BYTES,
     SHARE_BYTES,
     combine,
     split_secret,
@@ -22,7 +22,7 @@ SECRETS = (bytes(32), b"\xff" * 32, secrets.token_bytes(32))
 def test_the_field_is_the_smallest_that_holds_every_secret() -> None:
     assert nextprime(2**256 - 1) == PRIME
     assert PRIME.bit_length() <= 8 * SHARE_BYTES
-    assert 2 ** (8 * SECRET_BYTES) < PRIME
+    assert 2 ** (8 * KEY_BYTES) < PRIME
 
 
 @pytest.mark.parametrize("secret", SECRETS, ids=("zeros", "ones", "random"))
