@@ -18,7 +18,7 @@ log = logging.getLogger("flsuite")
 
 
 class _Stopping(FederationCallback, Settings, ABC):
-    """A callback that stops on validation data. A stopped run can be extended, and then resumed."""
+    """Stops a run by its scores on validation data. The run can be extended, and then resumed."""
 
     affects: ClassVar[Affects] = "rounds"
 

@@ -132,7 +132,7 @@ def _class(name: str) -> Class | None:
 
 
 def _described(known: Class) -> Class:
-    """Return a class with what its project says of it, which takes an import for other projects."""
+    """Return a class with its own texts. A class of another project is imported for them."""
     if known.path.startswith("flsuite."):
         return known
     from flsuite.commands.describing import imported

@@ -51,19 +51,20 @@ class TyposError(FlsuiteError):
 
 
 def refuse_typos(command: str, args: list[str], imports: bool = False) -> bool:
-    """Refuse a request with keys or classes that do not exist.
+    """Refuse a command line if it, or a config that it names, has an unknown key or class.
 
     Args:
-        command: The subcommand.
-        args: Its arguments.
-        imports: Whether to import and check the user's own classes, and those of other versions of
-            torch. The plugins must be imported before.
+        command: The subcommand, such as ``fit``.
+        args: The arguments after the subcommand.
+        imports: Whether to import classes that ``known.json`` does not describe, in order to check
+            their arguments: the user's own classes, and those of another version of torch. Import
+            the plugins first.
 
     Returns:
-        Whether a check with imports may find more.
+        Whether names are left that only a second call with ``imports`` can check.
 
     Raises:
-        TyposError: If there is one.
+        TyposError: If a key or a class is unknown. The error lists all of them.
         FlsuiteError: If a config cannot be read.
     """
     checked = _Checked(command, imports)
@@ -295,7 +296,7 @@ def exists(module: str) -> bool:
 
 
 def did_you_mean(name: str | None, otherwise: str = "") -> str:
-    """Return the end of a message that suggests a name, or another end if there is no name."""
+    """Return `` (did you mean NAME?)`` to append to a message, or ``otherwise`` without a name."""
     return f" (did you mean {name}?)" if name else otherwise
 
 

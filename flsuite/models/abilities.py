@@ -68,10 +68,14 @@ class LogitModel(Protocol):
 
 
 def require_logits(owner: str, model: Any) -> None:
-    """Refuse a model without logits.
+    """Refuse a model without a method ``logits``.
+
+    Args:
+        owner: The part of the run that needs the logits, for the message.
+        model: The model.
 
     Raises:
-        FlsuiteError: If it is no :class:`LogitModel`. The message names what needs them.
+        FlsuiteError: If the model is not a :class:`LogitModel`.
     """
     if not isinstance(model, LogitModel):
         raise FlsuiteError(
@@ -168,12 +172,13 @@ def head_of(
     """Return the prefix of the head's entries in the state dict, such as ``classifier.``.
 
     Args:
-        model: The model. It names its head as ``head``: a prefix, or the module itself.
-        given: The prefix in the config, which overrides the model's. ``head.`` is the model's own.
-        key: Its key in the config, for the message.
+        model: The model. Its attribute ``head`` is the prefix of the head, or the module itself.
+        given: The prefix in the config. Without one, or with ``head.``, the attribute counts.
+        key: The key of ``given`` in the config, for messages.
 
     Raises:
-        FlsuiteError: If there is no such module, or no name.
+        FlsuiteError: If neither names a head, the model has no such module, or the module has all
+            parameters of the model.
     """
     is_own = given is None or given.rstrip(".") == "head"
     head = getattr(model, "head", None) if is_own else given
@@ -195,10 +200,9 @@ def head_of(
 
 
 def begin_task(model: LightningModule, stage: Stage | None) -> None:
-    """Let a model prepare for a fit, if it has a method of this name.
+    """Call the model's method ``begin_task``, if it has one and the clients learn tasks.
 
-    Called before every fit if clients learn one task after another, with the weights that the fit
-    starts from.
+    This happens before every fit. The model has the weights that the fit starts from.
 
     Args:
         model: The model.

@@ -50,8 +50,9 @@ _OF_LIGHTNING = {*vars(LightningModule()), "autograd_grad_sample_hooks"}  # the 
 class PlainAttributes:
     """The attributes of a module and its parts that are plain data: numbers, lists, tensors, ...
 
-    Parameters, buffers and submodules are left out, also as parts of a list. So are other objects
-    than data, hidden modules and generators, and the private attributes of flsuite's own classes.
+    Parameters, buffers and submodules are left out, also as parts of a list, and so are the private
+    attributes of flsuite's own classes. Of all other objects, only random generators count, and
+    modules that are not registered as submodules.
 
     Args:
         module: The module. What it has now is kept.

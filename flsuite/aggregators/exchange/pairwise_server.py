@@ -38,7 +38,7 @@ class Message(ABC):
 
     @abstractmethod
     def expected(self, server: "PairwiseServer") -> tuple[dict[int, Any], bool, str]:
-        """Return where its like are kept, whether it is good now, and what is expected now."""
+        """Return the server's messages of this kind, and whether and what it accepts now."""
 
 
 @dataclass(frozen=True)

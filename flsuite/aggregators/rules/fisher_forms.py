@@ -37,7 +37,10 @@ def columns(state: State, layer: Layer, bias: bool = True) -> int:
 
 
 def square_template(size: int) -> Tensor:
-    """Return a float32 template ``(size, size)`` that takes no memory."""
+    """Return a float32 matrix ``(size, size)`` of one repeated zero, which takes no memory.
+
+    It stands for a matrix that clients send. Only its shape and its dtype count.
+    """
     return torch.zeros((), dtype=torch.float32).expand(size, size)
 
 
