@@ -46,7 +46,7 @@ class Pipeline:
 
     Attributes:
         packs: Whether the change is sent as a code. Otherwise the model itself is sent.
-        added: Templates of the statistics that transforms add.
+        statistics: Templates of an unpacked update's statistics, including what transforms add.
         bytes_up: The largest number of bytes of an update.
     """
 
@@ -70,10 +70,11 @@ class Pipeline:
         for transform in self.transforms:
             self._templates.append(transform.template(self._templates[-1]))
         self._last = self._templates[-1]
-        self.added: Tree = {}
+        self.statistics: Tree = dict(own)
         for old, new in pairwise(self._templates):
             if new.change is old.change:  # a codec packs the statistics but adds none
-                self.added |= {k: v for k, v in new.statistics.items() if k not in old.statistics}
+                added = {k: v for k, v in new.statistics.items() if k not in old.statistics}
+                self.statistics |= added
 
         self.packs = self._last.change is not change
         self._others = {name: v for name, v in self._state.items() if name not in change}
@@ -204,13 +205,13 @@ class Uplink:
         self._single = [name for name, statistic in own.items() if not statistic.is_sum]
         statistics = aggregator.statistics(layout, state)
         self.pipeline = Pipeline(aggregator.transforms, layout.parameters, state, statistics)
-        templates = {name: statistic.template for name, statistic in statistics.items()}
-        self.statistics = template_of(templates) | self.pipeline.added
+        self.statistics = self.pipeline.statistics
 
         # A contribution as a template: names and shapes count.
         self._example: Tree = {}
         if masks:
-            extras = templates | dict.fromkeys(self.pipeline.added, 0.0)
+            extras = dict.fromkeys(self.statistics, 0.0)
+            extras |= {name: statistic.template for name, statistic in statistics.items()}
             counts = torch.zeros(classes, dtype=torch.int64)
             update = ClientUpdate(0, 1, 1, 1, counts, state, extras)
             self._example = template_of(self.contribution(update))

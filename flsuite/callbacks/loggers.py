@@ -81,7 +81,8 @@ class RoundLogger(FederationCallback, Settings):
             self._states = []
         self._links = []
         for logger in run.loggers:
-            link = _link(logger)
+            kinds = (link for kind, link in _LINKS if isinstance(logger, kind))
+            link = next(kinds, LoggerLink)(logger)
             link.start(run, self._take_state(link))
             self._links.append(link)
         empty = [link for link in self._links if link.last == NOTHING]
@@ -89,7 +90,10 @@ class RoundLogger(FederationCallback, Settings):
         self._send_missing(run)
 
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
-        row = _latest_round(run, metrics, self._with_clients(run))
+        clock, summary = run.federation.clock, run.summary
+        traffic = clock.bytes, summary.bytes_up, summary.bytes_down
+        axes = clock.seconds, clock.client_updates, *traffic, summary.wall_seconds
+        row = _numbers(round, metrics, axes, self._with_clients(run), run.pictures)
         for link in self._links:
             link.log(run, row)
 
@@ -138,26 +142,6 @@ def _show(round: int, draw: Callable[[], dict[str, "Figure"]], links: Sequence[L
         link.try_to_show(round, pictures)
 
 
-def _link(logger: Logger) -> LoggerLink:
-    kinds = (link for kind, link in _LINKS if isinstance(logger, kind))
-    return next(kinds, LoggerLink)(logger)
-
-
-def _latest_round(run: Run, named: Mapping[str, float], with_clients: bool) -> RoundNumbers:
-    """Return the numbers of the round just done.
-
-    Args:
-        run: The run.
-        named: All numbers of the round, as ``<split>/<metric>`` and
-            ``client/<n>/<split>/<metric>``.
-        with_clients: Whether the numbers of single clients go to every logger too.
-    """
-    clock, summary = run.federation.clock, run.summary
-    traffic = clock.bytes, summary.bytes_up, summary.bytes_down
-    axes = clock.seconds, clock.client_updates, *traffic, summary.wall_seconds
-    return _numbers(run.round, named, axes, with_clients, run.pictures)
-
-
 def _earlier_rounds(run: Run, with_clients: bool) -> Iterator[RoundNumbers]:
     """Yield the numbers of all rounds in the run's table, up to its checkpoint."""
     up = down = 0.0
@@ -182,7 +166,15 @@ def _numbers(
     with_clients: bool,
     pictures: Mapping[str, "Figure"],
 ) -> RoundNumbers:
-    """Return the numbers of a round, with the axes last, in the order of :data:`_AXES`."""
+    """Return the numbers of a round for the loggers.
+
+    Args:
+        round: The round.
+        named: Its numbers, as ``<split>/<metric>`` and ``client/<n>/<split>/<metric>``.
+        axes: The numbers named by :data:`_AXES`.
+        with_clients: Whether the numbers of single clients go to every logger too.
+        pictures: The pictures of callbacks.
+    """
     of_clients = {name: v for name, v in named.items() if name.startswith("client/")}
     numbers = {name: v for name, v in named.items() if with_clients or name not in of_clients}
     numbers |= zip(_AXES, axes, strict=True)
