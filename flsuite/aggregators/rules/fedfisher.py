@@ -34,7 +34,7 @@ from flsuite.common.state import State, StateLayout, Tree, cast, divided, scaled
 from flsuite.data.federated import Batch
 from flsuite.data.loader import TrainLoader
 from flsuite.metrics.fisher.estimates import Expectation
-from flsuite.metrics.privacy import Release, require_small_delta
+from flsuite.metrics.privacy import require_small_delta
 from flsuite.models.abilities import require_logits
 
 log = logging.getLogger("flsuite")
@@ -139,17 +139,14 @@ class FedFisher(LinearRule, Settings):
         template = self._form(layout).template(state)
         # K-FAC factors cannot be summed: the server needs every client's factors.
         is_sum, is_psd = self.fisher != "kfac", self.fisher != "diag"
-        return {"fisher": Statistic(template, is_sum, is_psd, release=self._release)}
+        noise, most = self.noise, self.samples
+        release = None if noise is None else lambda samples: noise.release(samples, most)
+        return {"fisher": Statistic(template, is_sum, is_psd, release=release)}
 
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         """Return ``n_i``, ``n_i w_i``, ``n_i F_i w_i`` and, except for K-FAC, ``n_i F_i``."""
         own = self._form(layout).terms(update.state, update.extras["fisher"])
         return scaled({"samples": 1.0, "model": update.state, **own}, update.samples)
-
-    @property
-    def _release(self) -> Callable[[int], Release] | None:
-        noise, most = self.noise, self.samples
-        return None if noise is None else lambda samples: noise.release(samples, most)
 
     def _form(self, layout: StateLayout) -> FisherForm:
         return FORMS[self.fisher](layout)

@@ -149,17 +149,17 @@ class MapStyleModule(FederatedDataModule):
             names = tuple(map(str, range(int(targets.max()) + 1)))
             return dict.fromkeys(splits), names, "multiclass"
 
-        own = values["train"]
+        labels = {name: own for name, own in values.items() if own is not None}
+        own = labels.get("train")
         if own is None or (np.issubdtype(own.dtype, np.floating) and self.bins is None):
             # A single class, so counts per client still exist.
             return _coded({}, splits, np.zeros(0)), ("all",), "other"
         if self.bins is not None:
-            numbers = {k: v.astype(np.float64) for k, v in values.items() if v is not None}
+            numbers = {name: own.astype(np.float64) for name, own in labels.items()}
             edges = np.quantile(numbers["train"], np.arange(1, self.bins) / self.bins)
             cuts = ["-inf", *(f"{edge:.4g}" for edge in edges), "inf"]
             names = tuple(f"{a} to {b}" for a, b in pairwise(cuts))
             return _coded(numbers, splits, edges, "right"), names, "other"
-        labels = {k: v for k, v in values.items() if v is not None}
         known = np.unique(np.concatenate(list(labels.values())))
         classes = _coded(labels, splits, known)
         return classes, tuple(map(str, known)), _task(classes, splits)
