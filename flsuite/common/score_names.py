@@ -5,13 +5,8 @@ from collections.abc import Collection, Iterable
 
 from flsuite.common.errors import FlsuiteError
 
-HIGHER_IS_BETTER = {
-    "accuracy": True,
-    "f1_macro": True,
-    "balanced_accuracy": True,
-    "auroc": True,
-    "loss": False,
-}
+OF_CLASSES = ("accuracy", "f1_macro", "balanced_accuracy", "auroc", "loss")
+"""The scores of every model of classes."""
 _SHOWN = {
     "f1_macro": "macro F1",
     "auroc": "AUROC",
@@ -51,7 +46,7 @@ def require_score(owner: str, **names: str) -> None:
     for argument, name in names.items():
         if lower_is_better(name) is None:
             raise FlsuiteError(
-                f"{owner}: {argument} must be one of {', '.join(HIGHER_IS_BETTER)}, or a number "
+                f"{owner}: {argument} must be one of {', '.join(OF_CLASSES)}, or a number "
                 "that the model logs with such a word in its name (also error, mae, r2, ...), got "
                 f"{name!r}"
             )

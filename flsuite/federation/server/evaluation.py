@@ -19,7 +19,7 @@ from flsuite.common.messages import (
     Scores,
     Split,
 )
-from flsuite.common.score_names import HIGHER_IS_BETTER, lower_is_better, score_name
+from flsuite.common.score_names import OF_CLASSES, lower_is_better, score_name
 from flsuite.common.state import State
 from flsuite.data.federated import DataSplit, FederatedData
 from flsuite.data.loader import SplitLoader
@@ -97,7 +97,7 @@ class Evaluator(Scorer):
         """
         picking = "test" if self._samples("val") is None else "val"
         is_usual = self._steps is None and self.data.spec.task != "other"
-        names = dict.fromkeys(HIGHER_IS_BETTER if self.has_classes else ())
+        names = dict.fromkeys(OF_CLASSES if self.has_classes else ())
         for split in () if is_usual else get_args(Split):
             samples = self._samples(split)
             if samples is None:
