@@ -13,6 +13,7 @@ from flsuite.analysis.panels import AXES
 from flsuite.common import score_names
 from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.common.files import unescaped
+from flsuite.runs.record import TUNING_COLUMNS
 
 _WORDS = dict.fromkeys(("scope", "split", "metric"), "category")  # few distinct values, many rows
 _COLUMNS = (*AXES, *_WORDS, "value")
@@ -235,9 +236,6 @@ def of_last_task(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["round"].isin(tasks.index[tasks == tasks.max()])] if len(tasks) else table
 
 
-_TUNING_COLUMNS = ("method", "grid point", "trial", "values", "score", "chosen")
-
-
 def read_tuning(places: Iterable[str | Path]) -> pd.DataFrame | None:
     """Return the number of trials of each method at each grid point, and the chosen values.
 
@@ -266,7 +264,7 @@ def read_tuning(places: Iterable[str | Path]) -> pd.DataFrame | None:
 
 def _budget(path: Path) -> pd.DataFrame:
     table = read_table(path, {"grid point": "str", "values": "str", "chosen": "str"})
-    if missing := [name for name in _TUNING_COLUMNS if name not in table]:
+    if missing := [name for name in TUNING_COLUMNS if name not in table]:
         raise FlsuiteError(
             f"{path} is not the table of a sweep's tuning: it lacks the columns "
             f"{', '.join(missing)}"

@@ -17,6 +17,8 @@ LIMITS = {
     "max_client_updates": "client_updates",
 }
 """The limits of a run, and the columns of its table that they limit."""
+TUNING_COLUMNS = ("method", "grid point", "trial", "values", "score", "chosen")
+"""The columns of a sweep's ``tuning.csv``, a row per trial."""
 _PARTS = ("model", "data", "aggregator", "schedule")  # settings of every run
 
 

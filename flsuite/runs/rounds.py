@@ -22,7 +22,6 @@ from flsuite.common.messages import (
     ClientUpdate,
     FitRequest,
     Outcome,
-    Split,
 )
 from flsuite.common.state import State
 from flsuite.federation.client.jobs import JobRunner
@@ -161,16 +160,16 @@ class KeptRound:
             return federation.state
         return federation.aggregator.aggregate(federation.server, present)
 
-    def score(self, absent: Collection[int], metric: str, split: Split = "val") -> float:
-        """Return a score of the state :meth:`without` these clients."""
+    def score(self, absent: Collection[int], metric: str) -> float:
+        """Return a score on validation data of the state :meth:`without` these clients."""
         federation = self.run.federation
         federation.state = self.without(absent)
         federation.clock.round = self.number
         with threads_set(1):  # the threads of small models wait for each other on a busy machine
-            scores = self.run.evaluator.scores(federation, split, range(0)).get(GLOBAL, {})
+            scores = self.run.evaluator.scores(federation, "val", range(0)).get(GLOBAL, {})
         if metric not in scores:
             raise FlsuiteError(
-                f"the global model has no {split} score {metric}; there are "
+                f"the global model has no val score {metric}; there are "
                 f"{', '.join(sorted(scores)) or 'none: set data.val_fraction above 0'}"
             )
         return float(scores[metric])

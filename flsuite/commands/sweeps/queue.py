@@ -27,13 +27,12 @@ from flsuite.common.files import (
     make_folder,
     replace_text,
 )
+from flsuite.runs.record import TUNING_COLUMNS, read_settings
 
 CellState = Literal["done", "failed", "running", "interrupted", "waiting"]
 
 DONE = "done.json"
 """The file in a run's folder that marks its cell as done."""
-COLUMNS = ("method", "grid point", "trial", "values", "score", "chosen")
-"""The columns of ``tuning.csv``."""
 
 _TUNING = 60.0  # maximum seconds until another process has written tuning.csv
 
@@ -236,7 +235,7 @@ class Queue:
                 return
             text = io.StringIO()
             writer = csv.writer(text, lineterminator="\n")
-            writer.writerow(COLUMNS)
+            writer.writerow(TUNING_COLUMNS)
             for search in self.searches:
                 name = escaped(search.method), escaped(label_of(search.point))
                 best = self.best(search) if self._is_over(search) else None
@@ -289,7 +288,6 @@ def measure(run_dir: Path, seconds: float) -> CellOutcome:
     from flsuite.analysis.groups import monitor_of
     from flsuite.analysis.runs import curve, of_last_task, read_metrics
     from flsuite.common.score_names import lower_is_better
-    from flsuite.runs.record import read_settings
 
     monitor = monitor_of(read_settings(run_dir))
     is_lower = bool(lower_is_better(monitor))  # as the run takes it

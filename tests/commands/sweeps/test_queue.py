@@ -14,7 +14,7 @@ from rich.console import Console
 
 from flsuite.commands.sweeps import status
 from flsuite.commands.sweeps.plan import Cell, draw
-from flsuite.commands.sweeps.queue import COLUMNS, CellOutcome, Queue, measure, seconds_so_far
+from flsuite.commands.sweeps.queue import CellOutcome, Queue, measure, seconds_so_far
 from flsuite.commands.sweeps.reading import Sweep, Tuning
 from flsuite.commands.sweeps.status import (
     SweepProgress,
@@ -24,6 +24,7 @@ from flsuite.commands.sweeps.status import (
     print_status,
 )
 from flsuite.common.errors import FlsuiteError
+from flsuite.runs.record import TUNING_COLUMNS
 from tests.analysis.made_runs import Row, made_run, settings
 from tests.commands.command import Capture
 
@@ -270,7 +271,7 @@ def test_the_best_trial_goes_into_the_results(tmp_path: Path) -> None:
     assert {cell.seed for cell in results} == {1, 2}
 
     table = rows(tmp_path)
-    assert tuple(table[0]) == COLUMNS
+    assert tuple(table[0]) == TUNING_COLUMNS
     assert [(r["method"], r["grid point"], r["trial"], r["chosen"]) for r in table] == [
         ("B", f"alpha={alpha}", str(trial), str(trial == 2))
         for alpha in (0.1, 1.0)
