@@ -1,8 +1,11 @@
 """Figures of the clients' data: partitions, task sequences and forgetting."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -49,15 +52,10 @@ def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
     mix.scatter(
         x, y, s=stacked.to_numpy() / largest * 320, color="#dd8452", alpha=0.85, linewidths=0
     )
-    mix.set_yticks(range(classes), [_short(str(name)) for name in counts.index])
-    mix.set_ylim(classes - 0.4, -0.6)
-    mix.set_xlim(-0.7, clients - 0.3)
+    _name_axes(mix, [_short(str(name)) for name in counts.index], clients)
     step = max(1, clients // 25)
     mix.set_xticks(range(0, clients, step), [str(client) for client in counts.columns[::step]])
-    mix.set_xlabel("client")
     mix.set_ylabel("class")
-    mix.grid(alpha=0.25)
-    mix.set_axisbelow(True)
 
     total, samples = len(of_all), int(of_all.sum().sum())
     shown = "" if total <= _MOST_CLIENTS else f", the first {_MOST_CLIENTS} shown"
@@ -65,6 +63,16 @@ def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
     areas = f"areas: samples of a class, the largest is {largest:,.0f}"
     figure.suptitle(f"{title}\n{areas}", fontsize=11)
     return figure
+
+
+def _name_axes(panel: Axes, names: Sequence[str], clients: int) -> None:
+    """Name the classes from the top down, make room for all clients, and add a grid below."""
+    panel.set_yticks(range(len(names)), names)
+    panel.set_ylim(len(names) - 0.4, -0.6)
+    panel.set_xlim(-0.7, clients - 0.3)
+    panel.set_xlabel("client")
+    panel.grid(alpha=0.25)
+    panel.set_axisbelow(True)
 
 
 def _short(name: str, most: int = 28) -> str:
@@ -153,13 +161,8 @@ def task_plan_figure(table: pd.DataFrame) -> Figure:
         color = "white" if shade > 0.5 else "black"
         panel.text(client, y, str(task), ha="center", va="center", fontsize=8, color=color)
 
-    panel.set_yticks(range(len(names)), names)
-    panel.set_ylim(len(names) - 0.4, -0.6)
-    panel.set_xlim(-0.7, clients - 0.3)
-    panel.set_xlabel("client")
+    _name_axes(panel, names, clients)
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panel.grid(alpha=0.25)
-    panel.set_axisbelow(True)
     panel.set_title("the task in which a client gets a class", fontsize=10)
     return figure
 
