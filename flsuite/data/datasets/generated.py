@@ -113,23 +113,6 @@ class Synthetic(FederatedDataModule):
         check_init(self, Synthetic)
         self._check_sizes()
 
-    @property
-    def bayes_accuracy(self) -> float:
-        """Return the accuracy that no classifier can exceed on average.
-
-        The best classifier picks the nearest mean. In a frame where mean ``k`` is ``a e_k`` with
-        ``a = separation / sqrt(2)``, it is correct if the noise along ``e_k`` plus ``a`` exceeds
-        the noise along every other axis. That is the integral over ``t`` of
-        ``pdf(t) cdf(t + a) ** (classes - 1)``. For two classes, it is ``cdf(separation / 2)``.
-
-        With owners, it bounds even a classifier that receives each owner's shift.
-        """
-        # The density beyond ten standard deviations is below float64's precision.
-        t = torch.linspace(-10, 10, 4001, dtype=torch.float64)
-        density = torch.exp(-0.5 * t**2) / math.sqrt(2 * math.pi)
-        right = torch.special.ndtr(t + self.separation / math.sqrt(2)) ** (self.classes - 1)
-        return float(torch.trapezoid(density * right, t))
-
     def _check_sizes(self) -> None:
         """Refuse inconsistent sizes."""
         if self.samples < 2 * self.classes:
