@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from flsuite.analysis.report import markdown_table
-from flsuite.analysis.results import only
+from flsuite.analysis.results import only, run_tables
 from flsuite.analysis.runs import run_scores
 from flsuite.common.errors import FlsuiteError, require_one_of
 
@@ -77,7 +77,7 @@ def _seed_scores(results: pd.DataFrame, metric: str, score: Score | None) -> pd.
     score = score or default
     require_one_of("compare", get_args(Score), score=score)
     rows, names = [], ["method", "partition", "seed"]
-    for table in _tables(results):
+    for table in run_tables(results):
         scores = run_scores(table, metric, monitor, last=1)
         if score in scores:
             rows.append((*table[names].iloc[0], scores[score]))
@@ -102,15 +102,9 @@ def default_score(results: pd.DataFrame, metric: str) -> tuple[Score, str]:
     compared = only(results, metric)["run"].unique()
     known = results.attrs.get("monitors", {})
     monitors = sorted({known.get(run, "accuracy") for run in compared})
-    scores = [run_scores(table, metric, monitors[0], last=1) for table in _tables(results)]
+    scores = [run_scores(table, metric, monitors[0], last=1) for table in run_tables(results)]
     are_picked = len(monitors) == 1 and all("picked" in row for row in scores if row)
     return ("picked" if are_picked else "last"), monitors[0]
-
-
-def _tables(results: pd.DataFrame) -> list[pd.DataFrame]:
-    """Return the global numbers of each run."""
-    of_all = results[results["scope"] == "global"]
-    return [table for _, table in of_all.groupby("run", observed=True)]
 
 
 def paired(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, float]:

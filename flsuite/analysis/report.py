@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from flsuite.analysis.groups import Group, tables_of
 from flsuite.analysis.panels import AXES, by_experiment, panel_grid, tidy
-from flsuite.analysis.results import only
+from flsuite.analysis.results import only, run_tables
 from flsuite.analysis.runs import curve, logged, logged_scores, of_last_task, run_scores, score_rows
 from flsuite.common.errors import FlsuiteError, likeliest, require_one_of
 from flsuite.common.score_names import lower_is_better
@@ -165,7 +165,7 @@ def target_points(
     lower = _is_lower_better(metric)
     only(results, metric, split)
     rows = []
-    for _, table in results[results["scope"] == "global"].groupby("run", observed=True):
+    for table in run_tables(results):
         scores = score_rows(of_last_task(table), metric, split).sort_values("round")
         reaching = scores["value"] <= target if lower else scores["value"] >= target
         if len(scores):

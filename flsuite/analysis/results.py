@@ -113,6 +113,12 @@ def only(
     return rows
 
 
+def run_tables(results: pd.DataFrame) -> list[pd.DataFrame]:
+    """Return the global numbers of each run."""
+    of_all = results[results["scope"] == "global"]
+    return [table for _, table in of_all.groupby("run", observed=True)]
+
+
 def client_numbers(rows: pd.DataFrame) -> pd.Series:
     """Return the clients of rows whose scopes are clients, as integers."""
     # By text, because the categories include "global".

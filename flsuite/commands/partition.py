@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from flsuite.analysis.partition import partition_figure, task_plan_figure
+from flsuite.analysis.partition import class_counts, partition_figure, task_plan_figure
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.common.exports import import_names
 from flsuite.common.files import csv_of, make_folder, replace_text
@@ -58,9 +58,7 @@ def _write(table: pd.DataFrame, figure: Figure, stem: str) -> None:
 
 
 def _print(table: pd.DataFrame) -> None:
-    train = table[table["split"] == "train"]
-    counts = train.pivot(index="client", columns="class", values="samples")[train["class"].unique()]
-
+    counts = class_counts(table)
     shown = Table(title="training samples", title_justify="left")
     for column in ("client", *(str(name)[:12] for name in counts.columns), "all"):
         shown.add_column(column, justify="right")
