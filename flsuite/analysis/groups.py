@@ -338,7 +338,7 @@ def _without_seed(settings: Mapping[str, Any]) -> Any:
 
 
 def _without_open(node: Any) -> Any:
-    """Return the settings without unset ones: ``None``, and empty lists of callbacks.
+    """Return the settings that are set: not ``None``, and no empty list of callbacks.
 
     Runs from before a class had such an argument are the same experiment.
     """

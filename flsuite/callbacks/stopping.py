@@ -35,7 +35,7 @@ class _Stopping(FederationCallback, Settings, ABC):
 
     @abstractmethod
     def has_stopped(self) -> bool:
-        """Return whether the rounds so far are enough."""
+        """Return whether the scores so far meet the condition to stop."""
 
 
 @dataclass(eq=False)

@@ -119,7 +119,7 @@ class WandbLink(LoggerLink):
         }
 
     def _images(self, pictures: Mapping[str, "Figure"]) -> dict[str, Any]:
-        """Return pictures for a row. Without those that fail, the row has the numbers."""
+        """Return pictures for a row, or none if one fails: the row then has its numbers alone."""
         import wandb
 
         try:

@@ -83,7 +83,7 @@ def check(sweep: Sweep, folder: Path, cells: Sequence[Cell]) -> dict[str, Any]:
 def _refuse_other_training(
     settings: dict[str, Any], source: Cell, folder: Path, ready: dict[Cell, dict[str, Any] | None]
 ) -> None:
-    """Refuse a cell whose source has other training, or is finished and kept no models."""
+    """Refuse a cell if its source trains differently, or has ended without keeping its models."""
     from flsuite.runs.fork import DECIDE_TRAINING, trained_updates
     from flsuite.runs.settings import refuse_mismatch
 

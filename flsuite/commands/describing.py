@@ -143,7 +143,7 @@ def argument(parameter: ParamData) -> Argument:
 
 
 def is_known(cls: type) -> bool:
-    """Return whether all subclasses of a class in the libraries have short names."""
+    """Return whether a class is of a library whose classes have short names, and not a protocol."""
     is_protocol = getattr(cls, "_is_protocol", False)  # any class with its methods fits
     return f"{cls.__module__}.".startswith(LIBRARIES) and not is_protocol
 

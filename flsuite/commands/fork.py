@@ -201,7 +201,7 @@ def _adopt(again: Path, run: Path) -> None:
 
 
 def _start(path: Path, belongs: Callable[[Row], bool]) -> bytes:
-    """Return a table's header and its leading rows that belong."""
+    """Return the header of a table, and its rows before the first one that does not belong."""
     lines = path.read_bytes().splitlines(keepends=True)
     rows = itertools.takewhile(belongs, rows_of(path))
     return b"".join(lines[: 1 + sum(1 for _ in rows)])

@@ -94,7 +94,7 @@ def find_short(name: str) -> Class | None:
 
 
 def key_for(name: str) -> str | None:
-    """Return the name of an argument that takes a class, given by its short name, if any does."""
+    """Return the name of an argument that takes the class of this short name, or ``None``."""
     chosen = find_short(name)
     arguments = (pair for c in reversed(classes()) for pair in c.arguments.items())
     takes = (k for k, a in arguments if chosen and not {*a.bases}.isdisjoint(chosen.bases))

@@ -62,7 +62,7 @@ class OneLineParser(LightningArgumentParser):
         return [*added, "save_dir"]
 
     def instantiate(self, namespace: Any, *args: Any, **kwargs: Any) -> Any:
-        """Create the objects of a config. What they do not store of it is kept."""
+        """Create the objects of a config, and keep the arguments that they do not store."""
         ours = [*(kwargs.pop("instantiators", None) or ()), (create, object, True)]
         return super().instantiate(namespace, *args, instantiators=ours, **kwargs)
 

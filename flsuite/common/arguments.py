@@ -157,7 +157,7 @@ def create(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def arguments(obj: Any, inherited: bool = False) -> dict[str, Any]:
-    """Return the arguments of an object's ``__init__``, as far as the object has their values.
+    """Return the arguments of an object's ``__init__`` whose values the object still has.
 
     A value is kept by :func:`create`, in an attribute of the argument's name or with a leading
     underscore, or in Lightning's hyperparameters.

@@ -112,7 +112,7 @@ def unescaped(cell: str) -> str:
 
 
 def short_hash(content: Any) -> str:
-    """Return eight hexadecimal digits of plain data, whatever the order of its keys."""
+    """Return eight hexadecimal digits for plain data, the same for any order of its keys."""
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -305,7 +305,7 @@ def locked(path: Path, wait: float = 0.0, shared: bool = False) -> Iterator[bool
 
 
 def _has_locked(descriptor: int, kind: int) -> bool:
-    """Return whether a lock is free, and take it then."""
+    """Take a lock if it is free, and return whether it was."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

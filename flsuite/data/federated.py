@@ -38,7 +38,7 @@ class Rows(Sequence[Any]):
 
     @classmethod
     def of(cls, rows: Sequence[np.ndarray]) -> "Rows":
-        """Store these index arrays. If they are already stored like this, return them."""
+        """Return index arrays in one tensor. They are returned as they are if they are in one."""
         if isinstance(rows, Rows):
             return rows
         values = np.concatenate(rows) if len(rows) else np.zeros(0)
@@ -306,7 +306,7 @@ class FederatedData:
         batch_rows: Iterable[Tensor],
         generator: torch.Generator | None = None,
     ) -> Iterator[Batch]:
-        """Return a batch for each of these row sets of a split, as model inputs.
+        """Return the batches of a split, one per set of rows, as model inputs.
 
         Args:
             split: The samples.

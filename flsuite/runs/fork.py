@@ -184,7 +184,7 @@ class UpdateStore:
     folder: Path
 
     def write(self, result: ClientResult) -> None:
-        """Store the result of a client's training, the first one from a version of the model."""
+        """Store the result of a client's training, unless one from the same version is stored."""
         update, memory = result.update, result.memory
         path = self._path(update.round, update.client)
         if path.exists():  # without rounds, a client may train from one version several times

@@ -94,13 +94,13 @@ def is_finished(run: Path) -> bool:
 
 
 def may_stop_early(settings: Mapping[str, Any]) -> bool:
-    """Return whether a run may end before its limits, from its settings: a callback may stop it."""
+    """Return whether a callback may end a run, from its settings. Without limits, one has to."""
     has_limit = any(settings.get(name) is not None for name in LIMITS)
     return bool(settings.get("stopping") or settings.get("callbacks")) or not has_limit
 
 
 def reached_a_limit(settings: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Return whether a run ends with a row of its ``metrics.csv``, because of one of its limits."""
+    """Return whether a run had reached one of its limits at a row of its ``metrics.csv``."""
     limits = ((column, settings.get(name)) for name, column in LIMITS.items())
     return any(limit is not None and float(row[column]) >= limit for column, limit in limits)
 

@@ -38,7 +38,12 @@ class Message(ABC):
 
     @abstractmethod
     def expected(self, server: "PairwiseServer") -> tuple[dict[int, Any], bool, str]:
-        """Return the server's messages of this kind, and whether and what it accepts now."""
+        """Check this message against what the server expects now.
+
+        Returns:
+            Where the server keeps messages of this kind, whether it may accept this one, and a
+            description of what it expects.
+        """
 
 
 @dataclass(frozen=True)

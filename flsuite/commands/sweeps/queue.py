@@ -199,7 +199,7 @@ class Queue:
         yield None
 
     def is_over_for_now(self) -> bool:
-        """Return whether this start has no cells left to run."""
+        """Return whether every cell is done, or has failed since this object was created."""
         return all(map(self._is_over, self.searches)) and all(map(self.has_ended, self.known()))
 
     def begin(self, cell: Cell) -> Path:

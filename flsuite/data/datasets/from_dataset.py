@@ -319,7 +319,7 @@ def _with(split: DataSplit, classes: Tensor | None, ids: Tensor | None, task: Ta
 
 
 def _numbers(split: DataSplit) -> np.ndarray | None:
-    """Return the targets if they are one number per sample and in memory."""
+    """Return the targets if they are in memory and have one number per sample, or ``None``."""
     return split.y.numpy() if split.in_memory and split.y.ndim == 1 else None
 
 
