@@ -1,16 +1,17 @@
 """A replay compared with the record of its run."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import load_tensors
+from flsuite.common.state import leaves
 from flsuite.models.classifier import read_weights
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder, versions
@@ -228,6 +229,7 @@ def _compare_states(theirs: Path, ours: Path, round: int, found: Comparison) -> 
 
 
 def _state_of(path: Path) -> dict[str, Tensor]:
+    """Return the tensors and numbers of a checkpoint by their places."""
     content = load_checkpoint(path)["federation"]
     plain = {name: content[name] for name in ("state", "initial", "aggregator", "clock")}
     if is_virtual(path.parent.parent):
@@ -237,16 +239,8 @@ def _state_of(path: Path) -> dict[str, Tensor]:
     for round in sorted({*clients.values()}):
         memories = load_tensors(folder / f"round-{round:06d}.pt", "restore the folder clients")
         plain |= {f"client {c}": memories[c] for c, at in clients.items() if at == round}
-    return {name: value for name, value in _leaves(plain) if "seconds" not in name}
-
-
-def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors and numbers of plain data, with their places."""
-    if isinstance(tree, (Mapping, list, tuple)):
-        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-        for key, value in items:
-            yield from _leaves(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(tree, Tensor):
-        yield name, tree
-    elif isinstance(tree, (int, float)):
-        yield name, torch.tensor(float(tree), dtype=torch.float64)
+    return {
+        name: leaf if isinstance(leaf, Tensor) else torch.tensor(float(leaf), dtype=torch.float64)
+        for name, leaf in leaves(plain)
+        if isinstance(leaf, (Tensor, int, float)) and "seconds" not in name
+    }

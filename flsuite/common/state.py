@@ -6,7 +6,7 @@ arguments, unless documented.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -139,43 +139,34 @@ def nbytes(tree: Any) -> int:
 
     A number counts as eight bytes.
     """
-    if isinstance(tree, Tensor):
-        return tree.numel() * tree.element_size()
-    number = 8 if isinstance(tree, (int, float)) else 0
-    return number + sum(nbytes(value) for _, value in _parts(tree))
+    return sum(
+        leaf.numel() * leaf.element_size() if isinstance(leaf, Tensor) else 8
+        for _, leaf in leaves(tree)
+        if isinstance(leaf, (Tensor, int, float))
+    )
 
 
-def _parts(tree: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the parts of nested data with their names or places. A leaf has none."""
-    if isinstance(tree, Mapping):
-        return tree.items()
-    return enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested dicts, lists and tuples with their names, such as ``a.0``."""
+    if isinstance(tree, (Mapping, list, tuple)):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from leaves(value, _join(name, key))
+    else:
+        yield name, tree
 
 
 def non_finite(tree: Any, name: str = "") -> str | None:
     """Return the name of the first entry of nested data with NaN or infinity, or ``None``."""
-    if isinstance(tree, Mapping) and _has_finite_sum(tree):
-        return None
-    if isinstance(tree, Tensor):
-        is_bad = tree.is_floating_point() and not bool(torch.isfinite(tree).all())
-        return (name or "value") if is_bad else None
-    # inf - inf and NaN - NaN are both NaN, which does not equal 0.
-    if isinstance(tree, float):
-        return (name or "value") if tree - tree != 0.0 else None
-    names = (non_finite(value, _join(name, key)) for key, value in _parts(tree))
-    return next((bad for bad in names if bad is not None), None)
+    return next((at or "value" for at, leaf in leaves(tree, name) if not _is_finite(leaf)), None)
 
 
-def _has_finite_sum(state: Mapping[Any, Any]) -> bool:
-    """Return whether all entries are tensors whose floats have a finite sum.
-
-    This is several times faster than checking every number. A finite sum proves that all numbers
-    are finite, because NaN and infinity propagate through a sum.
-    """
-    if not all(isinstance(value, Tensor) for value in state.values()):
-        return False
-    floats = (value for value in state.values() if value.is_floating_point())
-    return math.isfinite(sum(float(value.sum(dtype=torch.float32)) for value in floats))
+def _is_finite(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        # NaN and infinity propagate through a sum. It is several times faster than checking every
+        # number, which is left for large numbers with an infinite sum.
+        total = float(leaf.sum(dtype=torch.float32))
+        return math.isfinite(total) or bool(torch.isfinite(leaf).all())
+    return not isinstance(leaf, float) or math.isfinite(leaf)
 
 
 def mismatch(got: Any, expected: Any, name: str = "") -> str | None:
