@@ -1,6 +1,6 @@
 """Runs that begin with another run: at a moment of it, or with its clients' trained models."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from flsuite.common.arguments import NonNegativeInt, Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import load_tensors, make_folder, replace_tensors, short_hash
 from flsuite.common.messages import ClientResult, FitRequest, TrainedFit
-from flsuite.common.state import plain
+from flsuite.common.state import leaves, plain
 from flsuite.federation.server.federation import Federation
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
@@ -157,20 +157,14 @@ def anew(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: state
         for name, state in empty.items()
-        if [*_classes(ours[name])] != [*_classes(theirs[name])]
+        if _classes(ours[name]) != _classes(theirs[name])
     }
 
 
-def _classes(described: Any) -> Iterator[str]:
-    """Yield the classes of a described object and of its arguments."""
-    if isinstance(described, Mapping):
-        if "class_path" in described:
-            yield str(described["class_path"])
-        for value in described.values():
-            yield from _classes(value)
-    elif isinstance(described, list):
-        for value in described:
-            yield from _classes(value)
+def _classes(described: Any) -> list[str]:
+    """Return the classes of a described object and of its arguments."""
+    places = leaves(described)
+    return [str(leaf) for place, leaf in places if place.split(".")[-1] == "class_path"]
 
 
 @dataclass(frozen=True)

@@ -490,7 +490,7 @@ MUTATIONS = [
     Mutation(
         "a fork keeps the state of another algorithm",
         "runs/fork.py",
-        "        if [*_classes(ours[name])] != [*_classes(theirs[name])]\n",
+        "        if _classes(ours[name]) != _classes(theirs[name])\n",
         "        if False\n",
         "runs/test_fork.py",
     ),
