@@ -16,6 +16,7 @@ from jsonargparse._parameter_resolvers import ParamData, get_signature_parameter
 from jsonargparse._typehints import get_subclass_types
 
 from flsuite.commands.known import LIBRARIES, Argument, Class
+from flsuite.common.errors import path_of
 
 
 class Option(NamedTuple):
@@ -90,11 +91,6 @@ def options_of(hint: Any) -> list[Option]:
 
 def _is_class(kind: Any) -> bool:
     return inspect.isclass(kind) and kind is not Any  # Any is a class from Python 3.11 on
-
-
-def path_of(obj: Callable | type) -> str:
-    """Return the full path of a class or a function."""
-    return f"{obj.__module__}.{obj.__qualname__}"
 
 
 @cache

@@ -16,7 +16,7 @@ from jsonargparse import _typehints, _util
 from jsonargparse._common import ImportDenied
 
 from flsuite.commands.typos import exists
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError, path_of
 from flsuite.common.files import read_yaml
 from flsuite.common.moved import moved
 
@@ -93,7 +93,7 @@ def _is_known(path: str) -> bool:
     if found is None:  # the parser says so, unless it finds something else under an old name
         return now == path
     is_public = inspect.isclass(found) and not found.__name__.startswith("_")
-    return is_public and _is_within(f"{found.__module__}.{found.__qualname__}", _PLACES)
+    return is_public and _is_within(path_of(found), _PLACES)
 
 
 def _is_within(path: str, places: Sequence[str]) -> bool:

@@ -10,6 +10,7 @@ from importlib import import_module
 from pkgutil import get_data
 from typing import Any, NamedTuple
 
+from flsuite.common.errors import path_of
 from flsuite.common.moved import moved
 
 TRAINER = "flsuite.trainer.FederatedTrainer"
@@ -110,7 +111,7 @@ def subclasses(bases: list[str]) -> dict[str, str]:
     while todo:
         cls = todo.pop()
         if not cls.__name__.startswith("_"):
-            known.setdefault(cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+            known.setdefault(cls.__name__, path_of(cls))
         todo += type.__subclasses__(cls)
     return known
 

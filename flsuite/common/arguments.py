@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from flsuite.common.errors import FlsuiteError, likeliest
+from flsuite.common.errors import FlsuiteError, likeliest, path_of
 
 
 class Range(NamedTuple):
@@ -278,5 +278,5 @@ def _fault_of_kind(value: Any, kind: Any) -> str | None:
         # Arrays and tensors count as lists of values.
         is_indexed = hasattr(value, "__getitem__") and not isinstance(value, (str, Mapping))
         is_list = is_indexed and kind in (list, tuple, Sequence)
-        return None if is_list else _WORDS.get(kind, f"a {kind.__module__}.{kind.__qualname__}")
+        return None if is_list else _WORDS.get(kind, f"a {path_of(kind)}")
     return None

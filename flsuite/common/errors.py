@@ -1,12 +1,13 @@
-"""The exceptions of flsuite, and argument checks that raise them."""
+"""The exceptions of flsuite, argument checks that raise them, and words of their messages."""
 
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 
 class FlsuiteError(Exception):
@@ -119,6 +120,11 @@ def some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def path_of(obj: Callable[..., Any] | type) -> str:
+    """Return the full path of a class or a function."""
+    return f"{obj.__module__}.{obj.__qualname__}"
+
+
 def require_one_of(owner: str, choices: Iterable[str], **values: str) -> None:
     """Refuse a value that is not one of the choices."""
     choices = tuple(choices)
@@ -133,8 +139,8 @@ def require_instance(owner: str, kind: type, **values: object) -> None:
     """Refuse an object that is not an instance of ``kind``."""
     for name, value in values.items():
         if not isinstance(value, kind):
-            what = f"{kind.__module__}.{kind.__qualname__}"
-            raise FlsuiteError(f"{owner}: {name} must be a {what}, got {type(value).__name__}")
+            got = type(value).__name__
+            raise FlsuiteError(f"{owner}: {name} must be a {path_of(kind)}, got {got}")
 
 
 def require_extra(owner: str, packages: tuple[str, ...], extra: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError, path_of
 
 State = dict[str, Tensor]
 Tree = dict[str, Any]
@@ -235,8 +235,8 @@ def plain(tree: Any, name: str) -> Any:
         return type(tree)(plain(value, _join(name, i)) for i, value in enumerate(tree))
 
     raise FlsuiteError(
-        f"{name} is a {type(tree).__module__}.{type(tree).__qualname__}, which a checkpoint cannot "
-        "hold; keep tensors, numbers, text, lists and dicts"
+        f"{name} is a {path_of(type(tree))}, which a checkpoint cannot hold; keep tensors, "
+        "numbers, text, lists and dicts"
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from flsuite.common.arguments import arguments
+from flsuite.common.errors import path_of
 from flsuite.common.state import raw_bytes
 from flsuite.data.federated import DataSplit, FederatedData
 from flsuite.data.map_style import readable
@@ -45,8 +46,7 @@ def _described(value: Any) -> Any:
     # Arguments of datasets may be whole arrays, which the digest represents.
     given = arguments(value, inherited=True)
     plain = {name: item for name, item in given.items() if isinstance(item, _PLAIN)}
-    kind = type(value)
-    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": plain}
+    return {"class_path": path_of(type(value)), "init_args": plain}
 
 
 def _content(data: FederatedData) -> str:

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 
 from flsuite.aggregators.part import named
 from flsuite.common.arguments import arguments
-from flsuite.common.errors import FederationError, FlsuiteError, one_line
+from flsuite.common.errors import FederationError, FlsuiteError, one_line, path_of
 from flsuite.common.files import replace_tensors
 from flsuite.common.state import plain
 from flsuite.federation.client.setup import WorkerSetup
@@ -272,7 +272,7 @@ def export_model(model: LightningModule, path: Path) -> None:
         "pytorch-lightning_version": lightning.__version__,
         "state_dict": model.state_dict(),
         "hyper_parameters": {
-            "_class_path": f"{type(model).__module__}.{type(model).__qualname__}",
+            "_class_path": path_of(type(model)),
             "_instantiator": "lightning.pytorch.cli.instantiate_module",
             **settings,
         },

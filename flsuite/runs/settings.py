@@ -29,7 +29,7 @@ from flsuite.common.arguments import (
     Settings,
     arguments,
 )
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError, path_of
 from flsuite.common.moved import room_of
 from flsuite.common.state import raw_bytes
 from flsuite.federation.client.callbacks import LRDecay
@@ -286,7 +286,7 @@ def _describe_partial(obj: functools.partial[Any]) -> dict[str, Any]:
     # jsonargparse wraps the class in its own helpers, as leading arguments.
     target = next((argument for argument in obj.args if isinstance(argument, type)), obj.func)
     arguments = _describe_chosen(obj.keywords, target)
-    return {"class_path": f"{target.__module__}.{target.__qualname__}", "init_args": arguments}
+    return {"class_path": path_of(target), "init_args": arguments}
 
 
 # The first that fits counts.
@@ -302,7 +302,7 @@ _PLAIN: list[tuple[Any, Callable[[Any], Any]]] = [
     # Sorted, because the order of a set may differ between runs.
     ((set, frozenset), lambda obj: sorted(map(describe, obj), key=repr)),
     (functools.partial, _describe_partial),
-    (type, lambda obj: f"{obj.__module__}.{obj.__qualname__}"),
+    (type, path_of),
 ]
 
 
@@ -313,7 +313,7 @@ def _source(function: Any) -> str:
         return inspect.getsource(function).strip()
     # The file may have been replaced by one that is not Python.
     except (OSError, TypeError, SyntaxError, TokenError):
-        return f"{function.__module__}.{function.__qualname__}"
+        return path_of(function)
 
 
 def _describe_function(function: Any) -> str:

@@ -11,8 +11,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.optim.lr_scheduler import LRScheduler
 
 import flsuite.commands.fit  # noqa: F401  (loads all classes with short names)
-from flsuite.commands.describing import argument, described, is_known, parameters_of, path_of
+from flsuite.commands.describing import argument, described, is_known, parameters_of
 from flsuite.commands.known import LIBRARIES, TRAINER, Argument, Class
+from flsuite.common.errors import path_of
 from flsuite.trainer import FederatedTrainer
 
 _FIRST = {
