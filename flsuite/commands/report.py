@@ -248,14 +248,11 @@ def _write(
     )
     figure.savefig(folder / "report.png")
 
-    pairs = pd.concat([own.assign(metric=name) for name, own in comparisons.items()])
-    if len(pairs):
-        replace_text(csv_of(pairs), folder / "comparison.csv")
-        written.append("comparison.csv")
-    if targets:
-        reached = [own.assign(metric=name) for name, own in targets.items()]
-        replace_text(csv_of(pd.concat(reached)), folder / "target.csv")
-        written.append("target.csv")
+    for file, tables in (("comparison.csv", comparisons), ("target.csv", targets)):
+        parts = [own.assign(metric=name) for name, own in tables.items() if len(own)]
+        if parts:
+            replace_text(csv_of(pd.concat(parts)), folder / file)
+            written.append(file)
     print("\n".join(f"{folder}/{name}" for name in written))
 
 
