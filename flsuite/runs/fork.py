@@ -21,9 +21,6 @@ from flsuite.runs.settings import WEIGHTS, refuse_mismatch
 UPDATES = "updates"
 """Subfolder of a run with its clients' trained models."""
 
-FROM_TRAINING = ("model", "optimizers")
-"""Parts of a client's memory that come from training, whatever the algorithm."""
-
 DECIDE_TRAINING = (
     "seed",
     "model",
@@ -161,6 +158,11 @@ def anew(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def from_training(memory: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a client's memory that come from training, whatever the algorithm."""
+    return {name: part for name, part in memory.items() if name in ("model", "optimizers")}
+
+
 def _classes(described: Any) -> list[str]:
     """Return the classes of a described object and of its arguments."""
     places = leaves(described)
@@ -185,7 +187,7 @@ class UpdateStore:
             return
         content = {
             "state": update.state,
-            "memory": {k: v for k, v in memory.items() if k in FROM_TRAINING},
+            "memory": from_training(memory),
             "steps": update.steps,
             "metrics": result.training,
             "epochs": result.epochs,

@@ -17,7 +17,6 @@ from flsuite.common.files import (
 )
 from flsuite.common.state import State, mismatch
 from flsuite.federation.server.federation import Federation
-from flsuite.federation.server.stores import ClientStore
 from flsuite.runs.checkpoint import (
     KeptTensors,
     copy_files,
@@ -28,9 +27,9 @@ from flsuite.runs.checkpoint import (
 )
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import (
-    FROM_TRAINING,
     Fork,
     anew,
+    from_training,
     is_inherited,
     refuse_other_data,
     refuse_other_privacy,
@@ -287,7 +286,8 @@ class RunStore:
             copy_files(home, self.folder.path, memories_of(state))
         self._load(content, state, path)
         if "aggregator" in fresh:
-            _forget_the_algorithm(federation.clients)
+            for client in list(federation.clients.versions):
+                federation.clients[client] = from_training(federation.clients[client])
         federation.first_round = federation.clock.round + 1
         if self.settings.get("monitor") != theirs.get("monitor"):
             parents = MetricsTable(home / "metrics.csv")
@@ -340,10 +340,3 @@ def _frozen(path: Path, names: Collection[str]) -> State:
             "the same parameters as the run did, or start a new run"
         )
     return frozen
-
-
-def _forget_the_algorithm(clients: ClientStore) -> None:
-    """Remove what the parent's algorithm keeps with the clients."""
-    for client in list(clients.versions):
-        memory = clients[client]
-        clients[client] = {k: v for k, v in memory.items() if k in FROM_TRAINING}
