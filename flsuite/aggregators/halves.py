@@ -64,7 +64,7 @@ class Halves:
 
     def start(self, client: ClientContext, w: State) -> tuple[State, list[Any]]:
         """Return the weights that a fit starts from, and what each part holds."""
-        helds = []
+        helds: list[Any] = []
         for part in self.parts:
             if not _has(part, "start"):
                 helds.append({})

@@ -51,6 +51,7 @@ from flsuite.commands.parsers import parser_of
 from flsuite.common.arguments import PositiveInt, require
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import csv_of, make_folder, replace_text
+from flsuite.common.score_names import shown_score
 
 
 def report(args: list[str]) -> None:
@@ -147,7 +148,8 @@ def _parse(args: list[str]) -> argparse.Namespace:
 def _shown(table: pd.DataFrame) -> Table:
     """Return a table for a terminal of 80 characters, for one score or one experiment."""
     metrics = table["metric"].unique()
-    scores, first = (metrics[0], "what differs") if len(metrics) == 1 else ("scores", "score")
+    only = shown_score(metrics[0])
+    scores, first = (only, "what differs") if len(metrics) == 1 else ("scores", "score")
     averaged = averaged_text(table)
     title = f"test {scores}, mean and spread over runs"
     shown = Table(title=title, title_justify="left", show_edge=False)
@@ -156,7 +158,7 @@ def _shown(table: pd.DataFrame) -> Table:
         shown.add_column(heading, justify="right", overflow="fold")
 
     for row in table.to_dict("records"):
-        label = row["group"] if len(metrics) == 1 else row["metric"]
+        label = row["group"] if len(metrics) == 1 else shown_score(row["metric"])
         numbers = (score_cell(row, name).replace(" ", "") for name in score_titles(table))
         shown.add_row(label, str(row["runs"]), *numbers)
 
@@ -189,7 +191,7 @@ def _print_comparison(console: Console, table: pd.DataFrame, results: Results, m
     """Print the paired differences, if any two methods share two seeds."""
     if not (table["seeds"] > 1).any():
         return
-    for shown, own in _tables(table, f"test {metric}, paired by seed", PAIR_HEADINGS[0]):
+    for shown, own in _tables(table, f"test {shown_score(metric)}, paired by seed", PAIR_HEADINGS[0]):
         for heading in PAIR_HEADINGS[1:]:
             shown.add_column(heading, justify="right", no_wrap=True)
         for cells in pair_cells(own):
