@@ -175,11 +175,7 @@ def test_wrong_settings_are_one_line_before_training(
         (FedFisher(), {"compression": Quantize()}, "set trainer.compression to LowRank"),
         (RegMean(), {"server_samples": 0}, "data.server_samples"),
         (Mean(), {"compression": LowRank()}, "set trainer.compression to Quantize"),
-        (
-            FisherMerge(),
-            {"private": ["network"]},
-            "FisherMerge needs shared parameters",
-        ),
+        (FisherMerge(), {"private": ["network"]}, "FisherMerge needs shared parameters"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

@@ -63,11 +63,7 @@ def once(model: LightningModule, data: FromDataset | None = None) -> FederatedTr
     return made
 
 
-CASES = {
-    "classes": (net, points),
-    "regression": (Regression, table),
-    "text": (Reader, sentences),
-}
+CASES = {"classes": (net, points), "regression": (Regression, table), "text": (Reader, sentences)}
 
 
 def fitted(

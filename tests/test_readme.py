@@ -108,10 +108,7 @@ def test_the_known_classes_are_those_of_today() -> None:
     assert ours[0] == ours[1], "run python -m tests.docs.generated"
 
 
-@pytest.mark.parametrize(
-    "package",
-    ["aggregators", "callbacks", "data", "federation", "models"],
-)
+@pytest.mark.parametrize("package", ["aggregators", "callbacks", "data", "federation", "models"])
 def test_everything_inside_is_listed(package: str) -> None:
     """Each exported class is in the README's table, unless configs cannot name it."""
     others = {base.__name__ for base, _ in KINDS.values()}

@@ -6,13 +6,7 @@ import torch
 
 from flsuite.aggregators import FedAvg, FedExP
 from flsuite.common.state import StateLayout
-from tests.aggregators.federations import (
-    ServerHalf,
-    assert_equal,
-    reference,
-    run,
-    update,
-)
+from tests.aggregators.federations import ServerHalf, assert_equal, reference, run, update
 
 
 def test_a_bound_above_all_changes_is_fedavg() -> None:

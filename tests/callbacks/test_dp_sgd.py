@@ -348,10 +348,7 @@ class Reads(Objective):
         ),
         ({"aggregator": Ditto()}, "trains at other weights, without the noise of DPSGD"),
         ({"aggregator": FedAvg(objective=Leak())}, r"Leak\.logits sees samples"),
-        (
-            {"aggregator": FedAvg(objective=Reads())},
-            "reads samples of the client without",
-        ),
+        ({"aggregator": FedAvg(objective=Reads())}, "reads samples of the client without"),
         ({"aggregator": FedRep(), "max_epochs": 2}, "DPSGD: the aggregator freezes layers"),
         ({"schedule": Synchronous(2, PowerOfChoice())}, "losses of clients, which have no noise"),
         ({"callback": DPSGD(delta=0.025)}, r"delta must be below 1 / 40, .* got 0\.025"),

@@ -351,10 +351,7 @@ BAD_ARGUMENTS = {
         "--data MedMNIST --data.name breastmnist --data.root nowhere --data.download false",
         "breastmnist.npz is not in nowhere",
     ),
-    "unknown_data_set": (
-        "--data MedMNIST --data.name brestmnist",
-        "organsmnist, got 'brestmnist'",
-    ),
+    "unknown_data_set": ("--data MedMNIST --data.name brestmnist", "organsmnist, got 'brestmnist'"),
 }
 
 
@@ -504,10 +501,7 @@ OTHERS = {
         ("--trainer.aggregator", "FedAdam"),
         "aggregator is 'flsuite.aggregators.FedAdam' here",
     ),
-    "optimizer": (
-        ("--model.optimizer.lr", "0.2"),
-        "model.optimizer.lr is 0.2 here and 0.1 there",
-    ),
+    "optimizer": (("--model.optimizer.lr", "0.2"), "model.optimizer.lr is 0.2 here and 0.1 there"),
     "seed": (("--seed_everything", "2"), "seed is 2 here and 1 there"),
 }
 

@@ -362,10 +362,7 @@ def test_a_setting_that_only_some_have_is_in_every_label(tmp_path: Path) -> None
     some["data"]["init_args"]["train_samples"] = 500
     write(tmp_path / "some", some, [0.1])
     write(tmp_path / "all", settings(1), [0.1])
-    assert labels(tmp_path) == [
-        "train_samples=500",
-        "train_samples=None",
-    ]
+    assert labels(tmp_path) == ["train_samples=500", "train_samples=None"]
 
 
 def test_a_run_counts_once_and_a_seed_twice_is_said(runs: Path, capsys: Capture) -> None:

@@ -137,9 +137,7 @@ def one_optimizer(first: Any) -> Any:
         lambda optimizer: ([optimizer], []),
     ],
 )
-def test_later_fits_take_the_optimizer_in_the_forms_that_lightning_takes(
-    form: Any,
-) -> None:
+def test_later_fits_take_the_optimizer_in_the_forms_that_lightning_takes(form: Any) -> None:
     plain, _, _ = fits(one_optimizer(lambda optimizer: optimizer), True, FedAvg())
     other, _, _ = fits(one_optimizer(form), True, FedAvg())
     for a, b in zip(plain, other, strict=True):

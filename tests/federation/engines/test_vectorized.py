@@ -794,13 +794,16 @@ EXACT: dict[str, dict[str, Any]] = {
     # With momentum, a frozen layer would move on if it took a step without a gradient.
     "FedRep": {"aggregator": FedRep(head="network.5."), "schedule": Synchronous(0.7), **ODD},
     "FedBABU": {
-        "aggregator": FedBABU(head="network.5."), "schedule": Synchronous(0.7), **ODD,
+        "aggregator": FedBABU(head="network.5."),
+        "schedule": Synchronous(0.7),
+        **ODD,
         "data": images(IID()),
     },
     **of_both("pairs of batches", aggregator=PerFedAvg(alpha=0.1), **ODD),
     **{
         f"a part of the model, {one.name}": {
-            "aggregator": one, "data": images(IID()),
+            "aggregator": one,
+            "data": images(IID()),
             "model": StepsLater(InDouble(), PLAIN.optimizer),
         }
         for one in (FedProx(mu=0.1), Ditto(), FedRep(head="network.5."), PerFedAvg(0.1))
