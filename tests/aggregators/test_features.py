@@ -39,11 +39,9 @@ from tests.aggregators.federations import (
     table_model,
 )
 from tests.conftest import equal_states
-from tests.federation.engines import test_vectorized
 from tests.federation.engines.test_processes import Images
 from tests.federation.engines.test_vectorized import InDouble, close, distance, fitted
 
-stacks = test_vectorized.stacks  # a fixture
 HEAD = "network.3."
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-
 from flsuite.aggregators import PFedMe
 from tests.aggregators.federations import Quadratic, Quadratics, federation
 

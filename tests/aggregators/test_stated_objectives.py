@@ -27,11 +27,8 @@ from tests.aggregators.federations import (
     table_model,
 )
 from tests.conftest import long
-from tests.federation.engines import test_vectorized
 from tests.federation.engines.test_processes import Images
 from tests.federation.engines.test_vectorized import InDouble, close, fitted
-
-stacks = test_vectorized.stacks  # a fixture
 
 
 class Steps(Objective):

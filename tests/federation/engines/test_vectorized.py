@@ -168,21 +168,6 @@ def distance(a: FederatedTrainer, b: FederatedTrainer) -> float:
     return max(distances)
 
 
-@pytest.fixture
-def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that receives the size of each stack that has trained."""
-    sizes: list[int] = []
-    train = Stack._train
-
-    def counted(self: Stack, requests: Sequence[Any], *args: Any) -> Any:
-        fits = train(self, requests, *args)
-        sizes.append(len(requests))
-        return fits
-
-    monkeypatch.setattr(Stack, "_train", counted)
-    return sizes
-
-
 def close(stacks: list[int], bound: float, *args: Any, **kwargs: Any) -> None:
     """Compare a federation with the one that trains its clients one by one."""
     alone = fitted(InProcess(), *args, **kwargs)
