@@ -1,4 +1,7 @@
-"""One round of every one-shot aggregator: engines, kept models, refusals."""
+"""One round of every one-shot aggregator: kept models, masks, refusals.
+
+tests/composition has their engines and resumes.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,11 +28,9 @@ from flsuite.aggregators import (
     Rule,
 )
 from flsuite.data import Digits, Dirichlet
-from flsuite.federation import Processes
-from flsuite.models import CNN, MLP, Classifier, ResNet20
+from flsuite.models import CNN, Classifier, ResNet20
 from flsuite.models.backbones import Backbone
 from tests.aggregators.federations import assert_same_models
-from tests.conftest import mostly_long
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 EVERY: dict[str, Callable[[], Aggregator | Rule]] = {
@@ -91,13 +92,6 @@ def test_kept_models_give_the_same_weights_and_no_client_half_changes_the_traini
     assert_same_models(made, fitted(EVERY[name](), from_updates=str(kept.run.folder.path)))
 
 
-@pytest.mark.parametrize(
-    "make", mostly_long({k: EVERY[k] for k in ("diag", "otfusion", "dense")}, "diag")
-)
-def test_workers_give_the_same_weights(make: Callable[[], Aggregator | Rule]) -> None:
-    assert_same_models(fitted(make()), fitted(make(), engine=Processes(workers=2)))
-
-
 @pytest.mark.parametrize("name", ["diag", "regmean"])
 def test_masked_sums_give_nearly_the_same_weights(name: str) -> None:
     plain = fitted(EVERY[name]())
@@ -147,11 +141,3 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     with pytest.raises(FlsuiteError, match=message):
         fitted(rule, **arguments)
-
-
-def test_few_shot_resumes_exactly(tmp_path: Path) -> None:
-    folder = {"run_dir": str(tmp_path / "run"), "enable_checkpointing": True}
-    settings: dict[str, Any] = {"aggregator": FedFisher(), "backbone": MLP(hidden=(8,))}
-    whole = fitted(rounds=2, **settings)
-    fitted(rounds=1, **settings, **folder)
-    assert_same_models(whole, fitted(rounds=2, **settings, **folder, ckpt_path="last"))
