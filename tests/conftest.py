@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, wraps
 from importlib.metadata import entry_points
@@ -21,6 +21,7 @@ from PIL import Image
 from flsuite.common.random import seed_cpu
 from flsuite.data import Digits, Dirichlet, PublishedSplits
 from flsuite.federation import Clock, Fit, Synchronous
+from flsuite.federation.client.stack import Stack
 from flsuite.models import MLP, Classifier
 from flsuite.trainer import FederatedTrainer
 from tests.callbacks.wandb_server import WandbServer
@@ -110,6 +111,21 @@ def _blank_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         Image.new("L", (width, height)).save(file, format="png")
 
     monkeypatch.setattr(Figure, "savefig", blank)
+
+
+@pytest.fixture
+def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that receives the size of each stack that has trained."""
+    sizes: list[int] = []
+    train = Stack._train
+
+    def counted(self: Stack, requests: Sequence[Any], *args: Any) -> Any:
+        fits = train(self, requests, *args)
+        sizes.append(len(requests))
+        return fits
+
+    monkeypatch.setattr(Stack, "_train", counted)
+    return sizes
 
 
 def mostly_long(choices: Mapping[str, Any], *fast: str) -> list[Any]:

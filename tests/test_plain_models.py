@@ -63,11 +63,7 @@ def once(model: LightningModule, data: FromDataset | None = None) -> FederatedTr
     return made
 
 
-CASES = {
-    "classes": (net, points),
-    "regression": (Regression, table),
-    "text": (Reader, sentences),
-}
+CASES = {"classes": (net, points), "regression": (Regression, table), "text": (Reader, sentences)}
 
 
 def fitted(
@@ -396,6 +392,6 @@ def test_a_run_shows_the_scores_of_its_model(capsys: pytest.CaptureFixture[str])
     fitted("regression", rounds=1, enable_progress_bar=True)
     out, err = capsys.readouterr()
     assert all("val/r2" in line and "test/r2" in line for line in err.splitlines())
-    rows = [line.split("│")[1].strip() for line in out.splitlines() if "│" in line]
+    rows = [line.split("│")[0].strip() for line in out.splitlines() if "│" in line]
     assert rows[:3] == ["global r2", "global mae", "clients' r2, mean/worst"]
     assert "spread" not in out

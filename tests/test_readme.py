@@ -108,10 +108,7 @@ def test_the_known_classes_are_those_of_today() -> None:
     assert ours[0] == ours[1], "run python -m tests.docs.generated"
 
 
-@pytest.mark.parametrize(
-    "package",
-    ["aggregators", "callbacks", "data", "federation", "models"],
-)
+@pytest.mark.parametrize("package", ["aggregators", "callbacks", "data", "federation", "models"])
 def test_everything_inside_is_listed(package: str) -> None:
     """Each exported class is in the README's table, unless configs cannot name it."""
     others = {base.__name__ for base, _ in KINDS.values()}
@@ -277,15 +274,8 @@ def test_an_objective_shown_gives_the_same_weights_on_every_engine(
 
 
 def test_fedprox_as_shown_is_fedprox(at_root: Path) -> None:
-    fit = [
-        "fit",
-        "--config",
-        QUICKSTART,
-        "--plugins",
-        "[fedprox]",
-        "--trainer.aggregator",
-        "FedAvg",
-    ]
+    fit = ["fit", "--config", QUICKSTART]
+    fit += ["--plugins", "[fedprox]", "--trainer.aggregator", "FedAvg"]
     shown = weights_of(at_root / "shown", *fit, "--trainer.aggregator.objective", "PlainProx")
     fedprox = ["--trainer.aggregator", "FedProx", "--trainer.aggregator.mu", "0.1"]
     ours = weights_of(at_root / "ours", "fit", "--config", QUICKSTART, *fedprox)

@@ -19,7 +19,7 @@ from flsuite.callbacks.wandb_link import _summary
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, StateLayout
 from flsuite.data import Dirichlet, Synthetic
-from flsuite.federation import Asynchronous, Bernoulli, Stragglers, Synchronous
+from flsuite.federation import Asynchronous, Bernoulli, Oort, Stragglers, Synchronous
 from flsuite.metrics.privacy import RandomDraw, epsilon
 from flsuite.models import MLP, Classifier
 from flsuite.runs.summary import print_summary
@@ -320,13 +320,14 @@ def test_a_target_needs_a_number_of_rounds() -> None:
     ("kwargs", "message"),
     [
         ({"schedule": Synchronous(2, sampling="size")}, "needs random cohorts"),
+        ({"schedule": Synchronous(2, sampling=Oort())}, "needs random cohorts"),
         ({"schedule": Synchronous(2, availability=Bernoulli(0.1))}, "needs random cohorts"),
         ({"schedule": Synchronous(2, over_selection=1.5, speeds=SLOW)}, "needs random cohorts"),
         ({"schedule": Synchronous(2, deadline=1.0, speeds=SLOW)}, "needs random cohorts"),
         ({"schedule": Asynchronous(2)}, "GaussianMechanism needs random cohorts"),
         ({"keep_updates": True}, "keep_updates stores the clients' models"),
     ],
-    ids=["size", "availability", "over_selection", "deadline", "asynchronous", "kept"],
+    ids=["size", "oort", "availability", "over_selection", "deadline", "asynchronous", "kept"],
 )
 def test_what_a_guarantee_does_not_go_with_is_refused(
     kwargs: dict[str, Any], message: str, tmp_path: Path

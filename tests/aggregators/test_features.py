@@ -30,12 +30,18 @@ from flsuite.common.state import State
 from flsuite.data import IID
 from flsuite.federation import InProcess, Vectorized
 from flsuite.models import MLP, Backbone, Classifier
-from tests.aggregators.federations import reference, run, table_data, table_model
-from tests.federation.engines import test_vectorized
+from tests.aggregators.federations import (
+    assert_same_tree,
+    models_of,
+    reference,
+    run,
+    table_data,
+    table_model,
+)
+from tests.conftest import equal_states
 from tests.federation.engines.test_processes import Images
-from tests.federation.engines.test_vectorized import InDouble, close, distance
+from tests.federation.engines.test_vectorized import InDouble, close, distance, fitted
 
-stacks = test_vectorized.stacks  # a fixture
 HEAD = "network.3."
 
 
@@ -121,10 +127,17 @@ DOUBLE: dict[str, Any] = {"model": IN_DOUBLE, "rounds": 1, "max_epochs": 1}
 def test_it_changes_the_models_own_loss_alone(
     kind: type[FeatureTerm], other: Aggregator, stacks: list[int]
 ) -> None:
+    """The second model of Ditto has no term, and in the first round nothing else of the first."""
     head = "network.5."
     aggregator = FedAvg(objective=Both(head, own=kind(head), other=other.objective))
-    data = Images(clients=5, partition=IID(), batch_size=16, val_fraction=0.0)
-    close(stacks, 1e-12, aggregator, data=data, **DOUBLE)
+    settings = {
+        "data": Images(clients=5, partition=IID(), batch_size=16, val_fraction=0.0)
+    } | DOUBLE
+    close(stacks, 1e-12, aggregator, **settings)
+    changed, plain = (fitted(InProcess(), one, **settings) for one in (aggregator, other))
+    assert not equal_states(changed.federation.state, plain.federation.state)
+    if isinstance(other, Ditto):
+        assert_same_tree(models_of(changed), models_of(plain))
 
 
 def test_a_term_may_be_a_constant() -> None:

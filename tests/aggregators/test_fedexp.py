@@ -6,13 +6,7 @@ import torch
 
 from flsuite.aggregators import FedAvg, FedExP
 from flsuite.common.state import StateLayout
-from tests.aggregators.federations import (
-    ServerHalf,
-    assert_equal,
-    reference,
-    run,
-    update,
-)
+from tests.aggregators.federations import ServerHalf, assert_equal, reference, run, update
 
 
 def test_a_bound_above_all_changes_is_fedavg() -> None:
@@ -22,14 +16,14 @@ def test_a_bound_above_all_changes_is_fedavg() -> None:
 
 
 def stepped(changes: Sequence[tuple[float, float]], eps: float) -> torch.Tensor:
-    """Return the model of two weights after one round from zero with these changes."""
+    """Return how far the model of two weights moves from (1, 1) by these changes."""
     half = ServerHalf(FedExP(eps=eps), StateLayout(("w",), 2))
     updates = [
-        update(i, {"w": torch.tensor(change)}, squared_change=sum(x * x for x in change))
+        update(i, {"w": 1 + torch.tensor(change)}, squared_change=sum(x * x for x in change))
         for i, change in enumerate(changes)
     ]
-    server = half.server({"w": torch.zeros(2)})
-    return half.aggregator.aggregate(server, iter(updates))["w"]
+    server = half.server({"w": torch.ones(2)})
+    return half.aggregator.aggregate(server, iter(updates))["w"] - 1
 
 
 def test_opposite_changes_are_extrapolated() -> None:

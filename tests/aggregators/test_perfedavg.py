@@ -72,20 +72,14 @@ class Drawing(Quadratic):
         return super().training_step(batch, batch_idx) + 0.0 * torch.rand(())
 
 
-class Noisy(MetaGradient):
-    """Looks ahead at weights that it draws."""
-
-    def gradient(self, oracle: Any, w: State, held: Any, batch: Any) -> tuple[State, Any]:
-        w = {name: value + torch.randn_like(value) for name, value in w.items()}
-        return super().gradient(oracle, w, held, batch)
-
-
 def test_what_it_draws_is_drawn_once() -> None:
     """On ``a / 2 w^2``, ``g = a (w + x) (1 - alpha a)``, whose ``x`` shows in both factors."""
     a, alpha = 2.0, 0.1
     seen: list[float] = []
 
-    class Seeing(Noisy):
+    class Seeing(MetaGradient):
+        """Looks ahead at weights that it draws."""
+
         def gradient(self, oracle: Any, w: State, held: Any, batch: Any) -> tuple[State, Any]:
             asked: list[float] = []
 
@@ -96,7 +90,8 @@ def test_what_it_draws_is_drawn_once() -> None:
                     asked.append(float(at["w"]))
                     return oracle(at, *args, **kwargs)
 
-            g, held = Noisy.gradient(self, Watched(), w, held, batch)
+            w = {name: value + torch.randn_like(value) for name, value in w.items()}
+            g, held = super().gradient(Watched(), w, held, batch)
             seen.append(asked[1])  # w~
             assert float(g["w"]) == pytest.approx(a * asked[1])
             assert asked[1] == pytest.approx(asked[0] * (1 - alpha * a))

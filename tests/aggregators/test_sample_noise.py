@@ -95,11 +95,7 @@ def test_a_client_whose_samples_are_not_drawn_answers_with_noise() -> None:
 
 @pytest.mark.parametrize(
     ("samples", "multiplier", "seeds"),
-    [
-        (30, 1.0, 20),
-        (400, 1.0, 3),
-        pytest.param(2000, 8.0, 10, marks=pytest.mark.long),
-    ],
+    [(30, 1.0, 20), (400, 1.0, 3), pytest.param(2000, 8.0, 10, marks=pytest.mark.long)],
 )
 def test_the_noise_of_empty_bins_does_not_raise_the_bound(
     samples: int, multiplier: float, seeds: int

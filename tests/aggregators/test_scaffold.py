@@ -18,6 +18,7 @@ from flsuite.aggregators import SCAFFOLD
 from flsuite.callbacks import FederationCallback
 from flsuite.data import DataSpec
 from flsuite.federation import Synchronous
+from flsuite.federation.client.callbacks import ExponentialDecay
 from tests.aggregators.federations import (
     CURVATURES,
     MINIMA,
@@ -88,8 +89,9 @@ def test_scaffold_follows_algorithm_1(
 
 
 def test_both_controls_of_scaffold_agree_for_plain_sgd() -> None:
-    """Over several epochs and batches per round, on a network with buffers."""
+    """Over several epochs and batches per round, each with its own rate, and with buffers."""
     settings = {"rounds": 3, "max_epochs": 2, "schedule": Synchronous(0.75)}
+    settings["lr_decay"] = ExponentialDecay(gamma=0.5)
     written, mean = run(SCAFFOLD(), **settings), run(SCAFFOLD(control="mean_gradient"), **settings)
     for name, value in written.federation.state.items():
         torch.testing.assert_close(mean.federation.state[name], value, rtol=1e-3, atol=1e-5)

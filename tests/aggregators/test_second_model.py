@@ -257,14 +257,8 @@ class Halves(Classifier):
         ([Ditto], Classifier(Normalised(), optimizer=LBFGS), "choose another optimizer"),
     ],
     ids=[
-        "rate 0",
-        "manual",
-        "manual meta",
-        "LBFGS meta",
-        "no classes",
-        "no loss",
-        "in place",
-        "LBFGS",
+        *("rate 0", "manual", "manual meta", "LBFGS meta"),
+        *("no classes", "no loss", "in place", "LBFGS"),
     ],
 )
 def test_a_fit_that_a_method_cannot_follow_is_refused_by_name(

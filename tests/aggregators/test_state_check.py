@@ -67,13 +67,6 @@ class InATensor(FeatureTerm):
         return w, {}
 
 
-@pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
-@pytest.mark.parametrize("kind", [InStart, InEnd, OnItsClass, InADictionary, InATensor])
-def test_an_objective_keeps_no_state(kind: Callable[[], Objective], engine: Any) -> None:
-    with pytest.raises(FlsuiteError, match="has changed its share in a fit: all clients"):
-        run(FedAvg(objective=kind()), 2, engine=engine)
-
-
 class Caches:
     """Computes an attribute when it is first read."""
 
@@ -183,17 +176,6 @@ class InASlot(Objective):
         return w, {}
 
 
-def test_a_slot_is_state() -> None:
-    with pytest.raises(FlsuiteError, match="has changed its share in a fit"):
-        run(FedAvg(objective=InASlot()), 2)
-
-
-@pytest.mark.parametrize("helper", [Helper, Reduced, Locked, Counts])
-def test_state_in_helpers_of_any_kind_is_refused(helper: Callable[[], Any]) -> None:
-    with pytest.raises(FlsuiteError, match="has changed its share in a fit"):
-        run(FedAvg(objective=InHelpers(share=helper())), 2)
-
-
 @dataclass(frozen=True)
 class HasAGenerator(FeatureTerm):
     generator: torch.Generator = field(default_factory=torch.Generator)
@@ -207,12 +189,6 @@ class DrawsFromIt(HasAGenerator):
         return w, {"drawn": torch.rand((), generator=self.generator)}
 
 
-def test_a_generator_is_state_once_it_is_used() -> None:
-    assert all(run(FedAvg(objective=HasAGenerator()), 2).round == 2 for _ in range(3))
-    with pytest.raises(FlsuiteError, match="has changed its generator"):
-        run(FedAvg(objective=DrawsFromIt()), 2)
-
-
 class TrainsItsTeacher(UsesHelpers):
     def start(self, client: ClientContext, w: Any) -> Any:
         with torch.no_grad():
@@ -220,9 +196,26 @@ class TrainsItsTeacher(UsesHelpers):
         return w, {}
 
 
-def test_weights_in_a_nested_module_are_state() -> None:
-    with pytest.raises(FlsuiteError, match="has changed its teacher in a fit"):
-        run(FedAvg(objective=TrainsItsTeacher()), 2)
+STATEFUL: list[tuple[Callable[[], Objective], str]] = [
+    *((kind, "share") for kind in (InStart, InEnd, OnItsClass, InADictionary, InATensor, InASlot)),
+    *(
+        (lambda one=one: InHelpers(share=one()), "share")
+        for one in (Helper, Reduced, Locked, Counts)
+    ),
+    (DrawsFromIt, "generator"),
+    (TrainsItsTeacher, "teacher"),
+]
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
+@pytest.mark.parametrize(("make", "name"), STATEFUL)
+def test_an_objective_keeps_no_state(make: Callable[[], Objective], name: str, engine: Any) -> None:
+    with pytest.raises(FlsuiteError, match=f"has changed its {name} in a fit: all clients"):
+        run(FedAvg(objective=make()), 2, engine=engine)
+
+
+def test_a_generator_is_no_state_before_it_is_used() -> None:
+    assert all(run(FedAvg(objective=HasAGenerator()), 2).round == 2 for _ in range(3))
 
 
 class InConclude(Objective):
@@ -244,13 +237,6 @@ class InResult(Mean):
         return super().result(server, sums, count)
 
 
-@pytest.mark.parametrize("engine", [InProcess(), Processes(2)], ids=["one", "two"])
-@pytest.mark.parametrize("parts", [{"objective": InConclude()}, {"rule": InResult()}])
-def test_parts_keep_no_state_at_the_server(parts: dict[str, Any], engine: Any) -> None:
-    with pytest.raises(FlsuiteError, match=r"its share at the server: .* in server.memory"):
-        run(Aggregator(**parts), 1, engine=engine)
-
-
 class InWeight(Mean):
     """Keeps the number of its weights."""
 
@@ -261,7 +247,18 @@ class InWeight(Mean):
         return super().weight(update) + self.share
 
 
+AT_THE_SERVER = r"its share at the server: .* in server.memory"
+
+
 @pytest.mark.parametrize("engine", [InProcess(), Processes(2)], ids=["one", "two"])
-def test_weights_depend_on_no_state(engine: Any) -> None:
-    with pytest.raises(FlsuiteError, match=r"InWeight has changed its share"):
-        run(Aggregator(rule=InWeight()), 2, engine=engine)
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"objective": InConclude()}, AT_THE_SERVER),
+        ({"rule": InResult()}, AT_THE_SERVER),
+        ({"rule": InWeight()}, "InWeight has changed its share"),
+    ],
+)
+def test_parts_keep_no_state_at_the_server(parts: dict[str, Any], words: str, engine: Any) -> None:
+    with pytest.raises(FlsuiteError, match=words):
+        run(Aggregator(**parts), 2, engine=engine)

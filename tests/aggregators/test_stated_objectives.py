@@ -27,11 +27,8 @@ from tests.aggregators.federations import (
     table_model,
 )
 from tests.conftest import long
-from tests.federation.engines import test_vectorized
 from tests.federation.engines.test_processes import Images
 from tests.federation.engines.test_vectorized import InDouble, close, fitted
-
-stacks = test_vectorized.stacks  # a fixture
 
 
 class Steps(Objective):
@@ -247,182 +244,155 @@ def test_what_a_client_keeps_of_a_stack_is_its_own(stacks: list[int]) -> None:
         assert value.untyped_storage().nbytes() == value.nbytes
 
 
-class OfEachSample(FeatureTerm):
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        return 0.0 * features.square().mean(1)
+def after(change: Any, returned: Any) -> Any:
+    return returned
 
 
-class OneFeature(FeatureTerm):
-    def compared(self, features_of: Any, held: Any) -> Any:
-        return features_of({})
+def wrong(base: type[Objective] = Objective, **functions: Any) -> Objective:
+    """Return an objective that has only these functions, and a mistake in one of them."""
+    return type("Wrong", (base,), functions)()
 
 
-class OtherWeights(FeatureTerm):
-    def compared(self, features_of: Any, held: Any) -> list[Tensor]:
-        return [features_of({"body.weight": torch.zeros(1)})]
+def gives(returned: Callable[[Any, Any], Any]) -> Objective:
+    """Return an objective whose ``gradient`` returns this."""
+    return wrong(gradient=lambda _, oracle, w, held, batch: returned(oracle(w, batch), held))
 
 
-class OtherNamesAtTheOracle(Objective):
-    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
-        return oracle({**w, "offset": w["network.0.bias"]}, batch), held
-
-
-class InCompared(FeatureTerm):
-    """Changes the global model in place."""
-
-    def start(self, client: ClientContext, w: Any) -> Any:
-        return w, {"bias": client.global_state["network.3.bias"]}
-
-    def compared(self, features_of: Any, held: Any) -> list[Tensor]:
-        held["bias"].add_(0.5)
-        return []
-
-
-class ReadsNumbers(FeatureTerm):
-    def start(self, client: ClientContext, w: Any) -> Any:
-        return w, {"samples": client.samples}
-
-
-class OnlyWeights(Steps):
-    def start(self, client: ClientContext, w: Any) -> Any:
-        return w
-
-
-class SomeWeights(Steps):
-    def start(self, client: ClientContext, w: Any) -> Any:
-        return dict([*w.items()][:2]), {}
-
-
-class OtherNames(Objective):
-    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
-        return {f"module.{name}": value for name, value in oracle(w, batch).items()}, held
-
-
-class OnlyGradient(Objective):
-    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
-        return oracle(w, batch)
-
-
-class NoGradient(Objective):
-    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
-        oracle(w, batch)
-
-
-class Counts(Objective):
-    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
-        return oracle(w, batch), {"steps": 1}
-
-
-class Decays(Objective):
-    """Changes the model in place."""
-
-    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
-        w["network.3.bias"].mul_(0.9)
-        return oracle(w, batch), held
-
-
-class Averages(FeatureTerm):
-    """Changes in place what it holds."""
-
-    def start(self, client: ClientContext, w: Any) -> Any:
-        return w, {"mean": torch.zeros(())}
-
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        held["mean"].mul_(0.9).add_(features.detach().mean(), alpha=0.1)
-        return (features.mean() - held["mean"]).square()
-
-
-class Shrinks(Objective):
-    """Changes the global model in place."""
-
-    def start(self, client: ClientContext, w: Any) -> Any:
-        return w, client.global_state
-
-    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
-        held["network.3.bias"].mul_(0.9)
-        return oracle(w, batch), held
-
-
-class ReplacesInTerm(Averages):
-    """Puts another tensor in the place of what it holds."""
-
-    def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
-        held["mean"] = held["mean"] + 1
-        return features.square().mean() * held["mean"]
-
-
-class ChangesGlobal(FeatureTerm):
-    def start(self, client: ClientContext, w: Any) -> Any:
-        client.global_state["network.3.bias"].mul_(1.01)
-        return w, {}
-
-
-class ChangesReceived(Objective):
-    """Changes in place what the server sends to all clients."""
-
-    def broadcast(self, server: Any) -> Any:
-        return {"rate": torch.ones(()), "name": "of all"}
-
-    def start(self, client: ClientContext, w: Any) -> Any:
-        client.received["rate"].mul_(0.9)
-        return w, {}
-
-
-class ChangesAtTheEnd(Objective):
-    def end(self, client: ClientContext, w: Any, held: Any) -> None:
-        client.global_state["network.3.bias"].mul_(1.01)
-
-
-class MeasuresInTraining(Objective):
-    """Changes the statistics of BatchNorm."""
-
-    def measure(self, client: ClientContext, module: Any, loader: Any) -> None:
-        module.training_step(next(loader.plain_batches()), 0)
-
-
-class FewLogits(FeatureTerm):
-    def logits(self, outputs: Tensor, batch: Any, held: Any) -> Any:
-        return outputs[:, :1]
-
-
-class HasCallbacks(Objective):
-    def callbacks(self, client: ClientContext) -> Any:
-        return []
-
-
-WRONG = {
-    OfEachSample: r"term returned Tensor of shape \(\d+,\); return the mean over the samples",
-    OneFeature: r"compared returned Tensor of shape \(16, 8\); return a list of tensors",
-    OtherWeights: r"Classifier has no body\.weight; give them the names of w",
-    OtherNamesAtTheOracle: r"Classifier has no offset; give them the names of w",
-    ReadsNumbers: "start returned int; return tensors in dictionaries",
-    InCompared: "InCompared changes in place what it is given",
-    OnlyWeights: "start returned dict; return the weights, and what the steps hold",
-    SomeWeights: "start returned dict; return all entries of w, network.1.weight too",
-    OtherNames: r"returned the entry module.network.0.weight; return entries of w alone",
-    OnlyGradient: "gradient returned dict; return a gradient, and what the steps hold",
-    NoGradient: "gradient returned None; return a gradient, and what the steps hold",
-    Counts: "gradient returned int; return tensors in dictionaries",
-    Decays: "Decays changes in place what it is given",
-    Averages: "Averages changes in place what it is given",
-    ReplacesInTerm: "ReplacesInTerm changes in place what it is given",
-    ChangesGlobal: "ChangesGlobal changes in place what it is given",
-    ChangesReceived: "ChangesReceived changes in place what it is given",
-    ChangesAtTheEnd: "ChangesAtTheEnd changes in place what it is given",
-    MeasuresInTraining: "MeasuresInTraining changes in place .*, and measure in evaluation mode",
-    FewLogits: r"logits returned Tensor of shape \(\d+, 1\); return logits of the outputs' shape",
-    HasCallbacks: "HasCallbacks.callbacks is not called: state what a client does",
-    Shrinks: "Shrinks changes in place what it is given",
+BIAS = "network.3.bias"
+MISTAKES: dict[str, Objective] = {
+    r"term returned Tensor of shape \(\d+,\); return the mean over the samples": wrong(
+        FeatureTerm, term=lambda _, z, *more: 0.0 * z.square().mean(1)
+    ),
+    r"Wrong\.term returned None; return the mean over the samples": wrong(
+        FeatureTerm, term=lambda _, z, *more: None
+    ),
+    r"compared returned Tensor of shape \(16, 8\); return a list of tensors": wrong(
+        FeatureTerm, compared=lambda _, features_of, held: features_of({})
+    ),
+    r"Classifier has no body\.weight; give them the names of w": wrong(
+        FeatureTerm, compared=lambda _, of, held: [of({"body.weight": torch.zeros(1)})]
+    ),
+    r"logits returned Tensor of shape \(\d+, 1\); return logits of the outputs' shape": wrong(
+        FeatureTerm, logits=lambda _, outputs, batch, held: outputs[:, :1]
+    ),
+    r"Wrong\.read is not called: return what the term reads from start": wrong(
+        FeatureTerm, read=lambda _, client, module: {}
+    ),
+    "Wrong has none of the functions start, gradient": wrong(
+        grad=lambda _, oracle, w, held, batch: (oracle(w, batch), held)
+    ),
+    "Wrong.callbacks is not called: state what a client does": wrong(
+        callbacks=lambda _, client: []
+    ),
+    "start returned int; return tensors in dictionaries": wrong(
+        FeatureTerm, start=lambda _, client, w: (w, {"samples": client.samples})
+    ),
+    "start returned dict; return the weights, and what the steps hold": wrong(
+        Steps, start=lambda _, client, w: w
+    ),
+    "start returned dict; return all entries of w, network.1.weight too": wrong(
+        Steps, start=lambda _, client, w: (dict([*w.items()][:2]), {})
+    ),
+    r"Wrong\.start .* all entries of w, ": wrong(start=lambda _, *more: ({}, {})),
+    r"Wrong\.start returned network.* torch\.float16; return network.* torch\.float32": wrong(
+        start=lambda _, client, w: ({name: value.half() for name, value in w.items()}, {})
+    ),
+    r"Classifier has no offset; give them the names of w": wrong(
+        gradient=lambda _, oracle, w, *more: oracle({**w, "offset": w[BIAS]}, more[1])
+    ),
+    r"returned the entry module.network.0.weight; return entries of w alone": gives(
+        lambda g, held: ({f"module.{name}": value for name, value in g.items()}, held)
+    ),
+    r"Wrong\.gradient returned the entry x; return entries of w alone": gives(
+        lambda g, held: ({**g, "x": torch.zeros(1)}, held)
+    ),
+    r"Wrong\.gradient returned None; return ": gives(lambda g, held: (dict.fromkeys(g), held)),
+    "gradient returned dict; return a gradient, and what the steps hold": gives(lambda g, held: g),
+    "gradient returned None; return a gradient, and what the steps hold": gives(
+        lambda g, held: None
+    ),
+    "gradient returned int; return tensors in dictionaries": gives(
+        lambda g, held: (g, {"steps": 1})
+    ),
+    r"Wrong\.gradient returned other entries of held; return those of start": gives(
+        lambda g, held: (g, {"m": torch.zeros(1)})
+    ),
+    r"Wrong\.gradient draws from random or numpy": gives(
+        lambda g, held: ({name: random.random() * value for name, value in g.items()}, held)
+    ),
+    "gradient cannot read the batch, which only stands for its samples": wrong(
+        gradient=lambda _, oracle, w, held, batch: (batch[0] * oracle(w, batch), held)
+    ),
+    "gradient cannot read the batch": wrong(
+        gradient=lambda _, oracle, w, held, batch: (len(batch) * oracle(w, batch), held)
+    ),
+    r"Wrong\.trains returned None; return some of": wrong(trains=lambda _, epoch, names: None),
+    r"Wrong\.trains returned no name in epoch 0; return one": wrong(
+        trains=lambda _, epoch, names: []
+    ),
+    r"Wrong\.trains returned list; return some of": wrong(trains=lambda _, epoch, names: ["x"]),
+    "Wrong.*returned None; return a dictionary": wrong(own_entries=lambda _, state, *more: None),
+    "Wrong.*returned the entry x; return entries of w alone": wrong(
+        own_entries=lambda _, state, *more: {"x": torch.zeros(1)}
+    ),
+    r"Wrong.*of shape \(1,\) .*; return network": wrong(
+        own_entries=lambda _, state, *more: {BIAS: torch.zeros(1)}
+    ),
+    "Wrong.*changes in place": wrong(
+        own_entries=lambda _, state, *more: {BIAS: state[BIAS].mul_(2)}
+    ),
+    "Wrong changes in place .*, and measure in evaluation mode": wrong(
+        measure=lambda _, client, m, data: m.training_step(next(data.plain_batches()), 0)
+    ),
 }
+IN_PLACE = [
+    wrong(
+        FeatureTerm,
+        start=lambda _, client, w: (w, {"bias": client.global_state[BIAS]}),
+        compared=lambda _, features_of, held: after(held["bias"].add_(0.5), []),
+    ),
+    wrong(
+        FeatureTerm,
+        start=lambda _, client, w: (w, {"mean": torch.zeros(())}),
+        term=lambda _, z, others, batch, held: (
+            z.mean() - held["mean"].mul_(0.9).add_(z.detach().mean(), alpha=0.1)
+        ).square(),
+    ),
+    wrong(
+        FeatureTerm,
+        start=lambda _, client, w: (w, {"mean": torch.zeros(())}),
+        term=lambda _, z, others, batch, held: after(
+            held.update(mean=held["mean"] + 1), z.square().mean() * held["mean"]
+        ),
+    ),
+    wrong(start=lambda _, client, w: after(client.global_state[BIAS].mul_(1.01), (w, {}))),
+    wrong(
+        start=lambda _, client, w: (w, client.global_state),
+        gradient=lambda _, oracle, w, held, batch: after(
+            held[BIAS].mul_(0.9), (oracle(w, batch), held)
+        ),
+    ),
+    wrong(
+        gradient=lambda _, oracle, w, held, batch: after(
+            w[BIAS].mul_(0.9), (oracle(w, batch), held)
+        )
+    ),
+    wrong(
+        broadcast=lambda _, server: {"rate": torch.ones(()), "name": "of all"},
+        start=lambda _, client, w: after(client.received["rate"].mul_(0.9), (w, {})),
+    ),
+    wrong(end=lambda _, client, *more: after(client.global_state[BIAS].mul_(1.01), None)),
+]
 
 
 @pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
 @pytest.mark.parametrize(
-    ("kind", "match"), WRONG.items(), ids=lambda one: getattr(one, "__name__", "")
+    ("words", "objective"),
+    [*MISTAKES.items(), *(("Wrong changes in place what it is given", one) for one in IN_PLACE)],
 )
-def test_wrong_returns_are_named(kind: Callable[[], Objective], match: str, engine: Any) -> None:
-    with pytest.raises(FlsuiteError, match=match):
-        run(FedAvg(objective=kind()), 1, engine=engine)
+def test_a_mistake_is_named(words: str, objective: Objective, engine: Any) -> None:
+    with pytest.raises(FlsuiteError, match=words):
+        run(FedAvg(objective=objective), 1, engine=engine)
 
 
 def test_a_head_that_the_model_lacks_is_refused_before_the_first_round() -> None:
@@ -440,31 +410,6 @@ def test_a_stack_measures_the_clients_that_are_to_be_measured(stacks: list[int])
     made = run(FedAvg(objective=MeasuresSome()), 1, engine=Vectorized())
     updates = made.federation.log.updates
     assert stacks and [one.client for one in updates if "measured" in one.metrics] == [1, 2]
-
-
-class OwnEntries(Objective):
-    """Returns something as the entries of a client's own model."""
-
-    def __init__(self, own: Callable[[Any], Any]) -> None:
-        self.own = own
-
-    def own_entries(self, state: Any, received: Any, memory: Any) -> Any:
-        return self.own(state)
-
-
-@pytest.mark.parametrize(
-    ("own", "words"),
-    [
-        (lambda state: None, "returned None; return a dictionary"),
-        (lambda state: {"x": torch.zeros(1)}, "returned the entry x; return entries of w alone"),
-        (lambda state: {"network.0.bias": torch.zeros(1)}, r"of shape \(1,\) .*; return network"),
-        (lambda state: {"network.0.bias": state["network.0.bias"].mul_(2)}, "changes in place"),
-    ],
-    ids=["none", "other name", "other shape", "in place"],
-)
-def test_wrong_entries_of_an_own_model_are_named(own: Any, words: str) -> None:
-    with pytest.raises(FlsuiteError, match=f"OwnEntries.*{words}"):
-        run(FedAvg(objective=OwnEntries(own)), 1)
 
 
 class Sends(Objective):
@@ -498,90 +443,13 @@ def test_a_broadcast_is_a_dictionary_of_one_part(sent: Any, words: str) -> None:
         run(Aggregator(objective=Sends(sent), rule=RuleSends()), 1)
 
 
-class Wrong(Objective):
-    """Makes one mistake in one of its functions."""
-
-    def __init__(self, method: str, mistake: Any) -> None:
-        self.method, self.mistake = method, mistake
-
-    def start(self, client: Any, w: Any) -> Any:
-        return self.mistake(client, w) if self.method == "start" else (w, {})
-
-    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
-        if self.method == "gradient":
-            return self.mistake(oracle, w, held, batch)
-        return oracle(w, batch), held
-
-    def trains(self, epoch: Any, names: Any) -> Any:
-        return self.mistake(names) if self.method == "trains" else names
-
-
-MISTAKES: dict[str, tuple[str, Any, str]] = {
-    "dtype": (
-        "start",
-        lambda client, w: ({name: value.half() for name, value in w.items()}, {}),
-        r"Wrong\.start returned network.* torch\.float16; return network.* torch\.float32",
-    ),
-    "no entry": ("start", lambda client, w: ({}, {}), r"Wrong\.start .* all entries of w, "),
-    "none": (
-        "gradient",
-        lambda oracle, w, held, batch: (dict.fromkeys(w), held),
-        r"Wrong\.gradient returned None; return ",
-    ),
-    "other entry": (
-        "gradient",
-        lambda oracle, w, held, batch: ({**oracle(w, batch), "x": torch.zeros(1)}, held),
-        r"Wrong\.gradient returned the entry x; return entries of w alone",
-    ),
-    "held": (
-        "gradient",
-        lambda oracle, w, held, batch: (oracle(w, batch), {"m": torch.zeros(1)}),
-        r"Wrong\.gradient returned other entries of held; return those of start",
-    ),
-    "draws": (
-        "gradient",
-        lambda oracle, w, held, batch: (
-            {name: random.random() * value for name, value in oracle(w, batch).items()},
-            held,
-        ),
-        r"Wrong\.gradient draws from random or numpy",
-    ),
-    "reads the batch": (
-        "gradient",
-        lambda oracle, w, held, batch: (batch[0] * oracle(w, batch), held),
-        "gradient cannot read the batch",
-    ),
-    "measures the batch": (
-        "gradient",
-        lambda oracle, w, held, batch: (len(batch) * oracle(w, batch), held),
-        "gradient cannot read the batch",
-    ),
-    "nothing": ("trains", lambda names: None, r"Wrong\.trains returned None; return some of"),
-    "no name": (
-        "trains",
-        lambda names: [],
-        r"Wrong\.trains returned no name in epoch 0; return one",
-    ),
-    "unknown": ("trains", lambda names: ["x"], r"Wrong\.trains returned list; return some of"),
-}
-
-
-@pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
-@pytest.mark.parametrize(("method", "mistake", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_named_with_its_function(
-    method: str, mistake: Any, words: str, engine: Any
-) -> None:
-    with pytest.raises(FlsuiteError, match=words):
-        run(FedAvg(objective=Wrong(method, mistake)), 1, engine=engine)
-
-
 def test_a_stack_says_that_a_gradient_reads_a_number(caplog: pytest.LogCaptureFixture) -> None:
-    def reads(oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+    def reads(_: Any, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
         g = oracle(w, batch)
         return {name: value * float(value.norm() < 9) for name, value in g.items()}, held
 
     one, other = (
-        run(FedAvg(objective=Wrong("gradient", reads)), 1, engine=engine)
+        run(FedAvg(objective=wrong(gradient=reads)), 1, engine=engine)
         for engine in (InProcess(), Vectorized())
     )
     assert_same_models(one, other)
@@ -622,37 +490,3 @@ def test_a_second_model_trains_where_the_first_one_rests() -> None:
     for made in (one, other):
         # A bias in front of BatchNorm has no gradient.
         assert min(u.metrics["moved"] for u in made.federation.log.updates) >= len(ours) - 1
-
-
-class NoFunction(Objective):
-    """Misspells the one function that it has."""
-
-    def grad(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
-        return oracle(w, batch), held
-
-
-class ReadsOfOld(FeatureTerm):
-    """Was written for 0.2."""
-
-    def read(self, client: Any, module: Any) -> Any:
-        return {}
-
-
-class NoTerm(FeatureTerm):
-    """Forgets to return its term."""
-
-    def term(self, features: Any, others: Any, batch: Any, held: Any) -> Any:
-        features.square().mean()
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (NoFunction, "NoFunction has none of the functions start, gradient"),
-        (ReadsOfOld, r"ReadsOfOld\.read is not called: return what the term reads from start"),
-        (NoTerm, r"NoTerm\.term returned None; return the mean over the samples"),
-    ],
-)
-def test_an_objective_does_not_do_nothing_without_a_word(kind: Any, words: str) -> None:
-    with pytest.raises(FlsuiteError, match=words):
-        run(FedAvg(objective=kind()), 1)

@@ -6,13 +6,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from flsuite.analysis import (
-    cross_markdown,
-    cross_matrices,
-    cross_table,
-    find_runs,
-    group_runs,
-)
+from flsuite.analysis import cross_markdown, cross_matrices, cross_table, find_runs, group_runs
 from flsuite.commands.main import main
 from flsuite.common.errors import FlsuiteError
 from tests.analysis.made_runs import Row, made_run, settings

@@ -457,7 +457,7 @@ MUTATIONS = [
         "aggregators/apfl.py",
         "alpha = (alpha - oracle.rate *",
         "alpha = (alpha + oracle.rate *",
-        "aggregators/test_apfl.py",
+        "aggregators/test_twins.py",
     ),
     Mutation(
         "IFCA chooses the worst model",
@@ -478,7 +478,7 @@ MUTATIONS = [
         "aggregators/pfedme.py",
         "self.lam * (w[k] - theta[k])",
         "self.lam * (theta[k] - w[k])",
-        "aggregators/test_pfedme.py",
+        "aggregators/test_twins.py",
     ),
     Mutation(
         "FedRep trains the head an epoch too long",

@@ -27,7 +27,6 @@ from flsuite.callbacks import DPSGD
 from flsuite.data import IID, TaskSequence
 from flsuite.data.loader import TrainLoader
 from flsuite.federation import Faults, InProcess, PowerOfChoice, Processes, Synchronous, Vectorized
-from flsuite.federation.client.stack import Stack
 from flsuite.metrics.privacy import RandomDraw, epsilon
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone, ResNet20
@@ -268,18 +267,9 @@ def in_part() -> Classifier:
     ids=["FedAvg", "SCAFFOLD", "parameters that take no step count in the norm"],
 )
 def test_a_stack_takes_the_gradients_that_opacus_takes(
-    kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kwargs: dict[str, Any], stacks: list[int]
 ) -> None:
     """Compare a stack with fits of single clients: batches of all sizes, some of them empty."""
-    stacks: list[int] = []
-    train = Stack._train
-
-    def counted(self: Stack, requests: Any, *args: Any) -> Any:
-        fits = train(self, requests, *args)
-        stacks.append(len(fits))
-        return fits
-
-    monkeypatch.setattr(Stack, "_train", counted)
     alone, stacked = (
         fit(
             DPSGD(max_grad_norm=0.5), data=few(5, 60, 4), rounds=2, max_epochs=2, engine=engine,
@@ -348,10 +338,7 @@ class Reads(Objective):
         ),
         ({"aggregator": Ditto()}, "trains at other weights, without the noise of DPSGD"),
         ({"aggregator": FedAvg(objective=Leak())}, r"Leak\.logits sees samples"),
-        (
-            {"aggregator": FedAvg(objective=Reads())},
-            "reads samples of the client without",
-        ),
+        ({"aggregator": FedAvg(objective=Reads())}, "reads samples of the client without"),
         ({"aggregator": FedRep(), "max_epochs": 2}, "DPSGD: the aggregator freezes layers"),
         ({"schedule": Synchronous(2, PowerOfChoice())}, "losses of clients, which have no noise"),
         ({"callback": DPSGD(delta=0.025)}, r"delta must be below 1 / 40, .* got 0\.025"),

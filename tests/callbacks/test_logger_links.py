@@ -200,11 +200,7 @@ CASES = [
 
 
 def fit(
-    folder: Path,
-    logger: Logger | bool,
-    *more: Any,
-    rounds: int = ROUNDS,
-    fork: Fork | None = None,
+    folder: Path, logger: Logger | bool, *more: Any, rounds: int = ROUNDS, fork: Fork | None = None
 ) -> FederatedTrainer:
     callbacks = [RoundLogger(), *more]
     made = trainer(rounds=rounds, logger=logger, run_dir=folder, callbacks=callbacks, fork=fork)

@@ -306,9 +306,7 @@ BAD_ARGUMENTS = {
         "--trainer.accelerator gpuu",
         "trainer: Lightning refuses it (You selected an invalid accelerator name",
     ),
-    "unknown_model": ("--model Klassifier", "did you mean Classifier?"),
     "no_plugin": ("--plugins [my_missing_package]", "plugins: cannot import 'my_missing_package'"),
-    "alpha_zero": ("--data.partition.alpha 0", "Dirichlet: alpha must be positive"),
     "a nested argument": (
         "--trainer.aggregator FedFisher --trainer.aggregator.noise.noise_multiplier -2",
         "SampleNoise: noise_multiplier must be positive, got -2",
@@ -322,66 +320,23 @@ BAD_ARGUMENTS = {
         "--trainer.aggregator Bucketing",
         "flsuite: error: trainer.aggregator: the following arguments are required: rule",
     ),
-    "more_clients_than_samples": (
-        "--data.clients 5000",
-        "5000 clients cannot share 1437 training samples",
-    ),
-    "more_classes_than_classes": (
-        "--data.partition Pathological --data.partition.classes_per_client 11",
-        "Pathological.classes_per_client is 11, but the training data has 10 classes",
-    ),
-    "nobody_takes_part": (
-        "--trainer.schedule.participation 0.01",
-        "0.01 of 10 clients comes to 0 clients",
-    ),
-    "participation_zero": (
-        "--trainer.schedule.participation 0",
-        "participation must be a share above 0 and at most 1.0, or a whole number of clients",
-    ),
-    "no_rounds": ("--trainer.rounds 0", "trainer: rounds must be at least 1"),
     "unknown_monitor": ("--trainer.monitor acc", "trainer: monitor must be one of accuracy"),
     "negative_seed": ("--seed_everything -1", "seed_everything"),
     "no_such_checkpoint": ("--ckpt_path nowhere.ckpt", "there is no checkpoint nowhere.ckpt"),
-    "image_too_small": ("--model.backbone LeNet5", "LeNet5 takes images"),
-    "no_client_can_train": (
-        "--trainer.aggregator SCAFFOLD --model.optimizer.momentum 0.9",
-        "momentum",
-    ),
     "data_not_there": (
         "--data MedMNIST --data.name breastmnist --data.root nowhere --data.download false",
         "breastmnist.npz is not in nowhere",
     ),
-    "unknown_data_set": (
-        "--data MedMNIST --data.name brestmnist",
-        "organsmnist, got 'brestmnist'",
-    ),
+    "unknown_data_set": ("--data MedMNIST --data.name brestmnist", "organsmnist, got 'brestmnist'"),
 }
 
 
-# Their reasons are those of classes that have tests of their own.
-LONG = {
-    *("more_clients_than_samples", "more_classes_than_classes", "participation_zero"),
-    *("no_rounds", "no_client_can_train"),
-}
-
-
-@pytest.mark.parametrize("case", mostly_long(BAD_ARGUMENTS, *BAD_ARGUMENTS.keys() - LONG))
-def test_a_bad_argument_is_one_line(case: tuple[str, str], capsys: Capture) -> None:
-    args, words = case
+@pytest.mark.parametrize(("args", "words"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_a_bad_argument_is_one_line(args: str, words: str, capsys: Capture) -> None:
     assert words in refused(capsys, *SHORT, *args.split())
 
 
 BAD_LINES = {
-    "of_data": (
-        "clients: 10",
-        "clientz: 10",
-        "bad.yaml: unknown key data.clientz (did you mean data.clients?)",
-    ),
-    "value": (
-        "clients: 10",
-        "clients: ten",
-        "data.clients: expected a whole number (at least 1), got 'ten'",
-    ),
     "not_yaml": ("model:", "model: [", "is not valid YAML (line "),
     "tab": ("  rounds", "\trounds", "bad.yaml is not valid YAML (line 18: found character that"),
     "a_key_twice": ("model:", "trainer: {}\nmodel:", "'trainer' appears twice; rename one"),
@@ -411,10 +366,6 @@ def test_a_bad_config_is_one_line(
         (("fit", "--config", QUICKSTART, "--run_dir", "\udcff"), "are not UTF-8 text"),
         (("fit",), "fit: give a config, as --config configs/quickstart.yaml"),
         (("partition", "--config", QUICKSTART, "--bogus", "3"), "unknown key --bogus"),
-        (
-            ("partition", "--config", QUICKSTART, "--data.bogus", "3"),
-            "unknown key --data.bogus; Digits takes clients, partition",
-        ),
         (("test", "--config", QUICKSTART), "fit first"),
         (("predict", "--config", QUICKSTART, "--ckpt_path", "best"), "there is no checkpoint"),
     ],
@@ -499,26 +450,12 @@ def test_a_folder_with_a_run_is_left_alone(run_folder: Path, capsys: Capture) ->
     assert "already holds a run" in refused(capsys, *SHORT, "--run_dir", str(run_folder))
 
 
-OTHERS = {
-    "aggregator": (
-        ("--trainer.aggregator", "FedAdam"),
-        "aggregator is 'flsuite.aggregators.FedAdam' here",
-    ),
-    "optimizer": (
-        ("--model.optimizer.lr", "0.2"),
-        "model.optimizer.lr is 0.2 here and 0.1 there",
-    ),
-    "seed": (("--seed_everything", "2"), "seed is 2 here and 1 there"),
-}
-
-
-@pytest.mark.parametrize("case", mostly_long(OTHERS, "optimizer"))
 def test_resuming_with_another_config_names_the_difference(
-    case: tuple[tuple[str, ...], str], run_folder: Path, capsys: Capture
+    run_folder: Path, capsys: Capture
 ) -> None:
-    change, words = case
-    resume = ("--run_dir", str(run_folder), "--ckpt_path", "last", "--trainer.rounds", "5")
-    assert words in refused(capsys, "fit", "--config", QUICKSTART, *resume, *change)
+    resume = ("--run_dir", str(run_folder), "--ckpt_path", "last", "--model.optimizer.lr", "0.2")
+    line = refused(capsys, "fit", "--config", QUICKSTART, *resume)
+    assert "model.optimizer.lr is 0.2 here and 0.1 there" in line
 
 
 @pytest.mark.long

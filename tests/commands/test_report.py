@@ -1,5 +1,6 @@
 """``flsuite report``: its groups, and its numbers against those worked out by hand."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +54,31 @@ def settings(
 
 
 def write(
-    folder: Path, content: dict[str, Any], test: list[float], val: list[float] | None = None
+    folder: Path,
+    content: dict[str, Any],
+    test: Sequence[float],
+    val: Sequence[float] = (),
+    times: Sequence[float] = (0.0,) * 9,
+    metric: str = "accuracy",
 ) -> None:
-    """Write what a report reads of a run."""
+    """Write what a report reads of a run whose rounds end at these virtual seconds."""
     folder.mkdir(parents=True)
     (folder / "settings.yaml").write_text(yaml.safe_dump(content))
-    splits = {"test": test, "val": val or []}
     rows = [
-        (n + 1, 0.0, 0.0, 0, 0, "global", split, "accuracy", value)
-        for split, column in splits.items()
-        for n, value in enumerate(column)
+        (n, times[n - 1], times[n - 1] + 100, 5 * n, 10**6 * n, "global", split, metric, score)
+        for split, scores in {"test": test, "val": val}.items()
+        for n, score in enumerate(scores, start=1)
     ]
     table = pd.DataFrame(rows, columns=list(MetricsTable.columns))
     table.to_csv(folder / "metrics.csv", index=False)
+
+
+def note(folder: Path, metric: str, **splits: Sequence[float]) -> None:
+    """Add the rows of a metric, round by round."""
+    with (folder / "metrics.csv").open("a") as file:
+        for split, scores in splits.items():
+            for n, value in enumerate(scores, start=1):
+                file.write(f"{n},0,0,0,0,global,{split},{metric},{value}\n")
 
 
 def ran(capsys: Capture, *args: str) -> str:
@@ -191,7 +204,7 @@ def test_bad_requests_are_one_line(runs: Path, args: list[str], said: str, capsy
 
 
 def test_a_target_needs_a_score_that_is_known_to_be_good_when_high_or_low(runs: Path) -> None:
-    note(runs / "a1", "novelty", [1.0], [1.0])
+    note(runs / "a1", "novelty", test=[1.0], val=[1.0])
     with pytest.raises(FlsuiteError, match="'novelty' should be high or low"):
         target_table(load(runs), 0.5, "novelty")
 
@@ -252,26 +265,17 @@ def test_a_file_that_is_no_text_is_no_run(runs: Path) -> None:
     assert len(find_runs([runs])) == 2
 
 
-def note(folder: Path, metric: str, test: list[float], val: list[float]) -> None:
-    with (folder / "metrics.csv").open("a") as file:
-        for split, column in (("test", test), ("val", val)):
-            file.writelines(
-                f"{n + 1},0,0,0,0,global,{split},{metric},{value}\n"
-                for n, value in enumerate(column)
-            )
-
-
 def test_small_is_good_for_losses_and_the_runs_own_monitor_picks(tmp_path: Path) -> None:
     write(tmp_path / "a", settings(1, monitor="accuracy"), [0.1, 0.2, 0.3], [0.1, 0.9, 0.2])
-    note(tmp_path / "a", "nll", [5.1, 1.1, 2.2], [5.0, 2.0, 1.0])
-    note(tmp_path / "a", "novelty", [1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
+    note(tmp_path / "a", "nll", test=[5.1, 1.1, 2.2], val=[5.0, 2.0, 1.0])
+    note(tmp_path / "a", "novelty", test=[1.0, 2.0, 3.0], val=[1.0, 2.0, 3.0])
     table = report_table(group_runs(find_runs([tmp_path])), ["nll", "novelty"]).set_index("metric")
     assert table.loc["nll"]["best_on_test"] == 1.1 and table.loc["nll"]["picked"] == 1.1, (
         "round 2, best by accuracy"
     )
     assert pd.isna(table.loc["novelty"]["best_on_test"]), "whether it should be large is not known"
     write(tmp_path / "b", settings(1, monitor="loss"), [0.1, 0.2], [0.9, 0.1])
-    note(tmp_path / "b", "loss", [3.0, 4.0], [3.0, 4.0])
+    note(tmp_path / "b", "loss", test=[3.0, 4.0], val=[3.0, 4.0])
     (row,) = report_table(group_runs([tmp_path / "b"])).to_dict("records")
     assert row["picked"] == 0.1
 
@@ -281,7 +285,7 @@ def test_a_run_that_diverged_has_no_last_score_and_no_mean(tmp_path: Path, capsy
     for seed, mse in ((1, [3.0, 2.0, 1.0]), (2, [3.0, 0.5]), (3, [3.0, 2.0, float("nan")])):
         folder = tmp_path / f"a{seed}"
         write(folder, settings(seed), [0.1, 0.2, 0.3], [0.1, 0.9, 0.2])
-        note(folder, "mse", mse, [3.0, 2.0, 1.0])
+        note(folder, "mse", test=mse, val=[3.0, 2.0, 1.0])
     (row,) = report_table(group_runs(find_runs([tmp_path])), ["mse"], last=2).to_dict("records")
     assert pd.isna([row["last"], row["last_std"], row["mean_last"]]).all()
     assert row["picked"] == pytest.approx((2.0 + 0.5 + 2.0) / 3)
@@ -291,10 +295,7 @@ def test_a_run_that_diverged_has_no_last_score_and_no_mean(tmp_path: Path, capsy
 
 def test_of_tasks_only_the_last_one_is_compared(tmp_path: Path) -> None:
     write(tmp_path / "a", settings(1), [0.9, 0.8, 0.3, 0.4], [0.9, 0.9, 0.6, 0.5])
-    with (tmp_path / "a" / "metrics.csv").open("a") as file:
-        file.writelines(
-            f"{n + 1},0,0,0,0,global,train,task,{task}\n" for n, task in enumerate([0, 0, 1, 1])
-        )
+    note(tmp_path / "a", "task", train=[0, 0, 1, 1])
     (row,) = report_table(group_runs([tmp_path / "a"])).to_dict("records")
     scores = [row[name] for name in ("last", "picked", "best_on_test", "mean_last")]
     assert scores == [0.4, 0.3, 0.4, 0.35]
@@ -362,10 +363,7 @@ def test_a_setting_that_only_some_have_is_in_every_label(tmp_path: Path) -> None
     some["data"]["init_args"]["train_samples"] = 500
     write(tmp_path / "some", some, [0.1])
     write(tmp_path / "all", settings(1), [0.1])
-    assert labels(tmp_path) == [
-        "train_samples=500",
-        "train_samples=None",
-    ]
+    assert labels(tmp_path) == ["train_samples=500", "train_samples=None"]
 
 
 def test_a_run_counts_once_and_a_seed_twice_is_said(runs: Path, capsys: Capture) -> None:
@@ -388,35 +386,15 @@ def test_a_setting_left_open_is_one_that_is_not_there(tmp_path: Path) -> None:
 # The axis, and the way to a target
 
 
-def timed(
-    folder: Path,
-    content: dict[str, Any],
-    times: list[float],
-    metric: str = "accuracy",
-    **splits: Any,
-) -> None:
-    """Write a run whose rounds end at these virtual seconds, with scores by split."""
-    folder.mkdir(parents=True)
-    (folder / "settings.yaml").write_text(yaml.safe_dump(content))
-    rows = [
-        (n + 1, at, at + 100, 5 * (n + 1), 10**6 * (n + 1), "global", split, metric, score)
-        for split, scores in splits.items()
-        for n, (at, score) in enumerate(zip(times, scores, strict=True))
-    ]
-    pd.DataFrame(rows, columns=list(MetricsTable.columns)).to_csv(
-        folder / "metrics.csv", index=False
-    )
-
-
 @pytest.fixture
 def races(tmp_path: Path) -> Path:
     """Return runs. FedAvg reaches 0.7 in two of three, FedAdam in all, FedYogi in none."""
     root = tmp_path / "races"
-    timed(root / "a1", settings(1), [2.0, 4.0, 6.0], test=[0.1, 0.7, 0.6])
-    timed(root / "a2", settings(2), [3.0, 5.0, 9.0], test=[0.2, 0.6, 0.9])
-    timed(root / "a3", settings(3), [1.0, 2.0, 3.0], test=[0.2, 0.3, 0.4])
-    timed(root / "b1", settings(1, "FedAdam"), [1.0, 2.0, 3.0], test=[0.5, 0.8, 0.8])
-    timed(root / "c1", settings(1, "FedYogi"), [1.0, 2.0, 3.0], test=[0.1, 0.1, 0.1])
+    write(root / "a1", settings(1), [0.1, 0.7, 0.6], times=[2.0, 4.0, 6.0])
+    write(root / "a2", settings(2), [0.2, 0.6, 0.9], times=[3.0, 5.0, 9.0])
+    write(root / "a3", settings(3), [0.2, 0.3, 0.4], times=[1.0, 2.0, 3.0])
+    write(root / "b1", settings(1, "FedAdam"), [0.5, 0.8, 0.8], times=[1.0, 2.0, 3.0])
+    write(root / "c1", settings(1, "FedYogi"), [0.1, 0.1, 0.1], times=[1.0, 2.0, 3.0])
     return root
 
 
@@ -468,7 +446,7 @@ def test_all_axes_are_in_one_table(races: Path, capsys: Capture) -> None:
 
 
 def test_a_loss_reaches_its_target_from_above(tmp_path: Path) -> None:
-    timed(tmp_path / "a", settings(1), [1.0, 2.0, 3.0], "loss", test=[3.0, 1.5, 0.5])
+    write(tmp_path / "a", settings(1), [3.0, 1.5, 0.5], times=[1.0, 2.0, 3.0], metric="loss")
     results = load(tmp_path)
     for target, round in ((3.5, 1), (1.5, 2), (1.0, 3)):
         (row,) = target_table(results, target, "loss").to_dict("records")
@@ -478,17 +456,14 @@ def test_a_loss_reaches_its_target_from_above(tmp_path: Path) -> None:
 
 
 def test_the_target_can_be_one_on_validation_data(tmp_path: Path, capsys: Capture) -> None:
-    timed(tmp_path / "a", settings(1), [1.0, 2.0], test=[0.1, 0.2], val=[0.3, 0.8])
+    write(tmp_path / "a", settings(1), [0.1, 0.2], val=[0.3, 0.8], times=[1.0, 2.0])
     out = ran(capsys, str(tmp_path), "--split", "val", "--target", "0.7")
     assert "to val accuracy 0.7" in out and "1 of 1" in out
 
 
 def test_of_tasks_only_the_last_one_has_a_target(tmp_path: Path) -> None:
     write(tmp_path / "a", settings(1), [0.9, 0.8, 0.3, 0.6])
-    with (tmp_path / "a" / "metrics.csv").open("a") as file:
-        file.writelines(
-            f"{n + 1},0,0,0,0,global,train,task,{task}\n" for n, task in enumerate([0, 0, 1, 1])
-        )
+    note(tmp_path / "a", "task", train=[0, 0, 1, 1])
     (row,) = target_table(load(tmp_path), 0.5).to_dict("records")
     assert row["round"] == 4
 
@@ -526,10 +501,10 @@ def test_curves_of_runs_with_different_times_share_their_points(races: Path) -> 
 
 @pytest.mark.parametrize("others", [1, 6])
 def test_runs_without_a_score_are_named_or_counted(tmp_path: Path, others: int) -> None:
-    timed(tmp_path / "one", settings(1), [1.0, 2.0], test=[0.1, 0.2])
+    write(tmp_path / "one", settings(1), [0.1, 0.2], times=[1.0, 2.0])
     for n in range(others):
         other = settings(1, lr=0.2 + n)
-        timed(tmp_path / f"other-{n}", other, [1.0, 2.0], "loss", test=[0.1, 0.2])
+        write(tmp_path / f"other-{n}", other, [0.1, 0.2], times=[1.0, 2.0], metric="loss")
     lines = apart(group_runs(find_runs([tmp_path])), "accuracy", "test", "round")
     if others == 1:
         assert lines == ["lr=0.2: its runs have no test accuracy; it is not drawn"]
@@ -538,8 +513,8 @@ def test_runs_without_a_score_are_named_or_counted(tmp_path: Path, others: int) 
 
 
 def test_runs_that_share_no_time_are_named(tmp_path: Path, capsys: Capture) -> None:
-    timed(tmp_path / "a1", settings(1), [1.0, 2.0], test=[0.1, 0.2])
-    timed(tmp_path / "a2", settings(2), [3.0, 4.0], test=[0.1, 0.2])
+    write(tmp_path / "a1", settings(1), [0.1, 0.2], times=[1.0, 2.0])
+    write(tmp_path / "a2", settings(2), [0.1, 0.2], times=[3.0, 4.0])
     out = ran(capsys, str(tmp_path), "--x", "virtual_s", "--output", str(tmp_path / "out"))
     assert "no virtual_s of test accuracy in common" in " ".join(out.split())
 

@@ -27,13 +27,7 @@ from flsuite.common.files import save_tensors
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import is_inherited
-from flsuite.runs.record import (
-    is_finished,
-    kept_on_disk,
-    memories_of,
-    round_of,
-    versions_in_flight,
-)
+from flsuite.runs.record import is_finished, kept_on_disk, memories_of, round_of, versions_in_flight
 from flsuite.runs.run import Run
 from flsuite.runs.summary import RunSummary, print_summary
 from flsuite.runs.table import MetricsTable

@@ -60,7 +60,7 @@ KEYS = [
         """
         seed_everything model model.class_path model.init_args data data.class_path
         data.init_args trainer plugins run_dir ckpt_path
-        """,
+        """
     ),
     *named(
         """

@@ -7,13 +7,7 @@ import pytest
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.models import ACVAE, Classifier, FusedSpaceFed, NFClassifier
-from flsuite.models.abilities import (
-    FlowModel,
-    FusedModel,
-    LatentModel,
-    LikelihoodModel,
-    PriorModel,
-)
+from flsuite.models.abilities import FlowModel, FusedModel, LatentModel, LikelihoodModel, PriorModel
 
 PROTOCOLS = (FlowModel, FusedModel, LatentModel, LikelihoodModel, PriorModel)
 

@@ -12,12 +12,7 @@ from flsuite.analysis import read_metrics, read_timeline
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import csv_of, escaped
 from flsuite.federation import Clock
-from flsuite.runs.table import (
-    AppendedTable,
-    MetricsTable,
-    TimelineRow,
-    TimelineTable,
-)
+from flsuite.runs.table import AppendedTable, MetricsTable, TimelineRow, TimelineTable
 
 ROWS = [
     TimelineRow(0, 4, 0, 0.0, 1.5, "merged", 1, 1.75, 0, 0.25),

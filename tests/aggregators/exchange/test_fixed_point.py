@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from flsuite.aggregators.exchange.sharing import (
-    bits_per_number,
-    decode_sum,
-    encode_values,
-    step,
-)
+from flsuite.aggregators.exchange.sharing import bits_per_number, decode_sum, encode_values, step
 
 
 def test_the_bits_leave_room_for_the_sum() -> None:

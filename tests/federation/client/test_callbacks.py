@@ -7,7 +7,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from flsuite.aggregators import SCAFFOLD
 from flsuite.common.errors import FlsuiteError
 from flsuite.data import IID
 from flsuite.federation import Processes
@@ -126,25 +125,6 @@ def test_resume_workers_and_more_rounds_give_the_same(tmp_path: Path) -> None:
             keep_optimizers=True,
             lr_decay=CosineDecay(rounds=5),
         )
-
-
-def test_scaffold_takes_each_rounds_rate() -> None:
-    """Check that option II, which divides by the rate, still is the mean gradient.
-
-    The rate is constant within a fit.
-    """
-
-    def control(**kwargs: Any) -> dict[str, torch.Tensor]:
-        made = trainer(
-            rounds=2, aggregator=SCAFFOLD(**kwargs), lr_decay=ExponentialDecay(gamma=0.5)
-        )
-        made.fit(classifier(), digits())
-        memory: dict[str, torch.Tensor] = made.federation.server.memory["objective"]["control"]
-        return memory
-
-    displacement, mean_gradient = control(), control(control="mean_gradient")
-    for name, value in displacement.items():
-        torch.testing.assert_close(value, mean_gradient[name], rtol=1e-3, atol=1e-5)
 
 
 def test_a_model_that_schedules_its_own_rate_is_refused() -> None:

@@ -15,16 +15,7 @@ from flsuite.common.messages import ClientContext
 from flsuite.federation import InProcess, Vectorized
 from flsuite.models import MLP, Classifier
 from tests.aggregators.federations import assert_same_models
-from tests.federation.engines import test_vectorized
-from tests.federation.engines.test_vectorized import (
-    close,
-    fitted,
-    images,
-    table_data,
-    table_model,
-)
-
-stacks = test_vectorized.stacks  # a fixture
+from tests.federation.engines.test_vectorized import close, fitted, images, table_data, table_model
 
 FACTORS: list[Callable[[Any, Any], float]] = [
     lambda trainer, module: 1 + trainer.global_step / 9,

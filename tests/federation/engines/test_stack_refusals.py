@@ -18,7 +18,7 @@ from flsuite.data.federated import DataSpec
 from flsuite.federation import Auto, InProcess, Processes, Vectorized
 from flsuite.models import Backbone, Classifier
 from tests.aggregators.federations import assert_same_models, table_model
-from tests.federation.engines.test_vectorized import close, distance, fitted, stacks  # noqa: F401
+from tests.federation.engines.test_vectorized import close, distance, fitted
 
 PLAIN = table_model()
 
@@ -139,8 +139,7 @@ class Padded(Classifier):
 
 @pytest.mark.parametrize("kind", [Clamped, Mixing, Trying, Padded])
 def test_a_step_that_a_stack_would_change_trains_alone(
-    kind: type[Classifier],
-    stacks: list[int],  # noqa: F811
+    kind: type[Classifier], stacks: list[int]
 ) -> None:
     alone, other = (fitted(engine, model=model(kind)) for engine in (InProcess(), Vectorized()))
     assert_same_models(alone, other)
@@ -157,7 +156,7 @@ class HalfFrozen(Backbone):
         )
 
 
-def test_layers_in_evaluation_mode_stay_there(stacks: list[int], tmp_path: Path) -> None:  # noqa: F811
+def test_layers_in_evaluation_mode_stay_there(stacks: list[int], tmp_path: Path) -> None:
     own = model(Classifier, HalfFrozen())
     close(stacks, 1e-5, model=own)
     # The kept updates of the first round are measured in place of training.
@@ -176,7 +175,7 @@ LOGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", LOGS.values(), ids=LOGS)
-def test_logs_are_those_of_single_fits(options: dict[str, Any], stacks: list[int]) -> None:  # noqa: F811
+def test_logs_are_those_of_single_fits(options: dict[str, Any], stacks: list[int]) -> None:
     class Logging(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss: Tensor = super().training_step(batch, batch_idx)

@@ -5,13 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flsuite.common.messages import (
-    Broadcast,
-    ClientResult,
-    ClientUpdate,
-    FitRequest,
-    Outcome,
-)
+from flsuite.common.messages import Broadcast, ClientResult, ClientUpdate, FitRequest, Outcome
 from flsuite.federation import Clock, Engine, Fit, Schedule, Speeds
 from flsuite.federation.client.setup import WorkerSetup
 

@@ -100,10 +100,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "top_k": {"compression": TopK(0.1)},
     "secure_sum": {"secure_sum": PairwiseMasks()},
     "scaffold": {"aggregator": SCAFFOLD()},
-    "attacked": {
-        "aggregator": MultiKrum(0.1),
-        "attack": FreeRider(fraction=0.3, last_change=True),
-    },
+    "attacked": {"aggregator": MultiKrum(0.1), "attack": FreeRider(fraction=0.3, last_change=True)},
 }
 
 
@@ -231,16 +228,8 @@ def test_a_rehearsal_names_the_key_of_the_speeds() -> None:
 @pytest.mark.parametrize(
     ("engine", "faults", "message"),
     [
-        (
-            InProcess(),
-            {"hangs": 0.1, "dies": 0.1},
-            "needs a timeout of fits, but InProcess",
-        ),
-        (
-            InProcess(),
-            {"dies": 0.1},
-            r"worker processes, .*set trainer\.engine to",
-        ),
+        (InProcess(), {"hangs": 0.1, "dies": 0.1}, "needs a timeout of fits, but InProcess"),
+        (InProcess(), {"dies": 0.1}, r"worker processes, .*set trainer\.engine to"),
         (Processes(workers=1), {"hangs": 0.1}, r"but Processes has none; .*Processes\(timeout="),
     ],
 )

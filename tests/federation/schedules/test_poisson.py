@@ -39,10 +39,7 @@ def test_clients_are_drawn_independently() -> None:
     assert np.abs(correlations).max() < 0.08
 
 
-@pytest.mark.parametrize(
-    ("participation", "clients", "expected"),
-    [(0.25, 10, 2.5), (3, 10, 3)],
-)
+@pytest.mark.parametrize(("participation", "clients", "expected"), [(0.25, 10, 2.5), (3, 10, 3)])
 def test_participation_is_a_mean(participation: float, clients: int, expected: float) -> None:
     schedule = configured(participation, clients)
     assert schedule.declarations.client_sampling == RandomDraw(clients, expected, True)

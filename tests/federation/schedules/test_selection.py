@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import DPFedAvg, FedAvg
+from flsuite.aggregators import FedAvg
 from flsuite.callbacks import FederationCallback
 from flsuite.common.messages import ClientFailure, ClientUpdate
 from flsuite.federation import (
@@ -165,12 +165,6 @@ def test_there_is_no_schedule_without_training() -> None:
     prepared = made.prepare(table_model(), table_data())
     with pytest.raises(FlsuiteError, match="depend on what others have sent"):
         list(rehearse(prepared))
-
-
-def test_a_guarantee_of_privacy_needs_another_draw() -> None:
-    aggregator = DPFedAvg(1.0, 1.0)
-    with pytest.raises(FlsuiteError, match="needs random cohorts"):
-        run(aggregator, schedule=Synchronous(2, sampling=Oort()), batchnorm="local")
 
 
 def test_fewer_candidates_than_clients_per_round_are_refused() -> None:

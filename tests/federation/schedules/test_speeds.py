@@ -68,13 +68,7 @@ def test_measured_knows_no_seconds() -> None:
 
 @pytest.mark.parametrize(
     ("fraction", "clients", "slow"),
-    [
-        (0.3, 20, 6),
-        (0.0, 7, 0),
-        (0.25, 10, 3),
-        (0.24, 10, 2),
-        (0.3, 1, 0),
-    ],
+    [(0.3, 20, 6), (0.0, 7, 0), (0.25, 10, 3), (0.24, 10, 2), (0.3, 1, 0)],
 )
 @pytest.mark.parametrize("per_fit", [False, True])
 def test_the_number_of_slow_clients_is_exact(
@@ -170,10 +164,7 @@ def test_a_factor_of_each_client_scales_all_its_work() -> None:
     [
         (lambda: Stragglers(float("nan")), "Stragglers: fraction must be from 0 to 1"),
         (lambda: Stragglers(jitter=-1.0), "Stragglers: jitter must be at least 0, got -1"),
-        (
-            lambda: Stragglers(fast=(0.2, 0.1)),
-            r"Stragglers: fast must be two numbers",
-        ),
+        (lambda: Stragglers(fast=(0.2, 0.1)), r"Stragglers: fast must be two numbers"),
         (lambda: Stragglers(slow=(-1.0, 1.0)), r"slow must be two numbers .* got \(-1.0, 1.0\)"),
         (lambda: Stragglers(slow=(float("nan"), 1.0)), r"slow must be .* got \(nan, 1.0\)"),
         (lambda: LogNormal(0.0), "LogNormal: median must be positive, got 0.0"),

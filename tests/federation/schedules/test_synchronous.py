@@ -30,13 +30,7 @@ def cohort(schedule: Synchronous, round: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("participation", "clients", "number"),
-    [
-        (1.0, 7, 7),
-        (0.25, 20, 5),
-        (0.1, 26, 3),
-        (3, 7, 3),
-        (0.999, 7, 7),
-    ],
+    [(1.0, 7, 7), (0.25, 20, 5), (0.1, 26, 3), (3, 7, 3), (0.999, 7, 7)],
 )
 def test_a_fraction_or_a_number(participation: float, clients: int, number: int) -> None:
     schedule = configured(participation, sizes=[1] * clients)
