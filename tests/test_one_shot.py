@@ -1,8 +1,6 @@
-"""One round of every one-shot aggregator: kept models, masks, refusals.
+"""One round of every one-shot aggregator: engines, kept models, refusals."""
 
-tests/composition has their engines and resumes.
-"""
-
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,10 +25,12 @@ from flsuite.aggregators import (
     RegMean,
     Rule,
 )
+from flsuite.commands.main import main
 from flsuite.data import Digits, Dirichlet
-from flsuite.models import CNN, Classifier, ResNet20
+from flsuite.federation import Processes
+from flsuite.models import CNN, MLP, Classifier, ResNet20
 from flsuite.models.backbones import Backbone
-from tests.aggregators.federations import assert_same_models
+from tests.conftest import mostly_long
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 EVERY: dict[str, Callable[[], Aggregator | Rule]] = {
@@ -68,6 +68,12 @@ def fitted(aggregator: Aggregator | Rule, **kwargs: Any) -> FederatedTrainer:
     return trainer
 
 
+def assert_equal(a: FederatedTrainer, b: FederatedTrainer) -> None:
+    assert all(
+        torch.equal(value, b.federation.state[name]) for name, value in a.federation.state.items()
+    )
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> FederatedTrainer:
     """Return a run of FedAvg that has kept the clients' models."""
@@ -89,7 +95,14 @@ def test_kept_models_give_the_same_weights_and_no_client_half_changes_the_traini
         [update.metrics["loss"] for update in run.federation.log.updates] for run in (kept, made)
     ]
     assert losses[0] == losses[1]
-    assert_same_models(made, fitted(EVERY[name](), from_updates=str(kept.run.folder.path)))
+    assert_equal(made, fitted(EVERY[name](), from_updates=str(kept.run.folder.path)))
+
+
+@pytest.mark.parametrize(
+    "make", mostly_long({k: EVERY[k] for k in ("diag", "otfusion", "dense")}, "diag")
+)
+def test_workers_give_the_same_weights(make: Callable[[], Aggregator | Rule]) -> None:
+    assert_equal(fitted(make()), fitted(make(), engine=Processes(workers=2)))
 
 
 @pytest.mark.parametrize("name", ["diag", "regmean"])
@@ -125,6 +138,34 @@ def test_a_grown_network_is_scored_and_written(tmp_path: Path) -> None:
     assert saved["network.0.weight"].shape[0] >= 8
 
 
+BATCH_NORM = ["--model.backbone", "ResNet20"]
+KFAC = ["--trainer.aggregator", "FedFisher"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*KFAC, *BATCH_NORM], r"K-FAC covers .*\(BatchNorm2d\) is neither"),
+        (["--model.pretrained", "nowhere.ckpt"], "nowhere.ckpt"),
+    ],
+)
+def test_wrong_settings_are_one_line_before_training(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        main(["fit", "--config", str(CONFIG), *arguments, "--run_dir", "run"])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert exit.value.code == 2
+    assert error.startswith("flsuite: error:")
+    assert re.search(message, error), error
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("rule", "arguments", "message"),
     [
@@ -134,6 +175,11 @@ def test_a_grown_network_is_scored_and_written(tmp_path: Path) -> None:
         (FedFisher(), {"compression": Quantize()}, "set trainer.compression to LowRank"),
         (RegMean(), {"server_samples": 0}, "data.server_samples"),
         (Mean(), {"compression": LowRank()}, "set trainer.compression to Quantize"),
+        (
+            FisherMerge(),
+            {"private": ["network"]},
+            "FisherMerge needs shared parameters",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -141,3 +187,11 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     with pytest.raises(FlsuiteError, match=message):
         fitted(rule, **arguments)
+
+
+def test_few_shot_resumes_exactly(tmp_path: Path) -> None:
+    folder = {"run_dir": str(tmp_path / "run"), "enable_checkpointing": True}
+    settings: dict[str, Any] = {"aggregator": FedFisher(), "backbone": MLP(hidden=(8,))}
+    whole = fitted(rounds=2, **settings)
+    fitted(rounds=1, **settings, **folder)
+    assert_equal(whole, fitted(rounds=2, **settings, **folder, ckpt_path="last"))

@@ -191,7 +191,9 @@ def _print_comparison(console: Console, table: pd.DataFrame, results: Results, m
     """Print the paired differences, if any two methods share two seeds."""
     if not (table["seeds"] > 1).any():
         return
-    for shown, own in _tables(table, f"test {shown_score(metric)}, paired by seed", PAIR_HEADINGS[0]):
+    for shown, own in _tables(
+        table, f"test {shown_score(metric)}, paired by seed", PAIR_HEADINGS[0]
+    ):
         for heading in PAIR_HEADINGS[1:]:
             shown.add_column(heading, justify="right", no_wrap=True)
         for cells in pair_cells(own):

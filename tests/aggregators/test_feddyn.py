@@ -1,7 +1,8 @@
-"""What FedDyn refuses, and what a callback may read in its fits. Its twin has the rest."""
+"""FedDyn reaches the optimum of the sum where FedAvg with many steps does not."""
 
 from typing import Any
 
+import numpy as np
 import pytest
 from lightning.pytorch import Callback
 
@@ -9,6 +10,7 @@ from flsuite import FlsuiteError
 from flsuite.aggregators import (
     Aggregator,
     ClipUpdates,
+    FedAvg,
     FedDyn,
     FedExP,
     QFedAvg,
@@ -16,7 +18,15 @@ from flsuite.aggregators import (
     TopK,
 )
 from flsuite.federation import Asynchronous
-from tests.aggregators.federations import run
+from tests.aggregators.federations import CURVATURES, MINIMA, Quadratics, optimum, run
+
+
+def test_two_quadratic_clients_reach_the_optimum_of_their_sum() -> None:
+    a, m = np.array(CURVATURES), np.array(MINIMA)
+    best = float((a * m).sum() / a.sum())
+    data = Quadratics(CURVATURES, MINIMA)
+    assert abs(optimum(FedAvg("uniform"), data, 4, steps=30) - best) > 0.1
+    assert optimum(FedDyn(alpha=1.0), data, 12, steps=30) == pytest.approx(best, abs=1e-3)
 
 
 def test_late_clients_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""MOON's term counts whatever the head and the batches. Its twin has the rest."""
+"""MOON's term acts like a loss with it, whatever the head and the batches."""
 
 from functools import partial
 from typing import Any
@@ -6,20 +6,36 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import SGD
 
 from flsuite import FlsuiteError
-from flsuite.aggregators import MOON, FeatureTerm, FedProto, FedRep, FedRoD, Proximal
+from flsuite.aggregators import MOON, FeatureTerm, FedAvg, FedProto, FedRep, FedRoD, Proximal
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.data import Synthetic
 from flsuite.models import MLP, Classifier
 from flsuite.models.backbones import Backbone
-from tests.aggregators.federations import run
+from tests.aggregators.federations import run, table_model
 
 
 class _Squares(FeatureTerm):
     def term(self, features: Tensor, others: list[Tensor], batch: Any, held: Any) -> Tensor:
         return 0.3 * features.square().sum(1).mean()
+
+
+def test_a_term_of_the_features_acts_like_a_loss_with_it() -> None:
+    class WithTerm(type(table_model())):  # type: ignore[misc]
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            x, y = batch
+            features = self.network[:3](x)
+            loss = F.cross_entropy(self.network[3](features), y)
+            return loss + 0.3 * features.square().sum(1).mean()
+
+    plain = table_model()
+    by_loss = run(FedAvg(), 2, model=WithTerm(plain.backbone, plain.optimizer))
+    by_hook = run(Aggregator(objective=_Squares("network.3.")), 2)
+    for name, value in by_loss.federation.state.items():
+        torch.testing.assert_close(by_hook.federation.state[name], value)
 
 
 def test_the_term_counts_once_when_batches_are_accumulated() -> None:

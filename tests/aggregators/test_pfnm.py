@@ -226,6 +226,8 @@ def test_in_a_federation_the_grown_network_is_scored() -> None:
     federation = federate(PFNM(grow=True)).federation
     assert federation.server.artifacts["expanded_model"](torch.rand(2, 1, 8, 8)).shape == (2, 10)
     assert 0 <= federation.log.server["expanded_model_accuracy"] <= 1
+    with pytest.raises(FlsuiteError, match=r"set trainer\.rounds to 1, got 2"):
+        federate(PFNM(grow=True), 2)
 
 
 def test_growing_needs_one_round_and_a_module() -> None:

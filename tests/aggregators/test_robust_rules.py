@@ -368,9 +368,12 @@ def test_a_layer_as_large_as_many_blocks() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_without_trimming_it_is_the_mean_bit_for_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_without_trimming_it_is_the_mean_bit_for_bit(dtype: torch.dtype, is_late: bool) -> None:
     """Buffers too, and all updates whole: the mean does not damp them."""
     start, updates = stale(dtype)
+    if not is_late:
+        updates = [replace(each, staleness=0, base={}) for each in updates]
     mean = folded(Mean("uniform", "constant"), updates, start)
     assert_same_bits(folded(TrimmedMean(0), updates, start), mean)
     assert_same_bits(folded(Bucketing(Mean("uniform", "constant"), 9), updates, start), mean)

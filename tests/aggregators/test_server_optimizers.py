@@ -85,6 +85,23 @@ def test_fedavgm_with_late_updates_by_hand() -> None:
     assert optimizer.aggregate(new, iter([fresh, updates[1]]))["w"].item() == pytest.approx(10.5)
 
 
+@pytest.mark.parametrize("method", [FedAdagrad, FedAdam, FedYogi])
+def test_adaptive_optimizers_with_late_updates_by_hand(method: type) -> None:
+    """Lines 11 to 15 of algorithm 2 with delta = 2."""
+    old, updates = late_round()
+    new = configured(method(lr=0.3, beta1=0.6, tau=0.01), "w").aggregate(old, iter(updates))
+
+    first, start = 0.4 * 2.0, 0.01**2
+    second = {
+        FedAdagrad: start + 4.0,
+        FedAdam: 0.99 * start + 0.01 * 4.0,
+        FedYogi: start + 0.01 * 4.0,
+    }[method]
+    expected = 10.0 + 0.3 * first / (np.sqrt(second) + 0.01)
+    assert new["w"].item() == pytest.approx(expected, rel=1e-12)
+    assert (new["mean"].item(), new["count"].item()) == (1.0, 9)
+
+
 def test_staleness_damps_an_update_that_is_alone() -> None:
     """Normalized by the buffer's size, as in FedBuff. Otherwise a lone update is never damped."""
     moved = []

@@ -306,7 +306,10 @@ BAD_ARGUMENTS = {
         "--trainer.accelerator gpuu",
         "trainer: Lightning refuses it (You selected an invalid accelerator name",
     ),
+    "unknown_model": ("--model Klassifier", "did you mean Classifier?"),
     "no_plugin": ("--plugins [my_missing_package]", "plugins: cannot import 'my_missing_package'"),
+    "alpha_zero": ("--data.partition.alpha 0", "Dirichlet: alpha must be positive"),
+    "no_rounds": ("--trainer.rounds 0", "trainer: rounds must be at least 1"),
     "a nested argument": (
         "--trainer.aggregator FedFisher --trainer.aggregator.noise.noise_multiplier -2",
         "SampleNoise: noise_multiplier must be positive, got -2",
@@ -337,6 +340,16 @@ def test_a_bad_argument_is_one_line(args: str, words: str, capsys: Capture) -> N
 
 
 BAD_LINES = {
+    "of_data": (
+        "clients: 10",
+        "clientz: 10",
+        "bad.yaml: unknown key data.clientz (did you mean data.clients?)",
+    ),
+    "value": (
+        "clients: 10",
+        "clients: ten",
+        "data.clients: expected a whole number (at least 1), got 'ten'",
+    ),
     "not_yaml": ("model:", "model: [", "is not valid YAML (line "),
     "tab": ("  rounds", "\trounds", "bad.yaml is not valid YAML (line 18: found character that"),
     "a_key_twice": ("model:", "trainer: {}\nmodel:", "'trainer' appears twice; rename one"),
@@ -366,6 +379,10 @@ def test_a_bad_config_is_one_line(
         (("fit", "--config", QUICKSTART, "--run_dir", "\udcff"), "are not UTF-8 text"),
         (("fit",), "fit: give a config, as --config configs/quickstart.yaml"),
         (("partition", "--config", QUICKSTART, "--bogus", "3"), "unknown key --bogus"),
+        (
+            ("partition", "--config", QUICKSTART, "--data.bogus", "3"),
+            "unknown key --data.bogus; Digits takes clients, partition",
+        ),
         (("test", "--config", QUICKSTART), "fit first"),
         (("predict", "--config", QUICKSTART, "--ckpt_path", "best"), "there is no checkpoint"),
     ],

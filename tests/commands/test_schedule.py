@@ -119,6 +119,11 @@ POOLED = ("--trainer.schedule.speeds", "Stragglers", "--trainer.aggregator", "Ce
             "Centralized trains on pooled data, without clients; change "
             "trainer.schedule or trainer.aggregator (set trainer.aggregator to FedAvg)",
         ),
+        (("--config", ASYNCHRONOUS, "--trainer.rouns", "3"), "did you mean --trainer.rounds?"),
+        (
+            ("--config", ASYNCHRONOUS, "--trainer.schedule.concurrency", "21"),
+            "Asynchronous: concurrency 21 is above the number of clients, 20",
+        ),
         (("--config", ASYNCHRONOUS, "--output"), "schedule: argument --output: expected one"),
         ((), "schedule: give a config, as --config"),
     ],

@@ -114,7 +114,7 @@ class Normals(nn.Module):
         return -0.5 * (batch[0] - self.mean - self.frozen).square().sum(1)
 
 
-def test_both_by_hand() -> None:
+def test_both_by_hand_and_the_factor_between_them() -> None:
     """Samples 1, 3 | 2, -2: the mean of squares is 4.5. The batch means are 2 and 0, so it is 2."""
     x, y = torch.tensor([[1.0, 0], [3, 0], [2, 0], [-2, 0]]), torch.zeros(4)
     batches = list(zip(x.split(2), y.split(2), strict=True))
@@ -122,6 +122,11 @@ def test_both_by_hand() -> None:
     assert exact["mean"].tolist() == [4.5, 0]
     found = fisher_diagonal(Normals(), ["mean", "frozen"], batches, "batch")
     assert found["mean"].tolist() == [2.0, 0] and found["frozen"].tolist() == [0.0, 0]
+    x = torch.randn(6400, 2, generator=torch.Generator().manual_seed(0))
+    batches = [(part, part[:, 0]) for part in x.split(32)]
+    for kind, expected in (("exact", 1.0), ("batch", 1 / 32)):
+        found = fisher_diagonal(Normals(), ["mean"], batches, kind)["mean"]
+        torch.testing.assert_close(found, torch.full((2,), expected), rtol=0.25, atol=0)
 
 
 @pytest.mark.parametrize("estimator", ["exact", "batch"])

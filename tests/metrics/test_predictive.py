@@ -154,14 +154,31 @@ def test_the_factors_are_a_loop_over_samples_columns_and_positions(task: Any, la
             torch.testing.assert_close(factors["g"], g, rtol=1e-4, atol=1e-7)
 
 
+def test_of_one_sample_and_one_layer_the_factors_are_the_whole_fisher() -> None:
+    """It is (diag p - p p^T) x [a; 1][a; 1]^T."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(1, 4)
+    factors = kfac_factors(net, layers_of(net), [(x,)], task="multiclass")["0"]
+    p, a = net(x)[0].softmax(0), torch.cat([x[0], torch.ones(1)])
+    torch.testing.assert_close(factors["g"], torch.diag(p) - torch.outer(p, p))
+    torch.testing.assert_close(factors["a"], torch.outer(a, a))
+    whole = full_fisher(net, ["0.weight", "0.bias"], [(x,)], task="multiclass")
+    # The bias comes last in the matrix and is the last column of the weight in the factors.
+    order = torch.cat([torch.arange(12).view(3, 4), torch.arange(12, 15)[:, None]], 1).flatten()
+    kronecker = torch.kron(factors["g"], factors["a"])
+    torch.testing.assert_close(whole[order][:, order], kronecker)
+
+
 @pytest.mark.parametrize("task", TASKS)
-def test_full_is_jacobian_squared(task: Any) -> None:
+def test_full_is_jacobian_squared_and_has_the_diagonal(task: Any) -> None:
     net, x = convolutions(), images()
     names = [name for name, _ in net.named_parameters()]
     batches = [(part,) for part in x.split(4)]
     whole = full_fisher(net, names, batches, task=task)
     rows = looped(net, names, x, task)
     torch.testing.assert_close(whole, rows.T @ rows / len(x), rtol=1e-4, atol=1e-6)
+    diagonal = predictive_diagonal(net, names, batches, task=task)
+    torch.testing.assert_close(whole.diagonal(), flat(diagonal), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("expectation", ["exact", "sampled"])

@@ -48,6 +48,20 @@ def test_a_fit_that_starts_again_from_one_version_has_its_own_randomness() -> No
     assert [fit.number for fit in simulation.starts] == list(range(len(repeats)))
 
 
+@pytest.mark.parametrize("cohort", [3, 8])
+def test_with_equal_speeds_it_is_synchronous(cohort: int) -> None:
+    """Concurrency, buffer and cohort are equal: the same cohorts, versions and times."""
+    speeds = PerClient(*[2.0] * 8)
+    waits = simulate(Synchronous(cohort, speeds=speeds), 12, clients=8)
+    flows = simulate(Asynchronous(cohort, cohort, speeds=speeds), 12, clients=8)
+    assert flows.rounds == waits.rounds
+    assert [(a.client, a.version, a.staleness) for a in flows.arrivals] == [
+        (a.client, a.version, a.staleness) for a in waits.arrivals
+    ]
+    assert flows.times == waits.times == [2.0 * r for r in range(1, 13)]
+    assert [f.repeat for f in flows.starts] == [0] * len(flows.starts)
+
+
 def test_a_timeout_aggregates_what_has_arrived() -> None:
     schedule = Asynchronous(2, buffer_size=2, buffer_timeout=3, speeds=PerClient(1, 9, 9, 9))
     simulation = simulate(schedule, 1, clients=2)
