@@ -12,6 +12,7 @@ from flsuite.aggregators.objectives.checks import (
     no_other_draws,
     require_entries,
     require_tensors,
+    storages,
     wrong,
 )
 from flsuite.aggregators.objectives.feature_term import FeatureTerm
@@ -153,7 +154,7 @@ class _Changed:
     """An oracle whose gradient at the present weights is the one of an earlier part."""
 
     def __init__(self, oracle: Oracle, w: State, gradient: State) -> None:
-        self._oracle, self._w, self._gradient = oracle, w, gradient
+        self._oracle, self._w, self.known = oracle, w, [gradient]
 
     @property
     def rate(self) -> float:
@@ -161,7 +162,7 @@ class _Changed:
 
     def __call__(self, at: State, batch: Any, in_full: bool = False) -> State:
         if is_at(at, self._w) and not in_full:
-            return dict(self._gradient)
+            return dict(self.known[0])
         return self._oracle(at, batch, in_full)
 
     def evaluate(self, at: State, batch: Any, in_full: bool = False) -> Evaluation:
@@ -171,15 +172,14 @@ class _Changed:
         return self._oracle.step(f"next/{name}", v, gradient)  # not those of the earlier part
 
 
-def _checked(
-    part: ClientHalf, oracle: Oracle, w: State, held: Any, batch: Any
-) -> tuple[State, Any]:
+def _checked(part: ClientHalf, oracle: Any, w: State, held: Any, batch: Any) -> tuple[State, Any]:
     """Return the gradient of a part, and what it holds from then on.
 
     Raises:
         FlsuiteError: If the part returns something else, or changes what it reads.
     """
-    with no_change_in_place(part, [w, held]), no_other_draws(f"{type(part).__name__}.gradient"):
+    given = [w, held, oracle.known]
+    with no_change_in_place(part, given), no_other_draws(f"{type(part).__name__}.gradient"):
         stepped: Any = part.gradient(oracle, w, held, batch)
     if not isinstance(stepped, tuple) or len(stepped) != 2:
         raise wrong(part, "gradient", stepped, "a gradient, and what the steps hold")
@@ -188,6 +188,10 @@ def _checked(
     require_tensors(part, "gradient", after)
     if tree_structure(after) != tree_structure(held):
         raise wrong(part, "gradient", "other entries of held", "those of start, with new tensors")
+    if storages(after) & storages(w):
+        raise wrong(
+            part, "gradient", "w to hold it", "a clone, because the step changes w in place"
+        )
     return gradient, after
 
 

@@ -321,6 +321,24 @@ class Decays(Objective):
         return oracle(w, batch), held
 
 
+class HoldsWeights(Objective):
+    """Holds the weights that the step changes."""
+
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w, {"before": w["network.3.bias"]}
+
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        return oracle(w, batch), {"before": w["network.3.bias"].view(-1)}
+
+
+class DoublesInPlace(Objective):
+    """Changes the gradient of the fit, which the oracle returns again."""
+
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        oracle(w, batch)["network.3.bias"].mul_(2.0)
+        return oracle(w, batch), held
+
+
 class Averages(FeatureTerm):
     """Changes in place what it holds."""
 
@@ -404,6 +422,8 @@ WRONG = {
     NoGradient: "gradient returned None; return a gradient, and what the steps hold",
     Counts: "gradient returned int; return tensors in dictionaries",
     Decays: "Decays changes in place what it is given",
+    HoldsWeights: "HoldsWeights.gradient returned w to hold it; return a clone",
+    DoublesInPlace: "DoublesInPlace changes in place what it is given",
     Averages: "Averages changes in place what it is given",
     ReplacesInTerm: "ReplacesInTerm changes in place what it is given",
     ChangesGlobal: "ChangesGlobal changes in place what it is given",

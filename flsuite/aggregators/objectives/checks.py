@@ -108,9 +108,9 @@ def no_change_in_place(reader: Any, held: Any) -> Iterator[None]:
         for new, (old, version) in zip(after, before, strict=True)
     ):
         raise FlsuiteError(
-            f"{type(reader).__name__} changes in place what it is given: w, held, a batch, a "
-            "model, or what the server sends; make new tensors, leave the dictionaries as they "
-            "are, and measure in evaluation mode"
+            f"{type(reader).__name__} changes in place what it is given: w, held, a gradient, a "
+            "batch, a model, or what the server sends; make new tensors, leave the dictionaries as "
+            "they are, and measure in evaluation mode"
         )
 
 
@@ -130,8 +130,18 @@ def no_other_draws(what: str) -> Iterator[None]:
         raise FlsuiteError(f"{what} draws from random or numpy; draw from torch instead")
 
 
+def storages(held: Any) -> set[int]:
+    """Return where the tensors of a tree lie in memory, also under ``torch.vmap``."""
+    places = {_unwrapped(leaf).untyped_storage().data_ptr() for leaf in tree_leaves(held)}
+    return places - {0}  # of a tensor without elements
+
+
 def _version(leaf: Any) -> int:
     """Return the number of changes in place, also of a tensor under ``torch.vmap``."""
-    while isinstance(leaf, Tensor) and is_batchedtensor(leaf):
+    return _unwrapped(leaf)._version if isinstance(leaf, Tensor) else 0
+
+
+def _unwrapped(leaf: Tensor) -> Tensor:
+    while is_batchedtensor(leaf):
         leaf = get_unwrapped(leaf)
-    return leaf._version if isinstance(leaf, Tensor) else 0
+    return leaf

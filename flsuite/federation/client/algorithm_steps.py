@@ -67,7 +67,8 @@ class AlgorithmSteps:
         A step on two batches may need the gradient of the second one at other weights alone, as in
         Per-FedAvg. The model's own step is then taken there, because a gradient at the present
         weights would be computed for nothing. A call of the algorithm's functions shows the
-        weights: they are pure, and the call ends where they ask for that gradient.
+        weights: they are pure, and the call ends where they ask for that gradient. Functions that
+        step a second model before are not, so that its step is taken once.
         """
         self._draws = None
         size, halves = self.halves.batches_per_step, self.halves
@@ -133,7 +134,7 @@ class _StepOracle:
         self, fits: Fits, w: State, gradients: Sequence[State], batches: Sequence[Any]
     ) -> None:
         self._fits, self._w = fits, w
-        self._gradients, self._batches = gradients, batches
+        self.known, self._batches = gradients, batches
 
     @property
     def rate(self) -> float:
@@ -141,7 +142,7 @@ class _StepOracle:
 
     def __call__(self, at: State, batch: int, in_full: bool = False) -> State:
         if not in_full and is_at(at, self._w):
-            return dict(self._gradients[batch])
+            return dict(self.known[batch])
         return self.evaluate(at, batch, in_full).gradient
 
     def evaluate(self, at: State, batch: int, in_full: bool = False) -> Evaluation:
@@ -174,9 +175,14 @@ class _AheadOracle(_StepOracle):
         if not self._is_first:
             return self.evaluate(at, batch, in_full).gradient
         self._is_first = False
-        if known := self._gradients[batch]:
+        if known := self.known[batch]:
             return dict(known)
         raise _AskedError({} if in_full or is_at(at, self._w) else self._fits.of_all(at))
+
+    def step(self, name: str, v: State, gradient: State) -> State:
+        if not self.known[-1]:
+            raise _AskedError({})  # the optimizer of the other weights would step twice
+        return super().step(name, v, gradient)
 
 
 def _kinds_of(w: State) -> dict[str, Any]:
