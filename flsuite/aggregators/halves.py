@@ -4,7 +4,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch.utils._pytree import tree_structure
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_structure
 
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.objectives.checks import (
@@ -79,6 +80,7 @@ class Halves:
             if missing := [name for name in w if name not in new]:
                 raise wrong(part, "start", new, f"all entries of w, {missing[0]} too")
             require_tensors(part, "start", held)
+            _keep_apart(client, w)
             w = dict(new)
             helds.append(held)
         return w, helds
@@ -125,6 +127,7 @@ class Halves:
             if _has(part, "end"):
                 with no_change_in_place(part, [client.global_state, client.received]):
                     part.end(client, w, held)
+                _keep_apart(client, w)
 
     def measure(self, client: ClientContext, module: LightningModule, loader: TrainLoader) -> None:
         """Measure a trained model."""
@@ -133,6 +136,18 @@ class Halves:
             if _has(part, "measure"):
                 with no_change_in_place(part, [client.global_state, client.received, *own]):
                     part.measure(client, module, loader)
+                _keep_apart(client, own)
+
+
+def _keep_apart(client: ClientContext, w: Any) -> None:
+    """Copy what a client keeps or sends of its weights, which the model trains on or leaves."""
+    places = storages(w)
+
+    def copied(leaf: Any) -> Any:
+        is_own = isinstance(leaf, Tensor) and places & storages(leaf)
+        return leaf.detach().clone() if is_own else leaf
+
+    client.memory, client.extras = tree_map(copied, (client.memory, client.extras))
 
 
 def _require_todays_functions(part: ClientHalf) -> None:

@@ -239,6 +239,33 @@ def test_clipping_leaves_what_the_algorithm_holds(engine: Any, algorithm: str) -
         assert_same_tree(one.federation.clients[client], other.federation.clients[client])
 
 
+class Keeps(Objective):
+    """Keeps a tensor of the model, or a copy, where a fit starts, ends and is measured."""
+
+    def __init__(self, copies: bool) -> None:
+        self.copies = copies
+
+    def keep(self, client: ClientContext, name: str, value: Tensor) -> None:
+        client.memory[name] = [value.detach().clone() if self.copies else value.detach()]
+
+    def start(self, client: ClientContext, w: Any) -> Any:
+        self.keep(client, "start", w["network.3.bias"])
+        return w, {}
+
+    def end(self, client: ClientContext, w: Any, held: Any) -> None:
+        self.keep(client, "end", w["network.3.bias"][1:])
+
+    def measure(self, client: ClientContext, module: Any, loader: Any) -> None:
+        self.keep(client, "measured", module.network[3].bias)
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
+def test_what_a_client_keeps_stays_as_it_was(engine: Any) -> None:
+    one, other = (run(FedAvg(objective=Keeps(copies)), engine=engine) for copies in (True, False))
+    for client in range(4):
+        assert_same_tree(one.federation.clients[client], other.federation.clients[client])
+
+
 def test_what_a_client_keeps_of_a_stack_is_its_own(stacks: list[int]) -> None:
     made = fitted(Vectorized(clients=4), FedAvg(objective=ToStart()))
     kept = [made.federation.clients[client]["objective"]["v"] for client in range(4)]
