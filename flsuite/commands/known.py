@@ -94,9 +94,8 @@ def find_short(name: str) -> Class | None:
     return next((c for c in classes() if c.name == name and c.packages and not c.is_abstract), None)
 
 
-def key_for(name: str) -> str | None:
-    """Return the name of an argument that takes the class of this short name, or ``None``."""
-    chosen = find_short(name)
+def key_for(chosen: Class | None) -> str | None:
+    """Return the name of an argument that takes a class, or ``None``."""
     arguments = (pair for c in reversed(classes()) for pair in c.arguments.items())
     takes = (k for k, a in arguments if chosen and not {*a.bases}.isdisjoint(chosen.bases))
     return next(takes, None)

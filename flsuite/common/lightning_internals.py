@@ -127,6 +127,18 @@ def make_slim(trainer: Trainer) -> None:
         setattr(connector, name, _nothing)
 
 
+def clip_what_is_there(trainer: Trainer) -> None:
+    """Let clipping by value leave a step without gradients, where torch raises an error."""
+    plugin = trainer.precision_plugin
+    clip = plugin.clip_grad_by_value
+
+    def clip_by_value(optimizer: Optimizer, clip_val: float) -> None:
+        if any(parameter.grad is not None for parameter in plugin.main_params(optimizer)):
+            clip(optimizer, clip_val)
+
+    plugin.clip_grad_by_value = clip_by_value  # type: ignore[method-assign]
+
+
 def rewind(trainer: Trainer, max_epochs: int, settings: TrainerSettings) -> None:
     """Reset a Trainer to its state before any fit.
 

@@ -223,9 +223,7 @@ class _Step:
     def _update(self, has_loss: bool) -> None:
         """Clip the gradients and step the optimizer."""
         trainer, optimizer = self._trainer, self._optimizer
-        # Clip here, to include an algorithm's gradient term. A hook may have taken all gradients
-        # away, and torch cannot clip an empty list by value.
-        if trainer.gradient_clip_val and any(p.grad is not None for p in self._parameters):
+        if trainer.gradient_clip_val:  # here, to include an algorithm's gradient term
             self._module.configure_gradient_clipping(
                 optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
             )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 
-from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedProx
+from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedProx, PerFedAvg
 from flsuite.common.lightning_internals import hooks_with
 from flsuite.common.messages import ClientResult
 from flsuite.federation.client.plain import PlainLoop
@@ -82,6 +82,7 @@ def fits(
     [
         (dropout, FedAvg, {}),
         (dropout, lambda: FedProx(0.1), {"gradient_clip_val": 0.5}),
+        (dropout, PerFedAvg, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
         (dropout, lambda: SCAFFOLD(control="mean_gradient"), {"precision": "bf16-mixed"}),
         (dropout, FedAvg, {"max_steps": 3}),
         (dropout, FedAvg, {"accumulate_grad_batches": 2}),
@@ -91,6 +92,7 @@ def fits(
     ids=[
         "plain",
         "clipped_prox",
+        "pairs_clipped_by_value",
         "bf16_scaffold",
         "max_steps",
         "accumulated",
