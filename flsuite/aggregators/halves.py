@@ -18,6 +18,7 @@ from flsuite.aggregators.objectives.checks import (
 )
 from flsuite.aggregators.objectives.feature_term import FeatureTerm
 from flsuite.aggregators.part import ClientHalf
+from flsuite.common.arguments import PositiveInt, require
 from flsuite.common.client import BatchHandle, ClientContext, Evaluation, Oracle
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State
@@ -45,6 +46,7 @@ class Halves:
     def __init__(self, parts: Sequence[ClientHalf]) -> None:
         for part in parts:
             _require_todays_functions(part)
+            require(type(part).__name__, PositiveInt, batches_per_step=part.batches_per_step)
         self.parts = parts
         terms = [part for part in parts if isinstance(part, FeatureTerm)]
         self.term = terms[0] if terms else None
@@ -125,7 +127,7 @@ class Halves:
         """End a fit."""
         for part, held in zip(self.parts, helds, strict=True):
             if _has(part, "end"):
-                with no_change_in_place(part, [client.global_state, client.received]):
+                with no_change_in_place(part, [client.global_state, client.received, w]):
                     part.end(client, w, held)
                 _keep_apart(client, w)
 

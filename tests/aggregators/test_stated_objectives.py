@@ -418,6 +418,21 @@ class ChangesAtTheEnd(Objective):
         client.global_state["network.3.bias"].mul_(1.01)
 
 
+class ShrinksAtTheEnd(Objective):
+    """Changes what the client sends."""
+
+    def end(self, client: ClientContext, w: Any, held: Any) -> None:
+        w["network.3.bias"].mul_(0.5)
+
+
+class TwoAsOne(OnlyGradient):
+    batches_per_step = 2
+
+
+class NoNumberOfBatches(Normed):
+    batches_per_step: Any = "two"
+
+
 class MeasuresInTraining(Objective):
     """Changes the statistics of BatchNorm."""
 
@@ -456,6 +471,9 @@ WRONG = {
     ChangesGlobal: "ChangesGlobal changes in place what it is given",
     ChangesReceived: "ChangesReceived changes in place what it is given",
     ChangesAtTheEnd: "ChangesAtTheEnd changes in place what it is given",
+    ShrinksAtTheEnd: "ShrinksAtTheEnd changes in place what it is given",
+    TwoAsOne: "gradient hands a tuple to the oracle as a batch; .* such as batch.0.",
+    NoNumberOfBatches: "NoNumberOfBatches: batches_per_step must be a whole number",
     MeasuresInTraining: "MeasuresInTraining changes in place .*, and measure in evaluation mode",
     FewLogits: r"logits returned Tensor of shape \(\d+, 1\); return logits of the outputs' shape",
     HasCallbacks: "HasCallbacks.callbacks is not called: state what a client does",

@@ -9,6 +9,7 @@ import torch
 from flsuite.aggregators.halves import Halves, is_at
 from flsuite.aggregators.losses import Draws, drawing_from, random_state
 from flsuite.common.client import Evaluation
+from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State
 
 
@@ -142,11 +143,11 @@ class _StepOracle:
 
     def __call__(self, at: State, batch: int, in_full: bool = False) -> State:
         if not in_full and is_at(at, self._w):
-            return dict(self.known[batch])
+            return dict(self.known[_number(batch)])
         return self.evaluate(at, batch, in_full).gradient
 
     def evaluate(self, at: State, batch: int, in_full: bool = False) -> Evaluation:
-        return self._fits.evaluate(at, self._batches[batch], in_full)
+        return self._fits.evaluate(at, self._batches[_number(batch)], in_full)
 
     def step(self, name: str, v: State, gradient: State) -> State:
         return self._fits.step_other(name, v, gradient)
@@ -183,6 +184,15 @@ class _AheadOracle(_StepOracle):
         if not self.known[-1]:
             raise _AskedError({})  # the optimizer of the other weights would step twice
         return super().step(name, v, gradient)
+
+
+def _number(batch: Any) -> int:
+    if isinstance(batch, int):
+        return batch
+    raise FlsuiteError(
+        f"gradient hands a {type(batch).__name__} to the oracle as a batch; with batches_per_step "
+        "above 1, batch is a tuple of batches: hand over one of them, such as batch[0]"
+    )
 
 
 def _kinds_of(w: State) -> dict[str, Any]:
