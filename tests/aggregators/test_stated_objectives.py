@@ -226,13 +226,17 @@ class Momentum(Objective):
         client.memory["v"] = {name: value.clone() for name, value in held["v"].items()}
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("way", ["norm", "value", "optimizer"])
 @pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
-def test_clipping_leaves_what_the_algorithm_holds(engine: Any, algorithm: str) -> None:
-    clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+def test_changes_in_place_leave_what_the_algorithm_holds(engine: Any, way: str) -> None:
+    clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": way}
+    nesterov = {"momentum": 0.9, "nesterov": True, "foreach": True}  # as on a GPU
+    settings, own = ({}, nesterov) if way == "optimizer" else (clip, {})
     one, other = (
-        run(FedAvg(objective=Momentum(copies)), 1, engine=engine, **clip)
-        for copies in (True, False)
+        run(
+            FedAvg(objective=Momentum(held)), 1, engine=engine, model=table_model(**own), **settings
+        )
+        for held in (True, False)
     )
     assert_same_models(one, other)
     for client in range(4):

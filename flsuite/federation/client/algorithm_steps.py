@@ -8,9 +8,10 @@ import torch
 
 from flsuite.aggregators.halves import Halves, is_at
 from flsuite.aggregators.losses import Draws, drawing_from, random_state
+from flsuite.aggregators.objectives.checks import storages
 from flsuite.common.client import Evaluation
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.state import State
+from flsuite.common.state import State, clone
 
 
 class Fits(Protocol):
@@ -53,7 +54,7 @@ class AlgorithmSteps:
         self.halves, self.helds = halves, helds
         self._fits = fits
         self._waiting: list[tuple[State, Any]] = []
-        self._is_first = True
+        self._is_first, self._is_held = True, False
         self._draws: Draws | None = None  # the random state of ahead, if it has found weights
 
     @property
@@ -112,8 +113,11 @@ class AlgorithmSteps:
         else:
             with drawing_from(_device_of(w), self._draws):
                 changed, self.helds = self._changed(w, known, _AheadOracle)
+        if self._is_first:
+            self._is_held = bool(storages(changed) & storages([w, self.helds]))
         self._is_first = False
-        return changed
+        # A hook of the model, clipping and some optimizers change gradients in place.
+        return clone(changed, device=None) if self._is_held else changed
 
     def _changed(
         self, w: State, known: Sequence[tuple[State, Any]], kind: type["_StepOracle"]
@@ -171,7 +175,7 @@ class _AheadOracle(_StepOracle):
     _is_first = True
 
     def __call__(self, at: State, batch: int, in_full: bool = False) -> State:
-        if batch + 1 < len(self._batches):
+        if _number(batch) + 1 < len(self._batches):
             return super().__call__(at, batch, in_full)
         if not self._is_first:
             return self.evaluate(at, batch, in_full).gradient
