@@ -7,6 +7,7 @@ import json
 import sys
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from pkgutil import get_data
 from typing import Any, NamedTuple
 
@@ -96,7 +97,8 @@ def find_short(name: str) -> Class | None:
 
 def key_for(chosen: Class | None) -> str | None:
     """Return the name of an argument that takes a class, or ``None``."""
-    arguments = (pair for c in reversed(classes()) for pair in c.arguments.items())
+    of_classes = (pair for c in reversed(classes()) for pair in c.arguments.items())
+    arguments = chain(first_keys("fit").items(), of_classes)
     takes = (k for k, a in arguments if chosen and not {*a.bases}.isdisjoint(chosen.bases))
     return next(takes, None)
 
