@@ -476,7 +476,7 @@ WRONG = {
     ChangesReceived: "ChangesReceived changes in place what it is given",
     ChangesAtTheEnd: "ChangesAtTheEnd changes in place what it is given",
     ShrinksAtTheEnd: "ShrinksAtTheEnd changes in place what it is given",
-    TwoAsOne: "gradient hands a tuple to the oracle as a batch; .* such as batch.0.",
+    TwoAsOne: r"gradient hands a tuple to the oracle as a batch; .* such as batch",
     NoNumberOfBatches: "NoNumberOfBatches: batches_per_step must be a whole number",
     MeasuresInTraining: "MeasuresInTraining changes in place .*, and measure in evaluation mode",
     FewLogits: r"logits returned Tensor of shape \(\d+, 1\); return logits of the outputs' shape",

@@ -200,5 +200,5 @@ def test_several_numbers_are_no_logged_value(engine: Any) -> None:
             self.log("own", torch.ones(3))
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(FlsuiteError, match="log.own, .* must have a single element"):
+    with pytest.raises(FlsuiteError, match=r"log\(own, .* must have a single element"):
         fitted(engine, model=model(Logging), rounds=1)
