@@ -17,6 +17,7 @@ from lightning.pytorch.core.optimizer import (
     _configure_optimizers,
     _configure_schedulers_automatic_opt,
 )
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -249,6 +250,11 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any]:
     if wrapped is None or has_hooks or is_patched or has_global:
         return optimizer.step
     return partial(wrapped, optimizer)
+
+
+def refuse_output(output: Any) -> None:
+    """Refuse what a training step must not return, in Lightning's words."""
+    ClosureResult.from_training_step_output(output)
 
 
 def detects_anomalies(trainer: Trainer) -> bool:

@@ -6,7 +6,7 @@ weights, bit for bit. The plain case is one torch optimizer, stepped once per ba
 schedulers and without Lightning callbacks of the user, see :func:`~conditions.not_plain`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -27,6 +27,7 @@ from flsuite.common.lightning_internals import (
     configured,
     detects_anomalies,
     leave_hooks,
+    refuse_output,
     scaler_of,
     set_train_loader,
     step_of,
@@ -186,8 +187,10 @@ class _Step:
         call("on_train_batch_start", batch, index)
         with self._precision():
             output = self._module.training_step(batch, index)
-        outputs: dict[str, Any] = dict(output) if isinstance(output, dict) else {"loss": output}
+        outputs: dict[str, Any] = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss: Tensor | None = outputs.get("loss")
+        if output is not None and not isinstance(loss, Tensor):
+            refuse_output(output)
 
         # In Lightning's order, gradients are cleared after the forward pass.
         call("on_before_zero_grad", optimizer)

@@ -148,6 +148,21 @@ def test_later_fits_take_the_optimizer_in_the_forms_that_lightning_takes(
         assert equal_states(a.update.state, b.update.state)
 
 
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [(1.0, "must return a Tensor, a dict, or None"), ({"los": 1}, "the 'loss' key needs to be")],
+    ids=["number", "no loss"],
+)
+def test_both_loops_refuse_a_step_in_the_same_words(output: Any, words: str) -> None:
+    class Returns(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return output if batch_idx else super().training_step(batch, batch_idx)
+
+    for lean in (True, False):
+        failure = outcome(runner(Returns(MLP(hidden=(8,))), FedAvg(), lean), 0)
+        assert words in failure.reason
+
+
 class Fails(Callback):
     """Raises at the end of the first epoch of one client, and records its calls."""
 
