@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.utils._pytree import tree_leaves
@@ -131,9 +132,9 @@ def no_other_draws(what: str) -> Iterator[None]:
 
 
 def storages(held: Any) -> set[int]:
-    """Return where the tensors of a tree lie in memory, also under ``torch.vmap``."""
-    places = {_unwrapped(leaf).untyped_storage().data_ptr() for leaf in tree_leaves(held)}
-    return places - {0}  # of a tensor without elements
+    """Return where the dense tensors of a tree lie in memory, also under ``torch.vmap``."""
+    dense = (_unwrapped(leaf) for leaf in tree_leaves(held) if leaf.layout == torch.strided)
+    return {leaf.untyped_storage().data_ptr() for leaf in dense if leaf.numel()}
 
 
 def _version(leaf: Any) -> int:
