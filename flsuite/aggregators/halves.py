@@ -1,10 +1,12 @@
 """The client halves of an algorithm's parts, as one chain of functions."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch.utils._pytree import tree_structure
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_structure
 
 from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.objectives.checks import (
@@ -12,10 +14,12 @@ from flsuite.aggregators.objectives.checks import (
     no_other_draws,
     require_entries,
     require_tensors,
+    storages,
     wrong,
 )
 from flsuite.aggregators.objectives.feature_term import FeatureTerm
 from flsuite.aggregators.part import ClientHalf
+from flsuite.common.arguments import PositiveInt, require
 from flsuite.common.client import BatchHandle, ClientContext, Evaluation, Oracle
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State
@@ -43,6 +47,7 @@ class Halves:
     def __init__(self, parts: Sequence[ClientHalf]) -> None:
         for part in parts:
             _require_todays_functions(part)
+            require(type(part).__name__, PositiveInt, batches_per_step=part.batches_per_step)
         self.parts = parts
         terms = [part for part in parts if isinstance(part, FeatureTerm)]
         self.term = terms[0] if terms else None
@@ -69,7 +74,7 @@ class Halves:
             if not _has(part, "start"):
                 helds.append({})
                 continue
-            with no_change_in_place(part, [client.global_state, client.received, w]):
+            with _guarded(part, client, w):
                 started: Any = part.start(client, w)
             if not isinstance(started, tuple) or len(started) != 2:
                 raise wrong(part, "start", started, "the weights, and what the steps hold")
@@ -122,16 +127,30 @@ class Halves:
         """End a fit."""
         for part, held in zip(self.parts, helds, strict=True):
             if _has(part, "end"):
-                with no_change_in_place(part, [client.global_state, client.received]):
+                with _guarded(part, client, w):
                     part.end(client, w, held)
 
     def measure(self, client: ClientContext, module: LightningModule, loader: TrainLoader) -> None:
         """Measure a trained model."""
-        own = dict(module.named_parameters()), dict(module.named_buffers())
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for part in self.parts:
             if _has(part, "measure"):
-                with no_change_in_place(part, [client.global_state, client.received, *own]):
+                with _guarded(part, client, own):
                     part.measure(client, module, loader)
+
+
+@contextmanager
+def _guarded(part: ClientHalf, client: ClientContext, w: State) -> Iterator[None]:
+    """Refuse changes of what a part is given, and copy what the client keeps or sends of ``w``."""
+    with no_change_in_place(part, [client.global_state, client.received, w]):
+        yield
+    places = storages(w)
+
+    def copied(leaf: Any) -> Any:  # the model trains on with w, or takes the next client's
+        is_of_w = isinstance(leaf, Tensor) and places & storages(leaf)
+        return leaf.detach().clone() if is_of_w else leaf
+
+    client.memory, client.extras = tree_map(copied, (client.memory, client.extras))
 
 
 def _require_todays_functions(part: ClientHalf) -> None:
@@ -153,7 +172,7 @@ class _Changed:
     """An oracle whose gradient at the present weights is the one of an earlier part."""
 
     def __init__(self, oracle: Oracle, w: State, gradient: State) -> None:
-        self._oracle, self._w, self._gradient = oracle, w, gradient
+        self._oracle, self._w, self.known = oracle, w, [gradient]
 
     @property
     def rate(self) -> float:
@@ -161,7 +180,7 @@ class _Changed:
 
     def __call__(self, at: State, batch: Any, in_full: bool = False) -> State:
         if is_at(at, self._w) and not in_full:
-            return dict(self._gradient)
+            return dict(self.known[0])
         return self._oracle(at, batch, in_full)
 
     def evaluate(self, at: State, batch: Any, in_full: bool = False) -> Evaluation:
@@ -171,15 +190,14 @@ class _Changed:
         return self._oracle.step(f"next/{name}", v, gradient)  # not those of the earlier part
 
 
-def _checked(
-    part: ClientHalf, oracle: Oracle, w: State, held: Any, batch: Any
-) -> tuple[State, Any]:
+def _checked(part: ClientHalf, oracle: Any, w: State, held: Any, batch: Any) -> tuple[State, Any]:
     """Return the gradient of a part, and what it holds from then on.
 
     Raises:
         FlsuiteError: If the part returns something else, or changes what it reads.
     """
-    with no_change_in_place(part, [w, held]), no_other_draws(f"{type(part).__name__}.gradient"):
+    given = [w, held, oracle.known]
+    with no_change_in_place(part, given), no_other_draws(f"{type(part).__name__}.gradient"):
         stepped: Any = part.gradient(oracle, w, held, batch)
     if not isinstance(stepped, tuple) or len(stepped) != 2:
         raise wrong(part, "gradient", stepped, "a gradient, and what the steps hold")
@@ -188,6 +206,10 @@ def _checked(
     require_tensors(part, "gradient", after)
     if tree_structure(after) != tree_structure(held):
         raise wrong(part, "gradient", "other entries of held", "those of start, with new tensors")
+    if storages(after) & storages(w):
+        raise wrong(
+            part, "gradient", "w to hold it", "a clone, because the step changes w in place"
+        )
     return gradient, after
 
 

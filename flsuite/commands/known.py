@@ -7,6 +7,7 @@ import json
 import sys
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from pkgutil import get_data
 from typing import Any, NamedTuple
 
@@ -94,10 +95,10 @@ def find_short(name: str) -> Class | None:
     return next((c for c in classes() if c.name == name and c.packages and not c.is_abstract), None)
 
 
-def key_for(name: str) -> str | None:
-    """Return the name of an argument that takes the class of this short name, or ``None``."""
-    chosen = find_short(name)
-    arguments = (pair for c in reversed(classes()) for pair in c.arguments.items())
+def key_for(chosen: Class | None) -> str | None:
+    """Return the name of an argument that takes a class, or ``None``."""
+    of_classes = (pair for c in reversed(classes()) for pair in c.arguments.items())
+    arguments = chain(first_keys("fit").items(), of_classes)
     takes = (k for k, a in arguments if chosen and not {*a.bases}.isdisjoint(chosen.bases))
     return next(takes, None)
 

@@ -231,18 +231,26 @@ class _Checked:
         if not _NAME.fullmatch(name) or name.endswith(_CONFIGS):
             return
         is_class = not argument.takes_text  # else it may be a file
+        bases = " or ".join(base.rpartition(".")[2] for base in argument.bases)
         if "." in name:
-            self.classes[at] = self._find(name) if is_class else find(name)
-            if self.classes[at] is None and is_class:
+            chosen = self.classes[at] = self._find(name) if is_class else find(name)
+            if chosen is None and is_class:
                 self._refuse_path(at, name)
+            elif (
+                chosen
+                and (bases and is_class and {*argument.bases}.isdisjoint(chosen.bases))
+                and (key := key_for(chosen))
+            ):
+                text = f"{self._named(at)}: {name} is not of type {bases}; it is for the key {key}"
+                self._refuse(at, text)
             return
         known = subclasses(argument.bases)
         if name not in known and known and is_class:
-            near = own_class(name) or nearest(name, known)
+            own = own_class(name)
+            near = own or nearest(name, known)
             lists = f", or see flsuite fit --help={'.'.join(at)}"
-            key = key_for(name)
+            key = key_for(find_short(name) or (self._find(own) if own else None))
             hint = f"; it is for the key {key}" if key else did_you_mean(near, MODULE_TOO + lists)
-            bases = " or ".join(base.rpartition(".")[2] for base in argument.bases)
             self.guessed.add(at)
             text = f"{self._named(at)}: there is no {bases} called {name}{hint}"
             self._refuse(at, text, argument.bases[0])

@@ -17,6 +17,7 @@ from lightning.pytorch.core.optimizer import (
     _configure_optimizers,
     _configure_schedulers_automatic_opt,
 )
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -125,6 +126,18 @@ def make_slim(trainer: Trainer) -> None:
         "resume_end",
     ):
         setattr(connector, name, _nothing)
+
+
+def clip_what_is_there(trainer: Trainer) -> None:
+    """Let clipping by value leave a step without gradients, where torch raises an error."""
+    plugin = trainer.precision_plugin
+    clip = plugin.clip_grad_by_value
+
+    def clip_by_value(optimizer: Optimizer, clip_val: float) -> None:
+        if any(parameter.grad is not None for parameter in plugin.main_params(optimizer)):
+            clip(optimizer, clip_val)
+
+    plugin.clip_grad_by_value = clip_by_value  # type: ignore[method-assign]
 
 
 def rewind(trainer: Trainer, max_epochs: int, settings: TrainerSettings) -> None:
@@ -237,6 +250,11 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any]:
     if wrapped is None or has_hooks or is_patched or has_global:
         return optimizer.step
     return partial(wrapped, optimizer)
+
+
+def refuse_output(output: Any) -> None:
+    """Refuse what a training step must not return, in Lightning's words."""
+    ClosureResult.from_training_step_output(output)
 
 
 def detects_anomalies(trainer: Trainer) -> bool:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from flsuite.aggregators import FedAvg, PerFedAvg
+from flsuite.aggregators import FedAvg, Objective, PerFedAvg
 from flsuite.aggregators.perfedavg import MetaGradient
+from flsuite.common.client import ClientContext
 from flsuite.common.state import State
 from flsuite.federation import InProcess, Vectorized
 from tests.aggregators.federations import Quadratic, Quadratics, optimum, run
@@ -43,6 +44,34 @@ def test_the_gradient_on_a_quadratic_is_exact(batches: int, order: Any) -> None:
     gradient = a * (alpha * a * m - m) * ((1 - alpha * a) if order == "hessian_free" else 1)
     reached = optimum(aggregator, Quadratics((a,), (m,)), 1, batches, model=model)
     assert reached == pytest.approx(-rate * gradient, rel=1e-4)
+
+
+class Leads(Objective):
+    """Takes the gradient of the second batch at a second model that the first one moves."""
+
+    batches_per_step = 2
+
+    def start(self, client: ClientContext, w: Any) -> Any:
+        return w, w
+
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        v = oracle.step("v", held, oracle(w, batch[0]))
+        return oracle(v, batch[1]), v
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized(clients=2)])
+def test_a_second_model_steps_once_per_pair(engine: Any) -> None:
+    """Its momentum shows how often, also where the second batch is needed at its weights first."""
+    a, m, rate = 3.0, 2.0, 0.05
+    w, v, of_w, of_v = 0.0, 0.0, 0.0, 0.0
+    for _ in range(3):
+        of_v = 0.9 * of_v + a * (w - m)
+        v -= rate * of_v
+        of_w = 0.9 * of_w + a * (v - m)
+        w -= rate * of_w
+    model = Quadratic(partial(SGD, lr=rate, momentum=0.9))
+    own = FedAvg(objective=Leads()), Quadratics((a, a), (m, m)), 1, 6
+    assert optimum(*own, model=model, engine=engine) == pytest.approx(w, rel=1e-5)
 
 
 class Counting(Quadratic):

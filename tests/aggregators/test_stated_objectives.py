@@ -223,15 +223,46 @@ class Momentum(Objective):
         client.memory["v"] = {name: value.clone() for name, value in held["v"].items()}
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("way", ["norm", "value", "optimizer"])
 @pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
-def test_clipping_leaves_what_the_algorithm_holds(engine: Any, algorithm: str) -> None:
-    clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+def test_changes_in_place_leave_what_the_algorithm_holds(engine: Any, way: str) -> None:
+    clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": way}
+    nesterov = {"momentum": 0.9, "nesterov": True, "foreach": True}  # as on a GPU
+    settings, own = ({}, nesterov) if way == "optimizer" else (clip, {})
     one, other = (
-        run(FedAvg(objective=Momentum(copies)), 1, engine=engine, **clip)
-        for copies in (True, False)
+        run(
+            FedAvg(objective=Momentum(held)), 1, engine=engine, model=table_model(**own), **settings
+        )
+        for held in (True, False)
     )
     assert_same_models(one, other)
+    for client in range(4):
+        assert_same_tree(one.federation.clients[client], other.federation.clients[client])
+
+
+class Keeps(Objective):
+    """Keeps a tensor of the model, or a copy, where a fit starts, ends and is measured."""
+
+    def __init__(self, copies: bool) -> None:
+        self.copies = copies
+
+    def keep(self, client: ClientContext, name: str, value: Tensor) -> None:
+        client.memory[name] = [value.detach().clone() if self.copies else value.detach()]
+
+    def start(self, client: ClientContext, w: Any) -> Any:
+        self.keep(client, "start", w["network.3.bias"])
+        return w, {}
+
+    def end(self, client: ClientContext, w: Any, held: Any) -> None:
+        self.keep(client, "end", w["network.3.bias"][1:])
+
+    def measure(self, client: ClientContext, module: Any, loader: Any) -> None:
+        self.keep(client, "measured", module.network[3].bias)
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
+def test_what_a_client_keeps_stays_as_it_was(engine: Any) -> None:
+    one, other = (run(FedAvg(objective=Keeps(copies)), engine=engine) for copies in (True, False))
     for client in range(4):
         assert_same_tree(one.federation.clients[client], other.federation.clients[client])
 
@@ -344,8 +375,22 @@ MISTAKES: dict[str, Objective] = {
     "Wrong changes in place .*, and measure in evaluation mode": wrong(
         measure=lambda _, client, m, data: m.training_step(next(data.plain_batches()), 0)
     ),
+    "gradient hands a tuple to the oracle as a batch; .* such as batch": wrong(
+        batches_per_step=2, gradient=lambda _, oracle, w, held, batch: oracle(w, batch)
+    ),
+    "Wrong: batches_per_step must be a whole number": wrong(Normed, batches_per_step="two"),
+    "Wrong.gradient returned w to hold it; return a clone": wrong(
+        start=lambda _, client, w: (w, {"before": w[BIAS]}),
+        gradient=lambda _, oracle, w, held, b: (oracle(w, b), {"before": w[BIAS].view(-1)}),
+    ),
 }
 IN_PLACE = [
+    wrong(
+        gradient=lambda _, oracle, w, held, b: after(
+            oracle(w, b)[BIAS].mul_(2.0), (oracle(w, b), held)
+        )
+    ),
+    wrong(end=lambda _, client, w, held: after(w[BIAS].mul_(0.5), None)),
     wrong(
         FeatureTerm,
         start=lambda _, client, w: (w, {"bias": client.global_state[BIAS]}),

@@ -170,6 +170,10 @@ LIKELIEST = {
     "--trainer.callbacks Krum": "there is no Callback called Krum; it is for the key rule",
     "--trainer.aggregator Proximal": "Rule called Proximal; it is for the key objective",
     "--trainer.aggregator MyFedAvg": "called MyFedAvg (did you mean my_typos.MyFedAvg?)",
+    "--data Classifier": "LightningDataModule called Classifier; it is for the key model",
+    "--trainer.engine my_typos.MyFedAvg": "my_typos.MyFedAvg is not of type EngineChoice; it is "
+    "for the key aggregator",
+    "--plugins [my_typos] --trainer.engine MyFedAvg": "called MyFedAvg; it is for the key aggregat",
     "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitr x": "callbacks.monitor?",
     "--trainer.logger [CSVLogger, WandLogger]": "did you mean WandbLogger?",
     "--plugns [my_typos]": "--plugins?",

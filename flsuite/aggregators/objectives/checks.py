@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.utils._pytree import tree_leaves
@@ -108,9 +109,9 @@ def no_change_in_place(reader: Any, held: Any) -> Iterator[None]:
         for new, (old, version) in zip(after, before, strict=True)
     ):
         raise FlsuiteError(
-            f"{type(reader).__name__} changes in place what it is given: w, held, a batch, a "
-            "model, or what the server sends; make new tensors, leave the dictionaries as they "
-            "are, and measure in evaluation mode"
+            f"{type(reader).__name__} changes in place what it is given: w, held, a gradient, a "
+            "batch, a model, or what the server sends; make new tensors, leave the dictionaries as "
+            "they are, and measure in evaluation mode"
         )
 
 
@@ -130,8 +131,18 @@ def no_other_draws(what: str) -> Iterator[None]:
         raise FlsuiteError(f"{what} draws from random or numpy; draw from torch instead")
 
 
+def storages(held: Any) -> set[int]:
+    """Return where the dense tensors of a tree lie in memory, also under ``torch.vmap``."""
+    dense = (_unwrapped(leaf) for leaf in tree_leaves(held) if leaf.layout == torch.strided)
+    return {leaf.untyped_storage().data_ptr() for leaf in dense if leaf.numel()}
+
+
 def _version(leaf: Any) -> int:
     """Return the number of changes in place, also of a tensor under ``torch.vmap``."""
-    while isinstance(leaf, Tensor) and is_batchedtensor(leaf):
+    return _unwrapped(leaf)._version if isinstance(leaf, Tensor) else 0
+
+
+def _unwrapped(leaf: Tensor) -> Tensor:
+    while is_batchedtensor(leaf):
         leaf = get_unwrapped(leaf)
-    return leaf._version if isinstance(leaf, Tensor) else 0
+    return leaf

@@ -8,8 +8,10 @@ import torch
 
 from flsuite.aggregators.halves import Halves, is_at
 from flsuite.aggregators.losses import Draws, drawing_from, random_state
+from flsuite.aggregators.objectives.checks import storages
 from flsuite.common.client import Evaluation
-from flsuite.common.state import State
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.state import State, clone
 
 
 class Fits(Protocol):
@@ -52,7 +54,7 @@ class AlgorithmSteps:
         self.halves, self.helds = halves, helds
         self._fits = fits
         self._waiting: list[tuple[State, Any]] = []
-        self._is_first = True
+        self._is_first, self._is_held = True, False
         self._draws: Draws | None = None  # the random state of ahead, if it has found weights
 
     @property
@@ -67,7 +69,8 @@ class AlgorithmSteps:
         A step on two batches may need the gradient of the second one at other weights alone, as in
         Per-FedAvg. The model's own step is then taken there, because a gradient at the present
         weights would be computed for nothing. A call of the algorithm's functions shows the
-        weights: they are pure, and the call ends where they ask for that gradient.
+        weights: they are pure, and the call ends where they ask for that gradient. Functions that
+        step a second model before are not, so that its step is taken once.
         """
         self._draws = None
         size, halves = self.halves.batches_per_step, self.halves
@@ -110,8 +113,11 @@ class AlgorithmSteps:
         else:
             with drawing_from(_device_of(w), self._draws):
                 changed, self.helds = self._changed(w, known, _AheadOracle)
+        if self._is_first:
+            self._is_held = bool(storages(changed) & storages([w, self.helds]))
         self._is_first = False
-        return changed
+        # A hook of the model, clipping and some optimizers change gradients in place.
+        return clone(changed, device=None) if self._is_held else changed
 
     def _changed(
         self, w: State, known: Sequence[tuple[State, Any]], kind: type["_StepOracle"]
@@ -133,7 +139,7 @@ class _StepOracle:
         self, fits: Fits, w: State, gradients: Sequence[State], batches: Sequence[Any]
     ) -> None:
         self._fits, self._w = fits, w
-        self._gradients, self._batches = gradients, batches
+        self.known, self._batches = gradients, batches
 
     @property
     def rate(self) -> float:
@@ -141,11 +147,11 @@ class _StepOracle:
 
     def __call__(self, at: State, batch: int, in_full: bool = False) -> State:
         if not in_full and is_at(at, self._w):
-            return dict(self._gradients[batch])
+            return dict(self.known[_number(batch)])
         return self.evaluate(at, batch, in_full).gradient
 
     def evaluate(self, at: State, batch: int, in_full: bool = False) -> Evaluation:
-        return self._fits.evaluate(at, self._batches[batch], in_full)
+        return self._fits.evaluate(at, self._batches[_number(batch)], in_full)
 
     def step(self, name: str, v: State, gradient: State) -> State:
         return self._fits.step_other(name, v, gradient)
@@ -169,14 +175,28 @@ class _AheadOracle(_StepOracle):
     _is_first = True
 
     def __call__(self, at: State, batch: int, in_full: bool = False) -> State:
-        if batch + 1 < len(self._batches):
+        if _number(batch) + 1 < len(self._batches):
             return super().__call__(at, batch, in_full)
         if not self._is_first:
             return self.evaluate(at, batch, in_full).gradient
         self._is_first = False
-        if known := self._gradients[batch]:
+        if known := self.known[batch]:
             return dict(known)
         raise _AskedError({} if in_full or is_at(at, self._w) else self._fits.of_all(at))
+
+    def step(self, name: str, v: State, gradient: State) -> State:
+        if not self.known[-1]:
+            raise _AskedError({})  # the optimizer of the other weights would step twice
+        return super().step(name, v, gradient)
+
+
+def _number(batch: Any) -> int:
+    if isinstance(batch, int):
+        return batch
+    raise FlsuiteError(
+        f"gradient hands a {type(batch).__name__} to the oracle as a batch; with batches_per_step "
+        "above 1, batch is a tuple of batches: hand over one of them, such as batch[0]"
+    )
 
 
 def _kinds_of(w: State) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from flsuite.aggregators.objectives.checks import no_change_in_place
 from flsuite.common.client import ClientContext, Evaluation, Taken
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import scaler_of
-from flsuite.common.state import State, clone, load_
+from flsuite.common.state import State, load_
 from flsuite.data.loader import TrainLoader
 from flsuite.federation.client.algorithm_steps import AlgorithmSteps
 from flsuite.federation.client.tensor_optimizer import TensorOptimizer
@@ -222,8 +222,6 @@ class OneSteps:
         else:
             names = frozenset(name for name, _ in stepping if name in gradient)
             self.fit.record(optimizer, names)
-        if self.fit.clips and self.halves.changes_gradients:
-            gradient = clone(gradient, device=None)  # clipped in place, and perhaps held
         for name, parameter in stepping:
             parameter.grad = gradient.get(name)  # the optimizer leaves those without one
 

@@ -54,6 +54,8 @@ def logged_values(
         number = torch.as_tensor(value).detach().float()
     except (TypeError, ValueError, RuntimeError) as error:
         raise OtherMeanError(f"a step logs {name}, which is a {type(value).__name__}") from error
+    if number.numel() != 1:  # Lightning says so in words
+        raise OtherMeanError(f"a step logs {name}, which has several numbers")
     of_step, of_epoch = on_step is not False, bool(on_epoch)
     values = []
     if of_step:

@@ -6,7 +6,7 @@ weights, bit for bit. The plain case is one torch optimizer, stepped once per ba
 schedulers and without Lightning callbacks of the user, see :func:`~conditions.not_plain`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -27,6 +27,7 @@ from flsuite.common.lightning_internals import (
     configured,
     detects_anomalies,
     leave_hooks,
+    refuse_output,
     scaler_of,
     set_train_loader,
     step_of,
@@ -186,8 +187,10 @@ class _Step:
         call("on_train_batch_start", batch, index)
         with self._precision():
             output = self._module.training_step(batch, index)
-        outputs: dict[str, Any] = dict(output) if isinstance(output, dict) else {"loss": output}
+        outputs: dict[str, Any] = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss: Tensor | None = outputs.get("loss")
+        if output is not None and not isinstance(loss, Tensor):
+            refuse_output(output)
 
         # In Lightning's order, gradients are cleared after the forward pass.
         call("on_before_zero_grad", optimizer)
@@ -223,9 +226,7 @@ class _Step:
     def _update(self, has_loss: bool) -> None:
         """Clip the gradients and step the optimizer."""
         trainer, optimizer = self._trainer, self._optimizer
-        # Clip here, to include an algorithm's gradient term. A hook may have taken all gradients
-        # away, and torch cannot clip an empty list by value.
-        if trainer.gradient_clip_val and any(p.grad is not None for p in self._parameters):
+        if trainer.gradient_clip_val:  # here, to include an algorithm's gradient term
             self._module.configure_gradient_clipping(
                 optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
             )

@@ -54,7 +54,8 @@ class TensorOptimizer:
         """Return values of the tensors after a step. Other entries stay."""
         for name, tensor in self._tensors.items():
             tensor.data = torch.empty_like(tensor).copy_(values[name])  # in its own layout
-        self.step(gradients)
+        # Copies, because some optimizers change gradients in place, and these may be held.
+        self.step({name: value.clone() for name, value in gradients.items()})
         return {**values, **{name: tensor.data for name, tensor in self._tensors.items()}}
 
     @property

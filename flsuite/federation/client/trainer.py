@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import (
+    clip_what_is_there,
     detects_anomalies,
     leave_hooks,
     make_slim,
@@ -55,6 +56,7 @@ class ClientTrainer(Trainer):
         # max_epochs itself changes with every fit that has a warm-up.
         self._local_epochs = self.max_epochs or 1
         make_slim(self)
+        clip_what_is_there(self)
         self._settings = trainer_settings(self)
         self._scaler = scaler_of(self)
         self._scaling = {} if self._scaler is None else self._scaler.state_dict()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 
-from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedProx
+from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedProx, PerFedAvg
 from flsuite.common.lightning_internals import hooks_with
 from flsuite.common.messages import ClientResult
 from flsuite.federation.client.plain import PlainLoop
@@ -84,6 +84,7 @@ def fits(
     [
         (dropout, FedAvg, {}),
         (dropout, lambda: FedProx(0.1), {"gradient_clip_val": 0.5}),
+        (dropout, PerFedAvg, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
         (dropout, lambda: SCAFFOLD(control="mean_gradient"), {"precision": "bf16-mixed"}),
         (dropout, FedAvg, {"max_steps": 3}),
         (dropout, FedAvg, {"accumulate_grad_batches": 2}),
@@ -91,7 +92,7 @@ def fits(
         (lambda: Accumulates(MLP(hidden=(8,))), FedAvg, {}),
     ],
     ids=[
-        *("plain", "clipped_prox", "bf16_scaffold", "max_steps"),
+        *("plain", "clipped_prox", "pairs_clipped_by_value", "bf16_scaffold", "max_steps"),
         *("accumulated", "fused", "own_optimizer_step"),
     ],
 )
@@ -139,6 +140,21 @@ def test_later_fits_take_the_optimizer_in_the_forms_that_lightning_takes(form: A
     other, _, _ = fits(one_optimizer(form), True, FedAvg())
     for a, b in zip(plain, other, strict=True):
         assert equal_states(a.update.state, b.update.state)
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [(1.0, "must return a Tensor, a dict, or None"), ({"los": 1}, "the 'loss' key needs to be")],
+    ids=["number", "no loss"],
+)
+def test_both_loops_refuse_a_step_in_the_same_words(output: Any, words: str) -> None:
+    class Returns(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return output if batch_idx else super().training_step(batch, batch_idx)
+
+    for lean in (True, False):
+        failure = outcome(runner(Returns(MLP(hidden=(8,))), FedAvg(), lean), 0)
+        assert words in failure.reason
 
 
 class Fails(Callback):

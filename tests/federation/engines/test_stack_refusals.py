@@ -190,3 +190,14 @@ def test_logs_are_those_of_single_fits(options: dict[str, Any], stacks: list[int
     assert rows[1] == pytest.approx(rows[0], rel=1e-5)
     assert bool(rows[0]) == (options.get("logger") is not False)
     assert bool(stacks) == (not options.keys() & {"batch_size", "reduce_fx"})
+
+
+@pytest.mark.parametrize("engine", [InProcess(), Vectorized()], ids=["alone", "stacked"])
+def test_several_numbers_are_no_logged_value(engine: Any) -> None:
+    class Logging(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("own", torch.ones(3))
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(FlsuiteError, match=r"log\(own, .* must have a single element"):
+        fitted(engine, model=model(Logging), rounds=1)
