@@ -144,13 +144,15 @@ def _guarded(part: ClientHalf, client: ClientContext, w: State) -> Iterator[None
     """Refuse changes of what a part is given, and copy what the client keeps or sends of ``w``."""
     with no_change_in_place(part, [client.global_state, client.received, w]):
         yield
-    places = storages(w)
+    kept = client.memory, client.extras
+    own = storages(kept)
+    if places := own and own & storages(w):
 
-    def copied(leaf: Any) -> Any:  # the model trains on with w, or takes the next client's
-        is_of_w = isinstance(leaf, Tensor) and places & storages(leaf)
-        return leaf.detach().clone() if is_of_w else leaf
+        def copied(leaf: Any) -> Any:  # the model trains on with w, or takes the next client's
+            is_of_w = isinstance(leaf, Tensor) and places & storages(leaf)
+            return leaf.detach().clone() if is_of_w else leaf
 
-    client.memory, client.extras = tree_map(copied, (client.memory, client.extras))
+        client.memory, client.extras = tree_map(copied, kept)
 
 
 def _require_todays_functions(part: ClientHalf) -> None:

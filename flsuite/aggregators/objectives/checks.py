@@ -101,9 +101,9 @@ def no_change_in_place(reader: Any, held: Any) -> Iterator[None]:
     Raises:
         FlsuiteError: If a tensor has changed in place, or has been replaced in its dictionary.
     """
-    before = [(leaf, _version(leaf)) for leaf in tree_leaves(held)]
+    before = [(leaf, _version(leaf)) for leaf in _leaves(held)]
     yield
-    after = tree_leaves(held)
+    after = _leaves(held)
     if len(after) != len(before) or any(
         new is not old or _version(new) != version
         for new, (old, version) in zip(after, before, strict=True)
@@ -131,10 +131,21 @@ def no_other_draws(what: str) -> Iterator[None]:
         raise FlsuiteError(f"{what} draws from random or numpy; draw from torch instead")
 
 
-def storages(held: Any) -> set[int]:
+def storages(tree: Any) -> set[int]:
     """Return where the dense tensors of a tree lie in memory, also under ``torch.vmap``."""
-    dense = (_unwrapped(leaf) for leaf in tree_leaves(held) if leaf.layout == torch.strided)
-    return {leaf.untyped_storage().data_ptr() for leaf in dense if leaf.numel()}
+    tensors = (_unwrapped(leaf) for leaf in _leaves(tree) if isinstance(leaf, Tensor))
+    dense = (one for one in tensors if one.layout == torch.strided and one.numel())
+    return {one.untyped_storage().data_ptr() for one in dense}
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """Return the leaves of a tree. On plain dictionaries, torch's own function is slow."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) not in (dict, list, tuple):
+        return tree_leaves(tree)
+    parts = tree.values() if type(tree) is dict else tree
+    return [leaf for part in parts for leaf in _leaves(part)]
 
 
 def _version(leaf: Any) -> int:
