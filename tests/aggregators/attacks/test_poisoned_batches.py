@@ -228,7 +228,7 @@ def test_the_success_rate_is_in_tables_loggers_and_reports(
 
     to = ["--metric", "backdoor_success", "--output", str(tmp_path)]
     assert cli("report", str(folder), *to) == 0
-    assert "backdoor_success" in capsys.readouterr().out
+    assert "test backdoor success" in capsys.readouterr().out
     assert pd.read_csv(tmp_path / "report.csv")["last"].item() > 0.8
 
 
