@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 import flsuite
 
@@ -20,10 +21,12 @@ def test_every_file_that_is_not_python_is_package_data() -> None:
     assert {f for f in files - shipped if f.suffix not in (".md", ".py", ".pyc")} == set()
 
 
-def test_the_readme_and_the_changes_name_this_version() -> None:
-    readme = (ROOT / PROJECT["project"]["readme"]).read_text()
+def test_the_citation_and_the_changes_name_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert f"\n## {flsuite.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
-    assert f"version = {{{flsuite.__version__}}}" in readme
+    assert citation["version"] == flsuite.__version__
+    assert citation["license"] == PROJECT["project"]["license"]
+    assert citation["keywords"] == PROJECT["project"]["keywords"]
 
 
 def test_dev_has_every_optional_dependency() -> None:

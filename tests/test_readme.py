@@ -3,6 +3,9 @@
 import ast
 import json
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,12 +13,23 @@ import torch
 import yaml
 
 import flsuite
+from flsuite.aggregators import FedProx, LocalOnly
 from flsuite.commands.main import main
 from flsuite.commands.sweeps.plan import fit_arguments, samples_of
 from flsuite.commands.sweeps.reading import read_sweep
 from tests.commands.command import QUICKSTART, Capture, cli
 from tests.conftest import mostly_long
-from tests.docs.generated import KINDS, KNOWN, classes, known_classes, tables, written
+from tests.docs.generated import (
+    KINDS,
+    KNOWN,
+    badge_file,
+    badges,
+    card,
+    classes,
+    known_classes,
+    tables,
+    written,
+)
 from tests.docs.pages import (
     NOTEBOOKS,
     PAGES,
@@ -110,7 +124,7 @@ def test_the_known_classes_are_those_of_today() -> None:
 
 @pytest.mark.parametrize("package", ["aggregators", "callbacks", "data", "federation", "models"])
 def test_everything_inside_is_listed(package: str) -> None:
-    """Each exported class is in the README's table, unless configs cannot name it."""
+    """Each exported class is in the gallery, unless configs cannot name it."""
     others = {base.__name__ for base, _ in KINDS.values()}
     others |= {"CohortRule", "LinearRule", "Part", "Server", "Statistic"}  # parts of an algorithm
     others |= {"Cohort", "FeatureTerm", "FitView", "ParameterRule", "Payload"}
@@ -121,6 +135,71 @@ def test_everything_inside_is_listed(package: str) -> None:
     others |= {"Engine"}
     exported = set(getattr(flsuite, package).__all__) - others
     assert exported <= {cls.__name__ for kind in KINDS for cls in classes(kind)}
+
+
+def test_the_gallery_says_when_to_take_what() -> None:
+    cards = [card(cls) for kind in KINDS if kind != "data" for cls in classes(kind)]
+    assert not [name for name, _, when, _ in cards if not when]
+    papers = {name: one for name, _, _, one in map(card, classes("aggregators"))}
+    assert [name for name, one in papers.items() if not one] == [card(LocalOnly)[0]]
+    assert "Li et al. 2020](https://arxiv.org/abs/1812.06127)" in papers[card(FedProx)[0]]
+
+
+def test_badges_are_those_of_today() -> None:
+    for text, picture in badges().items():
+        assert f"[![{text}](" in README and badge_file(text).read_text("utf-8") == picture
+
+
+# The files of the project
+
+
+def test_the_workflow_runs_what_the_readme_shows() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "readme.yml").read_text("utf-8"))
+    steps = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
+    shown = [step.partition(" | ")[0] for step in steps if "tests.docs.pages" in step]
+    printed = "".join(
+        subprocess.run(
+            [sys.executable, *shlex.split(command)[1:]],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for command in shown
+    )
+    first, last = blocks(README, "bash")[0], blocks(README, "bash")[-1]
+    assert printed == first + last
+    contributing = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    assert all(re.sub(" -q", "", step) in contributing for step in steps[-2:])
+
+
+@pytest.mark.parametrize(
+    "form", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=page_id
+)
+def test_a_form_asks_for_what_it_names(form: Path) -> None:
+    asked = yaml.safe_load(form.read_text("utf-8"))
+    if form.name != "config.yml":  # which has no form
+        assert asked.keys() >= {"name", "description", "body"}
+        assert all(one["attributes"]["label"] for one in asked["body"])
+
+
+@pytest.mark.long
+def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings", reason="needs the site: pip install 'flsuite[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+
+    pages = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")}
+    names = {page_id(page).removesuffix(page.suffix) for page in [*PAGES, *NOTEBOOKS]}
+    assert {f"{re.sub('README$', 'index', name)}.html" for name in names} <= pages
+    assert (tmp_path / "notebooks" / "quickstart-1.png").exists()
+    searched = json.loads((tmp_path / "search" / "search_index.json").read_text("utf-8"))
+    found = {doc["location"].partition("#")[2] for doc in searched["docs"]}
+    users = {
+        f"flsuite.{n}" for n in ("FederatedTrainer", "aggregators.Ditto", "data.Dirichlet")
+    } | {"flsuite.analysis.load", "flsuite.federation.Speeds"}
+    assert users <= found
 
 
 # Blocks of code

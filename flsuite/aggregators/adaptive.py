@@ -27,6 +27,8 @@ from flsuite.common.arguments import BelowOne, PositiveFloat
 class FedAvgM(FedAvg):
     """Server momentum, ``v <- momentum * v + D``, ``w <- w + lr * v``.
 
+    Take it if cohorts are small and the curve of FedAvg is noisy.
+
     Args:
         lr: The server's learning rate. With 1 and momentum 0 this is FedAvg.
         momentum: In [0, 1).
@@ -65,19 +67,27 @@ class _FedOpt(FedAvg):
 
 
 class FedAdam(_FedOpt):
-    """:class:`~flsuite.aggregators.AdaptiveAdam` on the server, with a decaying mean of ``D^2``."""
+    """:class:`~flsuite.aggregators.AdaptiveAdam` on the server, with a decaying mean of ``D^2``.
+
+    Take it if parameters need different rates on the server, as in models of text.
+    """
 
     _step = AdaptiveAdam
 
 
 class FedYogi(_FedOpt):
-    """:class:`~flsuite.aggregators.AdaptiveYogi` on the server."""
+    """:class:`~flsuite.aggregators.AdaptiveYogi` on the server.
+
+    Take it if the effective rate of FedAdam grows too fast.
+    """
 
     _step = AdaptiveYogi
 
 
 class FedAdagrad(FedAvg):
     """:class:`~flsuite.aggregators.AdaptiveAdagrad` on the server, ``v <- v + D^2``.
+
+    Take it if changes are sparse, as with embeddings.
 
     Args:
         lr: The server's learning rate, eta.

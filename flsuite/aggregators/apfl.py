@@ -19,6 +19,8 @@ from flsuite.common.state import State, Tree, clone
 class APFL(FedAvg):
     """FedAvg, and on each client a mixture of the global model and a local one.
 
+    Take it if clients need the common model to different degrees.
+
     A client is scored by ``alpha v_k + (1 - alpha) w``. In each step, ``v_k`` is trained through
     the mixture of ``v_k`` and the client's copy of ``w`` (eq. 5), so that its gradient has the
     factor ``alpha``. It starts from the global model of the client's first fit, and its optimizer

@@ -18,6 +18,8 @@ from flsuite.common.errors import FlsuiteError
 class FedAsync(Aggregator):
     """The server mixes each client's model into the global one as soon as it arrives.
 
+    Take it if clients differ much in speed, and the server should wait for none.
+
     This is the rule :class:`~flsuite.aggregators.Mixing`. Add the objective
     :class:`~flsuite.aggregators.Proximal` for the paper's proximal term.
 
@@ -44,6 +46,8 @@ class FedAsync(Aggregator):
 
 class FedBuff(Aggregator):
     """The server aggregates a buffer of updates at a time, each damped by its staleness.
+
+    Take it if clients differ in speed, and there are many of them.
 
     The schedule holds the buffer. If all clients started from the same version, ``delta`` without
     damping and with ``eta`` 1 is FedAvg, bit for bit. In ``delta``, BatchNorm statistics can

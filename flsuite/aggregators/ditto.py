@@ -16,6 +16,8 @@ from flsuite.common.state import State, Tree, clone
 class Ditto(FedAvg):
     """FedAvg, and on each client a personal model that is pulled to the global one.
 
+    Take it for personal models if no layers are to stay private. A fit costs twice as much.
+
     On each batch, ``v <- v - eta (grad F_k(v) + lam (v - w_t))`` (eq. 2), by a copy of the model's
     optimizer, where ``w_t`` is the global model. ``v`` starts from the client's first ``w_t``, and
     the copy anew in every fit. The client is scored by ``v``. A fit costs about two of FedAvg.

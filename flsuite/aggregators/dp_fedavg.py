@@ -22,6 +22,8 @@ from flsuite.common.arguments import (
 class DPFedAvg(Aggregator):
     """FedAvg with uniform weights and a :class:`~flsuite.aggregators.GaussianMechanism`.
 
+    Take it to hide from all who see the models whether a client took part.
+
     Args:
         clip: Largest L2 norm of a client's change. With ``quantile``, it is the initial value.
         noise_multiplier: Standard deviation of the noise, in multiples of ``clip``. With 0 there is

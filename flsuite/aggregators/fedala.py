@@ -26,6 +26,8 @@ _COMPARED, _SETTLED, _MOST_PASSES = 10, 0.1, 100
 class FedALA(FedAvg):
     """Clients learn, element by element, what they take from the global model.
 
+    Take it if some clients gain from the global model and others lose by it.
+
     A fit starts from ``v_k + (w - v_k) * W`` in the upper layers and from ``w`` in the others,
     where ``v_k`` is the client's last trained model (eq. 4). ``W`` in [0, 1] is learned on a part
     of the client's samples (eq. 5). A client's first fit starts from ``w``. A client is scored by

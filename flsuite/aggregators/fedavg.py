@@ -20,6 +20,8 @@ from flsuite.common.errors import FlsuiteError
 class FedAvg(Aggregator):
     """The mean of the clients' models.
 
+    Take it first: all other methods are compared with it.
+
     Args:
         weighting: ``samples`` weights a client by its number of training samples, as in the paper.
             ``uniform`` is the plain mean.
@@ -48,7 +50,10 @@ class FedAvg(Aggregator):
 
 
 class LocalOnly(Aggregator):
-    """The lower baseline: every entry is private, so each client trains alone."""
+    """The lower baseline: every entry is private, so each client trains alone.
+
+    Take it in every comparison, as the floor: what a client reaches without the others.
+    """
 
     needs = frozenset()  # nothing is averaged
 
@@ -58,6 +63,8 @@ class LocalOnly(Aggregator):
 
 class Centralized(Aggregator):
     """The upper baseline: one client with the training samples of all clients.
+
+    Take it in every comparison, as the ceiling.
 
     In each round, one fit replaces the fits of the cohort. It draws batches from the union of all
     clients' training samples, and takes as many steps as the cohort does in total.
@@ -75,6 +82,8 @@ class Centralized(Aggregator):
 
 class FedProx(FedAvg):
     """FedAvg with a :class:`~flsuite.aggregators.Proximal` term.
+
+    Take it if many local epochs let the clients' models drift apart.
 
     Args:
         mu: Weight of the proximal term. With 0 this is FedAvg.

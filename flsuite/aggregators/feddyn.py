@@ -23,6 +23,8 @@ from flsuite.common.state import State, Tree, clone
 class FedDyn(Aggregator):
     """Each client's loss is corrected, so that its minimum becomes the federation's.
 
+    Take it if few clients take part in a round, and their data differ.
+
     Client k minimizes ``F_k(w) - <g_k, w> + alpha / 2 ||w - w_t||^2`` (line 4), and then sets
     ``g_k <- g_k - alpha (w_k - w_t)``. The server sets ``h <- h - alpha / N sum_k (w_k - w_t)``
     with all N clients, and moves to ``mean(w_k) - h / alpha``. Both start at zero. The mean is not

@@ -22,6 +22,8 @@ from flsuite.common.state import State, StateLayout, Tree
 class FedExP(Aggregator):
     """FedAvg with a server step that grows where the clients' changes cancel out.
 
+    Take it if the server's rate should find itself: it needs no tuning.
+
     The step is ``max(1, sum_k p_k |D_k|^2 / (2 (|sum_k p_k D_k|^2 + eps)))`` (eq. 6), with weights
     that sum to one. The paper scores the mean of the last two models. Here the last one is scored.
 

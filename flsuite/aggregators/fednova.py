@@ -25,6 +25,8 @@ from flsuite.common.state import State, StateLayout, Tree, clone, divided, scale
 class FedNova(Aggregator):
     """The mean of the clients' changes per step, times the mean number of steps.
 
+    Take it if clients take different numbers of steps.
+
     ``w <- w + tau_eff sum_k p_k (w_k - w) / |a_k|`` with ``tau_eff = sum_k p_k |a_k|`` (eq. 9).
     ``|a_k|`` is the number of plain steps that client k's steps are worth: more with momentum,
     fewer with a proximal term (section 3). If it is the same for all clients, this is FedAvg.

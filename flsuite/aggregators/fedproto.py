@@ -31,6 +31,8 @@ from flsuite.models.modes import evaluating
 class FedProto(HeadAware):
     """Clients share the mean features of each class, and no weights.
 
+    Take it if weights must not travel, or would be too large to send.
+
     A client adds ``lam`` times the mean squared distance of its samples' features to the global
     prototypes of their classes (eq. 7, per feature). After its fit, it sends the sums of its
     features by class. The server's prototype of a class is the mean over all samples of the class,

@@ -23,6 +23,8 @@ from flsuite.common.state import State
 class FedRep(HeadAware):
     """Each client keeps its head. A fit trains the head first, and then the body.
 
+    Take it if clients share features, and have few samples for a head of their own.
+
     The first ``head_epochs`` of ``trainer.max_epochs`` train the head with the body frozen (lines 7
     to 9), and the others the body with the head frozen (line 10). The paper weights all clients
     equally: set ``weighting`` to ``uniform`` for this.
@@ -46,6 +48,8 @@ class FedRep(HeadAware):
 
 class FedBABU(HeadAware):
     """Clients train the body, and the head keeps its initial weights.
+
+    Take it if clients adapt the model after training, new clients too.
 
     The head is the same on all clients and is never sent. Set ``trainer.adapt_epochs`` to train
     head and body on each client afterwards, which is how the paper scores clients.

@@ -24,6 +24,8 @@ from flsuite.models.layers import entry_names
 class FedRoD(HeadAware):
     """A generic head for all classes alike, and a personal head for a client's own classes.
 
+    Take it if the global and the personal model both matter, under skewed classes.
+
     Body and generic head are averaged. They minimize the balanced softmax loss, in which the logit
     of class ``c`` grows by ``log n_kc`` (eq. 6, with a gamma of 1). A class without samples leaves
     the client's softmax, and its logit has no gradient. The personal head is trained on the

@@ -24,6 +24,8 @@ from flsuite.common.state import State, StateLayout, Tree, cast, divided, scaled
 class IFCA(Aggregator):
     """One model per cluster of clients. Each client chooses the one with the lowest loss.
 
+    Take it if clients fall into a few groups with different tasks.
+
     A client receives all models, trains the one with the lowest loss on its samples (line 6), and
     the server averages the models of each cluster by samples. A client receives ``clusters``
     models, and sends one.

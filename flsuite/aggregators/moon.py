@@ -25,6 +25,8 @@ from flsuite.common.state import State, clone
 class MOON(HeadAware):
     """FedAvg with a contrastive term: features stay near the global model's.
 
+    Take it for images with skewed classes, if features of the clients drift apart.
+
     With the features ``z`` of the client's model, ``z_g`` of the received one and ``z_p`` of the
     client's last own one, a sample's term is
     ``- mu log(exp(sim(z, z_g) / t) / (exp(sim(z, z_g) / t) + exp(sim(z, z_p) / t)))`` (eq. 3). A

@@ -51,6 +51,8 @@ class HeadAware(FedAvg):
 class FedPer(HeadAware):
     """Each client keeps its head: Arivazhagan et al. 2019, algorithms 1 and 2.
 
+    Take it if clients label alike inputs differently. It is the simplest personal method.
+
     Federated Learning with Personalization Layers, arXiv:1912.00818.
 
     Args:
@@ -64,6 +66,8 @@ class FedPer(HeadAware):
 
 class LGFedAvg(HeadAware):
     """Each client keeps its representation, and the heads are averaged: Liang et al. 2020.
+
+    Take it if inputs differ from client to client, and the classes mean the same.
 
     Think Locally, Act Globally: Federated Learning with Local and Global Representations,
     arXiv:2001.01523, algorithm 1.
@@ -87,6 +91,8 @@ class LGFedAvg(HeadAware):
 
 class FedBN(FedAvg):
     """Each client keeps its BatchNorm layers: Li et al. 2021, algorithm 1.
+
+    Take it if clients differ in their inputs, such as scanners, and the model has BatchNorm.
 
     FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, arXiv:2102.07623.
     A client keeps the running statistics and the trained scale and shift.

@@ -18,6 +18,8 @@ from flsuite.common.state import State, add
 class PerFedAvg(FedAvg):
     """Clients train a model that is good after one step of adaptation.
 
+    Take it if new clients must adapt in one or a few steps.
+
     Batches come in pairs. On the first one, ``w~ = w - alpha grad F(w)`` (line 7). On the second
     one, the model's optimizer steps from ``w`` with the gradient at ``w~`` (line 8). If a fit has
     an odd number of batches, the last one serves as both. The rate ``beta`` of the paper is the

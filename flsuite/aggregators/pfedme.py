@@ -20,6 +20,8 @@ from flsuite.common.state import State, Tree, clone
 class PFedMe(FedAvg):
     """Clients minimize the Moreau envelope of their loss, and predict with its proximal point.
 
+    Take it for personal models if fits of several times the cost are acceptable.
+
     For each batch, ``steps`` steps of gradient descent at ``personal_lr`` approach ``theta``, the
     minimizer of ``F_k(theta) + lam / 2 ||theta - w_k||^2`` (eq. 3). Then the model's optimizer
     takes one step with the gradient of the envelope, ``lam (w_k - theta)`` (line 8). The server

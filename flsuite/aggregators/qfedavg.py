@@ -23,6 +23,8 @@ from flsuite.common.state import State, StateLayout, Tree, divided, scaled
 class QFedAvg(Aggregator):
     """Clients with a higher loss weigh more, so that clients are served more equally.
 
+    Take it if the worst client matters more than the mean.
+
     With ``L = 1 / eta``, the client's loss ``F_k`` at the received model and ``d_k = L (w - w_k)``:
     ``w <- w - sum_k F_k^q d_k / sum_k h_k`` and
     ``h_k = q F_k^(q-1) |d_k|^2 + L F_k^q`` (lines 6 to 9). The rate ``eta`` is the optimizer's at

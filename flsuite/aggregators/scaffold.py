@@ -28,6 +28,8 @@ Control = Literal["displacement", "mean_gradient"]
 class ControlVariates(Objective, Settings):
     """Control variates remove the client drift from every local step.
 
+    Take it to combine SCAFFOLD's correction with other parts.
+
     A client steps along ``g - c_i + c`` (line 10), where ``c_i`` estimates its own gradient and
     ``c`` the mean gradient of all clients. Then it updates ``c_i`` (line 12, option II). The server
     keeps ``c``, the mean of all ``c_i`` (line 17). Both start at zero and cover the shared
@@ -148,6 +150,8 @@ def _refusal(client: ClientContext, setting: str, remedy: str) -> FlsuiteError:
 
 class SCAFFOLD(FedAvg):
     """FedAvg with :class:`~flsuite.aggregators.ControlVariates`.
+
+    Take it if data differ much, clients come back often, and the optimizer is plain SGD.
 
     The server moves to ``x + lr mean(y_i - x)`` (lines 16 and 17). Buffers are averaged.
 

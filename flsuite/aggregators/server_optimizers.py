@@ -117,7 +117,10 @@ class Adaptive(Optimizer):
 
 
 class AdaptiveAdagrad(Adaptive):
-    """The adaptive optimizer with ``v <- v + g^2``."""
+    """The adaptive optimizer with ``v <- v + g^2``.
+
+    Take it as the server optimizer of any aggregator.
+    """
 
     def __init__(
         self, params: Iterable[Tensor], lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3
@@ -129,7 +132,10 @@ class AdaptiveAdagrad(Adaptive):
 
 
 class AdaptiveAdam(Adaptive):
-    """The adaptive optimizer with ``v <- beta2 v + (1 - beta2) g^2``."""
+    """The adaptive optimizer with ``v <- beta2 v + (1 - beta2) g^2``.
+
+    Take it as the server optimizer of any aggregator.
+    """
 
     def __init__(
         self,
@@ -146,7 +152,10 @@ class AdaptiveAdam(Adaptive):
 
 
 class AdaptiveYogi(AdaptiveAdam):
-    """The adaptive optimizer with ``v <- v - (1 - beta2) g^2 sign(v - g^2)``."""
+    """The adaptive optimizer with ``v <- v - (1 - beta2) g^2 sign(v - g^2)``.
+
+    Take it as the server optimizer of any aggregator.
+    """
 
     def update_second(self, v: Tensor, square: Tensor, group: dict[str, Any]) -> None:
         v.sub_((1 - group["beta2"]) * square * torch.sign(v - square))

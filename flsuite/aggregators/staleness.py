@@ -30,7 +30,10 @@ class Staleness(ABC):
 
 
 class Constant(Staleness):
-    """The weight 1 for every update, whatever its staleness."""
+    """The weight 1 for every update, whatever its staleness.
+
+    Take it if late updates should count in full.
+    """
 
     def __call__(self, tau: int) -> float:
         return 1.0
@@ -39,6 +42,8 @@ class Constant(Staleness):
 @dataclass(frozen=True)
 class Hyperbolic(Staleness, Settings):
     """The weight ``c / (tau + 1)``.
+
+    Take it if late updates should count for little.
 
     Args:
         c: Weight of a fresh update.
@@ -54,6 +59,8 @@ class Hyperbolic(Staleness, Settings):
 class Polynomial(Staleness, Settings):
     """The weight ``(tau + 1)^-p``.
 
+    Take it first: it is the default of FedAsync and FedBuff.
+
     Args:
         p: Power, at least 0. With the default of 0.5 this is the ``1 / sqrt(1 + tau)`` of FedBuff.
     """
@@ -67,6 +74,8 @@ class Polynomial(Staleness, Settings):
 @dataclass(frozen=True)
 class Hinge(Staleness, Settings):
     """The weight 1 up to a staleness of ``b``, and ``1 / (a (tau - b) + 1)`` beyond.
+
+    Take it if updates may be somewhat late without loss.
 
     Args:
         a: Slope beyond ``b``, above 0.

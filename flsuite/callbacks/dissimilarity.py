@@ -29,6 +29,8 @@ from flsuite.runs.run import Run
 class GradientDissimilarity(FederationCallback, Settings):
     """Logs ``gamma = mean_i ||g_i - m||^2`` over clients, and its decomposition for fused models.
 
+    Take it to measure how much the clients' gradients differ.
+
     g_i is the gradient of client i's classification loss with respect to the parameters that all
     clients share, at the new global model, with the client's own private part. In a
     :class:`~flsuite.models.abilities.FusedModel` only the classifier's parameters count. The

@@ -46,6 +46,8 @@ _LEFT_OVER = {"activations", "max_batch_len"}
 class DPSGD(FederationCallback, SampleGradients, Settings):
     """Sample-level differential privacy of every client against the server.
 
+    Take it to hide from the server whether a client has a sample.
+
     Each sample's gradient, over all trainable parameters, is clipped to the L2 norm
     ``max_grad_norm``. Gaussian noise is added to the sum, which is divided by the mean batch size.
     Each sample is drawn for a batch independently, with a mean batch size of ``data.batch_size``.

@@ -50,6 +50,8 @@ _LINKS: tuple[tuple[type[Logger], type[LoggerLink]], ...] = (
 class RoundLogger(FederationCallback, Settings):
     """Sends every round's metrics to all loggers, as ``<split>/<metric>``.
 
+    Take it to choose what the loggers get. Every run with a logger has it.
+
     Virtual seconds, wall seconds, client updates and bytes so far are sent too, so that a chart can
     use any of them as its horizontal axis. W&B gets the scores of single clients as tables; the
     run's ``metrics.csv`` has all of them. W&B, TensorBoard and MLflow get pictures: the partition,

@@ -25,6 +25,8 @@ from flsuite.runs.run import Run
 class FlowMonitor(FederationCallback, Settings):
     """Scores the aggregated flow, the mean flow and the clients' flows on held-out samples.
 
+    Take it with ``NFClassifier``, to see what averaging does to its flow.
+
     The held-out samples are test samples of the classes that any client has seen. ``nll`` is the
     negative log-density of z given y, in nats per dimension. All flows are scored on the features
     of the new global model, so that only the flows differ. Logged as ``test/<name>``:
@@ -162,6 +164,8 @@ def _distance(flows: Collection[State], center: State) -> float:
 class LatentSpace(FederationCallback, Settings):
     """Draws latent means with the class priors, and logs the distances between the priors.
 
+    Take it with ``ACVAE``, to see its class priors move.
+
     Logged in every round as ``train/<name>``: ``prior_distance_min`` and ``prior_distance_mean``
     over pairs of classes, ``prior_sigma_min``. The picture is written to ``latent/round-NNNN.png``
     in the run's folder, and sent to the loggers as ``latent``. It has one panel per client. Its two
@@ -236,6 +240,8 @@ def prior_distances(means: Tensor, sigmas: Tensor) -> dict[str, float]:
 @dataclass(eq=False)
 class ForestProbe(FederationCallback, Settings):
     """A random forest on each client's latent means.
+
+    Take it to see what a latent space knows of the classes.
 
     It is trained on the client's training samples and scored on the global test split. The features
     do not use labels. Logged as ``test/probe_accuracy`` and ``test/probe_f1_macro``, means over the

@@ -21,6 +21,8 @@ _ALSO_SHOWN = ("test/f1_macro", "test/backdoor_success")
 class RoundProgress(FederationCallback):
     """Shows the progress of the run, the clients of the round, scores and the time left.
 
+    Take it to change the bar. Every run has it.
+
     For asynchronous schedules it also shows virtual time, staleness and the clients in flight.
     Without a terminal it prints plain lines.
 

@@ -42,6 +42,8 @@ class _Stopping(FederationCallback, Settings, ABC):
 class StopAt(_Stopping):
     """Stops when a score on validation data reaches a value.
 
+    Take it to measure how long a method takes to a target.
+
     ``trainer.max_virtual_seconds`` and ``trainer.max_client_updates`` limit a run that never
     reaches it. A stopped run can be extended: resume it with another value or without the callback.
 
@@ -105,6 +107,8 @@ class StopAt(_Stopping):
 @dataclass(eq=False)
 class RoundEarlyStopping(_Stopping):
     """Stops when a score on validation data has not improved for a number of evaluations.
+
+    Take it to end a run that no longer improves.
 
     A stopped run can be extended: resume it with more patience, or without the callback.
 

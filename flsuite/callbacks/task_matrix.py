@@ -26,6 +26,8 @@ log = logging.getLogger("flsuite")
 class TaskMatrix(FederationCallback, Settings):
     """Scores each task after each task of a :class:`~flsuite.data.TaskSequence`.
 
+    Take it to measure forgetting over tasks.
+
     Without tasks it does nothing. After the last round of a task, the model is scored on the test
     samples of every client's groups of classes, including future groups, against all classes. This
     gives one matrix per client (for its own model, if it has one), and their mean. Logged in that

@@ -123,6 +123,8 @@ class Augment(PlainArguments, ABC):
 class CropFlip(Augment, Settings):
     """Random crop of the zero-padded image and random mirroring, for small color images.
 
+    Take it for CIFAR and other color images without orientation.
+
     Args:
         padding: Pixels of padding on every side.
         flip: Mirror left and right with probability one half. Unsuitable for digits or letters.

@@ -86,6 +86,8 @@ def skewed(
 class FeatureSkew(Skew, Settings):
     """Images of each client as if from a scanner of its own.
 
+    Take it if clients measure differently, such as scanners.
+
     Each client draws its own strengths, uniformly from the ranges below. They apply to all its
     images, for training, validation and test. The changes are rotation, blur, contrast, brightness,
     inversion and noise, in this order. Images that belong to no client are not changed, such as a
@@ -154,6 +156,8 @@ class FeatureSkew(Skew, Settings):
 @dataclass
 class LabelNoise(Skew, Settings):
     """Wrong labels in training samples, more on some clients than on others.
+
+    Take it if clients label with different care.
 
     Each client draws its own rate, uniformly up to ``rate``, and each of its training samples gets
     another class with that probability. Samples for validation and test keep theirs.

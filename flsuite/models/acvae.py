@@ -43,6 +43,8 @@ _Prior = Annotated[
 class ACVAE(ClientModel):
     """A private encoder q(z|x), and a shared mapper H, decoder D and class priors.
 
+    Take it to classify by Gaussians in a latent space, with ``CMGA``.
+
     The prior of class c is N(mu_c, sigma_c^2). The loss of a sample, in nats, with z drawn from
     q(z|x), is the sum of
 

@@ -59,6 +59,8 @@ def class_probabilities(logits: Tensor, y: Tensor) -> Tensor:
 class Classifier(ClientModel):
     """A backbone trained on cross-entropy, or on binary cross-entropy for multi-label data.
 
+    Take it for any classification.
+
     Args:
         backbone: The network. Default: :class:`~flsuite.models.backbones.LeNet5`.
         optimizer: Optimizer of a fit. Each fit starts with a new one.

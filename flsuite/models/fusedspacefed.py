@@ -1,7 +1,7 @@
 """FusedSpaceFed: a classifier of images fused with their reconstructions.
 
-Source: Di Cecco, Metta, Bianchi, Vegliò, Parton, "Enhanced Federated Learning Through Dual-Space
-Data Fusion", 2025.
+Source: Di Cecco, Metta, Bianchi, Vegliò, Parton 2025, "Enhanced Federated Learning Through
+Dual-Space Data Fusion".
 """
 
 from collections.abc import Iterator
@@ -43,6 +43,8 @@ def reconstruction_error(reconstruction: Tensor, x: Tensor) -> Tensor:
 
 class FusedSpaceFed(ClientModel):
     """A private encoder E, a shared decoder D, and a shared classifier C of x and ``x~ = D(E(x))``.
+
+    Take it for images of different scanners, with an encoder that stays private.
 
     A fit begins with ``warmup_epochs`` extra epochs that re-align the encoder with the newly
     received decoder. Their loss is the reconstruction error alone, and D and C do not change,

@@ -1,7 +1,7 @@
 """NFClassifier: a classifier with a conditional normalizing flow that replays earlier classes.
 
-Source: Wuerkaixi, Cui, Zhang, Yan, Han, Niu, Fang, Zhang, Sugiyama, "Accurate Forgetting for
-Heterogeneous Federated Continual Learning", ICLR 2024 (AF-FCL).
+Source: Wuerkaixi et al. 2024, "Accurate Forgetting for Heterogeneous Federated Continual Learning",
+ICLR (AF-FCL).
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,8 @@ from flsuite.models.base import ClientModel, require_classes
 
 class NFClassifier(ClientModel):
     """A feature extractor h_a, a head h_b, and a flow g of the features given the class.
+
+    Take it for tasks in sequence, to replay earlier classes without samples.
 
     The flow models the density p_g(z | y) of ``z = h_a(x)``. One pass over a batch trains
 

@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 
 from docstring_parser import parse
 from torch.optim import Optimizer
 
+import flsuite
 from flsuite.aggregators import (
     Aggregator,
     Attack,
@@ -57,17 +59,20 @@ KINDS: dict[str, tuple[type, Sequence[str]]] = {  # what its classes extend, and
     "augmentation": (Augment, ["data"]),
     "callbacks": (FederationCallback, ["callbacks"]),
 }
-INSIDE = {  # the rows of the README's table
-    "algorithms": ["aggregators"],
-    "their parts": ["rules", "objectives", "transforms", "server optimizers"],
-    "trust": ["robust rules", "attacks", "secure sums"],
-    "time": ["schedules", "selections", "speeds", "availability", "staleness weights"],
-    "models": ["models", "backbones"],
-    "data": ["data", "partitions", "skews", "augmentation"],
-    "runs": ["engines", "learning rates over rounds", "callbacks"],
+FAMILIES = {  # the parts of the gallery
+    "Algorithms": ["aggregators"],
+    "Their parts": ["rules", "objectives", "transforms", "server optimizers"],
+    "Trust": ["robust rules", "attacks", "secure sums"],
+    "Time": ["schedules", "selections", "speeds", "availability", "staleness weights"],
+    "Models": ["models", "backbones"],
+    "Data": ["data", "partitions", "skews", "augmentation"],
+    "Runs": ["engines", "learning rates over rounds", "callbacks"],
 }
 PASSED_ON = {"parts", "kwargs", "params"}  # to a base class
 KNOWN = ROOT / "flsuite" / "commands" / "known.json"
+_NAME = "(?:Di |Le|Mc)?[A-Z][a-zà-ÿ]+"  # of an author
+_PAPER = re.compile(rf"{_NAME}(?:, {_NAME})*(?:,? and {_NAME}| et al\.)? (?:19|20)\d\d\b")
+_ARXIV = re.compile(r"arXiv:(\d{4}\.\d{5})")
 _MARKED = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(<!-- /generated -->)", flags=re.S)
 
 
@@ -86,16 +91,49 @@ def classes(kind: str) -> list[type]:
     return sorted(named, key=lambda c: c.__name__.lower())
 
 
-def inside() -> str:
-    """Return the table of all that a config can name."""
-    rows = [f"| {row} | {'; '.join(map(named, kinds))} |" for row, kinds in INSIDE.items()]
-    return "\n".join(["| | |", "|---|---|", *rows])
+def gallery() -> str:
+    """Return all that a config can name: what it is, when to take it, and the paper."""
+    parts = []
+    for family, kinds in FAMILIES.items():
+        parts.append(f"## {family}")
+        for kind in kinds:
+            parts += [f"### {kind.capitalize()}"] * (len(kinds) > 1)
+            cards = [("", "what it is", "when", "from"), *map(card, classes(kind))]
+            columns = [c for c in zip(*cards, strict=True) if any(c[1:])]
+            rows = [f"| {' | '.join(row)} |" for row in zip(*columns, strict=True)]
+            parts.append("\n".join([rows[0], f"{'|---' * len(columns)}|", *rows[1:]]))
+    return "\n\n".join(parts)
 
 
-def named(kind: str) -> str:
-    """Return the names of the classes of a kind."""
-    title = "" if kind in INSIDE or kind == "aggregators" else f"{kind}: "
-    return title + ", ".join(f"`{c.__name__}`" for c in classes(kind))
+def card(cls: type) -> tuple[str, ...]:
+    """Return a class's name with a link to its code, what it is, when to take it, and its paper."""
+    link = f"[`{cls.__name__}`](../{cls.__module__.replace('.', '/')}.py)"
+    when = re.search(r"^Take it (.+)\.$", inspect.cleandoc(cls.__doc__ or ""), flags=re.M)
+    return link, summary(cls), plain(when[1]) if when else "", paper(cls)
+
+
+def paper(cls: type) -> str:
+    """Return the paper of a class: the one that its module names with it, else its own first."""
+    everywhere = references(sys.modules[cls.__module__].__doc__ or "")
+    name = re.sub(r"\W", "", cls.__name__.lower())
+    named = [one for text, one in everywhere.items() if name in re.sub(r"\W", "", text.lower())]
+    own = references((cls.__doc__ or "").split("Args:")[0])
+    only = list(everywhere.values()) if len(everywhere) == 1 else []
+    return next(iter([*named[-1:], *own.values(), *only]), "")
+
+
+def references(docstring: str) -> dict[str, str]:
+    """Return the papers of a docstring, each by the text that ends with it."""
+    text = " ".join(docstring.split())
+    found, start = {}, 0
+    papers = list(_PAPER.finditer(text))
+    ends = [*(after.start() for after in papers[1:]), len(text)]
+    for one, end in zip(papers, ends, strict=False):
+        number = _ARXIV.search(text, one.end(), end)
+        end = number.end() if number else one.end()
+        link = f"[{one[0]}](https://arxiv.org/abs/{number[1]})" if number else one[0]
+        found[text[start:end]], start = link, end
+    return found
 
 
 def described(kind: str) -> str:
@@ -150,7 +188,7 @@ def default(parameter: inspect.Parameter) -> str:
 def generated(name: str) -> str:
     """Return the table of this name."""
     others: dict[str, Callable[[], str]] = {
-        "inside": inside,
+        "gallery": gallery,
         "datasets": datasets,
         "pairs": pairs_table,
         "pairs of kinds": summary_table,
@@ -170,6 +208,35 @@ def tables(text: str) -> list[str]:
     return [match[2] for match in _MARKED.finditer(text)]
 
 
+def badges() -> dict[str, str]:
+    """Return the badges of the README by their alternative texts, from ``pyproject.toml``."""
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    (licence,) = re.findall(r'^license = "(.+)"$', project, flags=re.M)
+    pythons = re.findall(r"Python :: (3\.\d+)", project)
+    facts = {"licence": licence, "python": f"{pythons[0]} to {pythons[-1]}"}
+    facts["version"] = flsuite.__version__
+    return {f"{label}: {fact}": badge(label, fact) for label, fact in facts.items()}
+
+
+def badge_file(text: str) -> Path:
+    """Return the file of a badge."""
+    return ROOT / ".github" / "badges" / f"{text.partition(':')[0]}.svg"
+
+
+def badge(label: str, fact: str) -> str:
+    """Return a picture of a label and a fact side by side."""
+    left, right = (7 * len(text) + 14 for text in (label, fact))
+    places = [(left / 2, label), (left + right / 2, fact)]
+    texts = "".join(f'<text x="{x:g}" y="14">{text}</text>' for x, text in places)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20">'
+        f'<rect width="{left + right}" height="20" rx="3" fill="#57606a"/>'
+        f'<path d="M{left} 0h{right - 3}q3 0 3 3v14q0 3-3 3h-{right - 3}z" fill="#4051b5"/>'
+        f'<g fill="#fff" font-family="sans-serif" font-size="11" text-anchor="middle">{texts}</g>'
+        "</svg>\n"
+    )
+
+
 def known_classes() -> str:
     """Return ``known.json`` for today's classes, from a process that loads no others."""
     command = [sys.executable, "-m", "tests.docs.known"]
@@ -179,4 +246,6 @@ def known_classes() -> str:
 if __name__ == "__main__":
     for page in PAGES:
         page.write_text(written(page.read_text("utf-8")))
+    for text, picture in badges().items():
+        badge_file(text).write_text(picture, "utf-8")
     KNOWN.write_text(known_classes(), "utf-8")

@@ -4,13 +4,13 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    ROOT / "README.md",
-    ROOT / "CHANGELOG.md",
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")),
     ROOT / "flsuite" / "README.md",
     *sorted((ROOT / "configs").rglob("*.md")),
 ]
@@ -39,6 +39,11 @@ def text_of(page: Path) -> str:
 def blocks(text: str, language: str) -> list[str]:
     """Return the blocks of code in a language."""
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.S)
+
+
+def first_commands(page: Path, heading: str) -> str:
+    """Return the first commands below a heading."""
+    return blocks(page.read_text().partition(f"\n## {heading}\n")[2], "bash")[0]
 
 
 def without_blocks(text: str) -> str:
@@ -118,3 +123,7 @@ def new_commands() -> dict[Path, list[list[str]]]:
                 seen.add(kind)
                 new[page].append(command)
     return new
+
+
+if __name__ == "__main__":  # python -m tests.docs.pages README.md Start
+    print(first_commands(ROOT / sys.argv[1], sys.argv[2]), end="")

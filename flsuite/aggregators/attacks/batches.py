@@ -20,6 +20,8 @@ from flsuite.data.map_style import is_pair
 class LabelFlip(Attack):
     """Trains on wrong classes (Tolpegin et al. 2020; ``C - 1 - c``: Fang et al. 2020).
 
+    Take it for clients with wrong data, by intent or not.
+
     In a multi-label task, each label ``c`` of a sample is replaced by its target. The class counts
     that a client reports are the true ones.
 
@@ -91,6 +93,8 @@ def require_classes(owner: str, data: FederatedData) -> None:
 @dataclass(eq=False)
 class PixelBackdoor(Attack):
     """Trains on images with a pattern as one class (Gu et al. 2017, BadNets).
+
+    Take it if the accuracy stays high while the attack succeeds.
 
     The pattern is a square in the lower right corner. With ``boost``, the attackers replace the
     global model by theirs (Bagdasaryan et al. 2020).

@@ -25,6 +25,8 @@ from flsuite.common.state import State, Sums, Tree, add, difference, wide
 class GaussianNoise(Attack):
     """Adds noise to every parameter that is sent (Blanchard et al. 2017).
 
+    Take it as a fault rather than an attacker: broken clients.
+
     Args:
         clients: Numbers of the attackers.
         fraction: Fraction of the clients that attack, instead of ``clients``.
@@ -51,6 +53,8 @@ def noisy(state: State, std: float, fit: FitView) -> State:
 @dataclass(eq=False)
 class FreeRider(Attack):
     """Returns the received model instead of a trained one (Lin et al. 2019; Fraboni et al. 2021).
+
+    Take it to test whether clients that do no work are noticed.
 
     With ``last_change``, attackers send ``w_t + (w_t - w_s)``, where ``w_s`` is the model that they
     received the previous time: the delta-weights attack of Lin et al. Adding ``noise`` gives their
@@ -82,6 +86,8 @@ class FreeRider(Attack):
 class ScaledUpdate(Attack):
     """Scales the attackers' change (Bagdasaryan et al. 2020, "How to backdoor federated learning").
 
+    Take it to see what one attacker can do to a mean.
+
     An attacker that received ``w`` and trained to ``w_k`` sends ``w + boost (w_k - w)``, as in the
     paper. If it has ``1 / boost`` of the mean's weight, and the other clients hardly change, the
     next global model is its own.
@@ -106,6 +112,8 @@ def boosted(trained: State, received: State, boost: float) -> State:
 @dataclass(eq=False)
 class SignFlip(Attack):
     """Sends the change with the opposite sign (Li et al. 2019, RSA).
+
+    Take it as the first test of a robust rule.
 
     An attacker that received ``w`` and trained to ``w_k`` sends ``w - scale (w_k - w)``.
 
@@ -219,6 +227,8 @@ _MOST = 0.999
 class ALittleIsEnough(Collusion):
     """Shifts the mean as far as the spread of the updates conceals it (Baruch et al. 2019).
 
+    Take it against rules that look for outliers.
+
     Every attacker sends ``mean + z std`` of the changes, coordinate by coordinate. Mean and
     standard deviation are computed from the attackers' own honestly trained changes. A single
     attacker sees no deviation, and sends its honest change.
@@ -267,6 +277,8 @@ def largest_hidden(clients: int, attackers: int) -> float:
 @dataclass(eq=False)
 class InnerProduct(Collusion):
     """Sends the honest mean with the opposite sign (Xie et al. 2020, "Fall of empires").
+
+    Take it against rules that choose by distance.
 
     Every attacker sends ``-epsilon`` times the mean of the honest changes. With ``m`` attackers of
     ``n`` equally weighted clients, the inner product of the mean and the honest mean is negative if

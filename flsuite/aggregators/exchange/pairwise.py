@@ -27,6 +27,8 @@ _Majority = Annotated[float, Range("a share from 0.5 to below 1", lambda x: 0.5 
 class PairwiseMasks(SecureAggregation, Settings):
     """Every pair of clients agrees on a mask that one adds and the other subtracts.
 
+    Take it if the server must not see single models.
+
     Under its masks, a client's contribution is a vector of integers modulo 2^32 that looks
     uniformly random to anyone without the keys. In the sum, the pairwise masks cancel. The result
     does not depend on the keys. Its error is at most ``M s / 2`` for M clients, where ``s = 2R /

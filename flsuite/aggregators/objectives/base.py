@@ -75,6 +75,8 @@ def pulled(gradient: State, pull: State, weight: float) -> State:
 class Proximal(Objective, Settings):
     """Clients minimize ``F_i(w) + mu / 2 ||w - w_global||^2`` (eq. 2).
 
+    Take it to combine FedProx's term with other parts.
+
     The term leaves out private parameters, and in a step those without a gradient.
     ``trainer.gradient_clip_val`` bounds the sum, as it would for a loss with this term.
 

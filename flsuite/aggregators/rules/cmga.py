@@ -33,6 +33,8 @@ MEANS, LOG_VARIANCES = "prior_mean", "prior_log_variance"
 class CMGA(LinearRule, Settings):
     """Averages the network changes, and updates each class prior with momentum over its holders.
 
+    Take it with ``ACVAE``, whose class priors it aggregates.
+
     The model declares its priors as the groups ``prior_mean`` and ``prior_log_variance``, and keeps
     its encoder private. A client holds a class if its class count is above zero. Class counts enter
     only sums over clients. The log variance of a class is also averaged over its holders: a client

@@ -194,6 +194,8 @@ _Width = Annotated[float, at_least(_LEAST)]
 class DENSE(CohortRule, Settings):
     """Distils a student from the clients' ensemble on images that a generator synthesizes.
 
+    Take it for one round of image models with BatchNorm, if the server may compute for long.
+
     The teacher is the mean of the clients' logits weighted by samples, and the student starts from
     FedAvg's model. Each epoch has two stages. A new generator learns images that the teacher
     assigns to random classes, whose statistics fit the clients' BatchNorm layers, and on which

@@ -44,6 +44,8 @@ log = logging.getLogger("flsuite")
 class FedFisher(LinearRule, Settings):
     """Minimizes the sum of the clients' losses, each approximated as a quadratic around its model.
 
+    Take it to merge models that were trained once, of Linear and Conv2d layers.
+
     A client with n_i samples sends its model w_i and the Fisher information F_i of its model's own
     prediction. The server minimizes ``Q(w) = 1/2 sum p_i (w - w_i)^T F_i (w - w_i)`` with
     ``p_i = n_i / N``, and takes the minimum closest to the mean ``wbar = sum p_i w_i``. It starts

@@ -135,6 +135,8 @@ class FisherMean(LinearRule, Settings):
 class FisherAveraging(FisherMean):
     """FedAvg with the Fisher-weighted mean for the named groups of parameters.
 
+    Take it if some groups of parameters have a likelihood, as a flow has.
+
     The model declares the groups in ``parameter_groups``, and has a method
     ``log_likelihood(batch)``, such as the density of ``NFClassifier``'s features. At the end of its
     fit, a client measures the diagonal of the empirical Fisher (with the samples' labels), in
@@ -189,6 +191,8 @@ class FisherAveraging(FisherMean):
 @dataclass(frozen=True)
 class FisherMerge(FisherMean):
     """The Fisher-weighted mean of all parameters, ``sum p_i F_i w_i / sum p_i F_i`` elementwise.
+
+    Take it to merge models of any layers, with one more message of the model's size.
 
     F_i is the diagonal of the true Fisher of each model's own prediction, which does not vanish on
     fitted data, and ``p_i = n_i / N``. Any layer with parameters is supported, including norm

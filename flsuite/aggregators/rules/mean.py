@@ -29,6 +29,8 @@ Normalize = Literal["buffer", "weights"]
 class Mean(LinearRule, Settings):
     """The model moves by ``rate * sum q_k s(t_k) D_k / sum q_k``, with a client's change ``D_k``.
 
+    Take it unless you need another one: it is the default.
+
     A change is measured from the version that its client started from. If no client is late and the
     rate is 1, this is the mean of the clients' models.
 
@@ -119,6 +121,8 @@ def split_buffers(state: State, layout: StateLayout) -> tuple[State, State]:
 class Mixing(Rule, Settings):
     """Mixes in the clients' models one after the other, ``w <- (1 - a) w + a w_k``.
 
+    Take it if each client's model is mixed in as it arrives.
+
     ``a = mixing * s(t_k) * q_k``. Floating-point buffers are mixed likewise, and integer counters
     take the maximum. ``a`` is logged as ``weight``.
 
@@ -186,6 +190,8 @@ class _Mixture(Reduction):
 @dataclass(frozen=True)
 class MixedMean(Mean):
     """Mixes in a buffer of models at a time, ``w <- w + rate sum q_k s(t_k) (w_k - w)``.
+
+    Take it with late clients, if their models should count and not their changes.
 
     It is the :class:`~flsuite.aggregators.Mean` of the clients' models instead of their changes,
     which only differ for late clients.

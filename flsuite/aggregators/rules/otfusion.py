@@ -28,6 +28,8 @@ from flsuite.common.state import Layer, State, mean_of
 class OTFusion(CohortRule, Settings):
     """Averages the clients' models after aligning their neurons to a pivot.
 
+    Take it to merge chains of layers that were trained from different starts.
+
     The mean is weighted by samples. The model must be a chain of Conv2d and Linear layers. At equal
     widths, the optimal transport plan between uniform masses is a permutation. The cost of matching
     two neurons is the squared distance of their incoming weights and biases. Outputs stay in place,

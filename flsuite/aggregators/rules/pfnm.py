@@ -29,6 +29,8 @@ from flsuite.common.state import Layer, State
 class PFNM(CohortRule, Settings):
     """Matches the clients' neurons to global neurons, and takes each one's posterior mean.
 
+    Take it to merge small chains of layers whose neurons have no common order.
+
     The model must be a chain of Conv2d and Linear layers. The incoming weights and the bias of a
     client's neuron are a draw around those of a global neuron. The number of global neurons is not
     fixed. An output is the mean over clients weighted by their samples of its class.

@@ -35,6 +35,8 @@ _TAKES = "RegMean takes the mean of"
 class RegMean(LinearRule, Settings):
     """Merges linear layers so that their outputs are closest to each client's layer outputs.
 
+    Take it to merge models with Linear and Conv2d layers without a search on the server.
+
     A client sends its model and, per linear layer, the Gram matrix of the layer's inputs X over its
     samples, ``G_i = X^T X / rows``. With ``G'_i = alpha G_i + (1 - alpha) diag G_i`` and
     ``p_i = n_i / N``, the layer is ``W = (sum p_i W_i G'_i) (sum p_i G'_i)^-1``. If the sum is

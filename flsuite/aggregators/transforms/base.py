@@ -161,6 +161,8 @@ def require_finite(tree: Tree) -> None:
 class ClipUpdates(Transform, Settings):
     """A change ``D`` becomes ``D min(1, norm / ||D||)``, over all parameters together.
 
+    Take it to bound what a single client can change.
+
     The client clips, and the server clips again, because an attacker may not clip. Clients log
     ``update_norm``, the norm before clipping.
 

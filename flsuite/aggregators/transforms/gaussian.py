@@ -48,6 +48,8 @@ _Normal = Callable[[int], Tensor]
 class GaussianMechanism(Transform, Settings):
     """Client-level differential privacy: clipped changes, noise on their sum, a fixed divisor.
 
+    Take it to combine the noise of ``DPFedAvg`` with other parts.
+
     A client clips its change to the L2 norm ``clip``, and the server clips again. The sum gets
     Gaussian noise of standard deviation ``noise_multiplier * clip`` per number, and is divided by
     the expected cohort size. Without noise and with an infinite ``clip``, the mean is unchanged bit

@@ -38,6 +38,8 @@ from flsuite.common.state import flatten_tree, mismatch, mismatch_of_keys, nbyte
 class LowRank(Transform, Settings):
     """Sends the k largest eigenvalues of every K-FAC factor or Gram matrix, with eigenvectors.
 
+    Take it if the rule sends matrices, as FedFisher's ``kfac`` and RegMean do.
+
     A matrix is sent as ``U e U^T``: codes for the eigenvectors U, float32 for the eigenvalues e. It
     arrives exactly symmetric and, up to rounding, positive semidefinite. Its error in the spectral
     norm is the largest omitted eigenvalue, plus the rounding of U. The change and the other

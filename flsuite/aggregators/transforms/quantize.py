@@ -138,6 +138,8 @@ def narrowed(payload: Payload) -> Payload:
 class Quantize(Transform, Settings):
     """Quantizes every float of the change and of the statistics to ``bits`` bits.
 
+    Take it to send a half or a quarter of the bytes, with 16 or 8 bits per number.
+
     Each tensor x is rounded to multiples of ``s = max|x| / (2^(bits-1) - 1)``, with an error of at
     most ``s / 2``. Zeros stay zeros. A tensor without negative values, such as a Fisher diagonal,
     needs no sign and takes ``bits - 1``. With 16 bits, a change and a Fisher diagonal together are

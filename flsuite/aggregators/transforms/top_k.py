@@ -28,6 +28,8 @@ from flsuite.common.state import State, mismatch, unflatten
 class TopK(Transform, Settings):
     """Sends the largest entries of a client's change. The rest is added to its next change.
 
+    Take it to send one percent of the change, if clients come back to send the rest.
+
     The client adds the residual of its earlier fits to its change. It sends the k entries of
     largest magnitude over all parameters, and keeps the rest as the new residual. Both papers apply
     this to the step of SGD. The first fit of a client has no residual.

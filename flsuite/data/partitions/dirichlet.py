@@ -13,6 +13,8 @@ from flsuite.data.partitions.shares import QuantitySkew, assign_classes
 class Dirichlet(CountPartition):
     """Each class is spread over the clients in proportions drawn from Dir(alpha).
 
+    Take it first: most papers have it.
+
     This is the scheme of Yurochkin et al. 2019 (arXiv:1905.12022), which most papers mean by
     "Dirichlet(alpha)". Client sizes are also skewed. Two other schemes draw each client's class
     mix: ``DirichletBalanced`` keeps sizes equal (Hsu et al. 2019), and ``DirichletProportions``
@@ -42,6 +44,8 @@ class Dirichlet(CountPartition):
 @dataclass
 class DirichletBalanced(CountPartition):
     """Equal client sizes, with each client's class mix drawn from Dir(alpha).
+
+    Take it if classes should be skewed and sizes not.
 
     This is the scheme of Hsu et al. 2019 (arXiv:1909.06335) and of Acar et al. 2021
     (arXiv:2111.04263). Every client has ``n // clients`` samples, so up to ``clients - 1`` samples
@@ -94,6 +98,8 @@ class DirichletBalanced(CountPartition):
 class DirichletExtended(CountPartition):
     """``classes_per_client`` classes per client, each shared unevenly by its clients.
 
+    Take it if clients have few classes, in unequal shares.
+
     This is the extended Dirichlet strategy ExDir(C, alpha) of Li and Lyu 2023 (arXiv:2311.03154):
     classes are assigned as in ``Pathological``, and each class is spread over its own clients in
     proportions drawn from Dir(alpha). A class that no client has stays unused.
@@ -128,6 +134,8 @@ class DirichletExtended(CountPartition):
 @dataclass
 class DirichletProportions(Dirichlet):
     """Each client draws a class mix from Dir(alpha), and classes are spread by the mixes.
+
+    Take it to compare with FedFisher.
 
     Client i draws ``q_i ~ Dir(alpha)`` over the classes. Class k is then spread over the clients in
     proportion to ``q_ik``. This is the scheme of FedFisher (Jhunjhunwala et al. 2024,

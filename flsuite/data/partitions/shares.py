@@ -22,6 +22,8 @@ from flsuite.data.partitions.base import Array, AssignedPartition, CountPartitio
 class IID(CountPartition):
     """A random split into clients of nearly equal size (McMahan et al. 2017, arXiv:1602.05629).
 
+    Take it as the case without any difference between clients.
+
     Sizes differ by at most one.
     """
 
@@ -36,6 +38,8 @@ class IID(CountPartition):
 @dataclass
 class Pathological(CountPartition):
     """``classes_per_client`` classes per client, every class split evenly over its clients.
+
+    Take it as the hardest case: a few classes per client.
 
     After McMahan et al. 2017 (arXiv:1602.05629), with classes instead of shards, so each client has
     exactly the requested number of classes. Classes are assigned from one random permutation after
@@ -119,6 +123,8 @@ def _split_classes(sizes: np.ndarray, holds: np.ndarray, rng: np.random.Generato
 class QuantitySkew(CountPartition):
     """IID classes and skewed sizes.
 
+    Take it to see what sizes alone change.
+
     Every client first gets ``min_samples``. The rest is shared in proportion to one random weight
     per client. Li et al. 2022 (arXiv:2102.02079) draw the sizes from a Dirichlet distribution. All
     samples are used.
@@ -155,6 +161,8 @@ class QuantitySkew(CountPartition):
 class Ranked(AssignedPartition, Settings):
     """Samples are ranked by their class plus noise, and cut into clients of equal size.
 
+    Take it for grades and regression, where neighbors are alike.
+
     For an ordered property, such as a grade, or the target of a regression in ``data.bins``.
     Without noise, each client has a few neighboring classes. Much noise approaches IID. Clients are
     numbered at random, not by rank.
@@ -178,6 +186,8 @@ class Ranked(AssignedPartition, Settings):
 
 class Natural(AssignedPartition):
     """Each owner in the data (a writer, a device) is a client, as in FEMNIST.
+
+    Take it if the data has owners: this is the most realistic split.
 
     This is the split of LEAF (Caldas et al. 2018, arXiv:1812.01097). With as many owners as
     clients, client i is the i-th owner in ascending order, and nothing is random. With more owners,
@@ -224,6 +234,8 @@ def _group(sizes: np.ndarray, groups: int, rng: np.random.Generator) -> np.ndarr
 @dataclass
 class SoleOwner(AssignedPartition, Settings):
     """Client 0 has all samples of one class and some others. The rest is split evenly at random.
+
+    Take it to see what is lost when one client leaves.
 
     Args:
         label: The class that no other client has.

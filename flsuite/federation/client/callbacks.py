@@ -165,6 +165,8 @@ class LRDecay(ABC):
 class CosineDecay(LRDecay, Settings):
     """Half a cosine from 1 in the first round to ``final`` in round ``rounds + 1``, then constant.
 
+    Take it if the number of rounds is known.
+
     Args:
         rounds: Rounds over which the rate decays, usually ``trainer.rounds``.
         final: The factor at the end.
@@ -183,6 +185,8 @@ class CosineDecay(LRDecay, Settings):
 class ExponentialDecay(LRDecay, Settings):
     """``gamma`` to the power of the number of completed rounds.
 
+    Take it if the number of rounds is open.
+
     Args:
         gamma: Factor from one round to the next.
     """
@@ -196,6 +200,8 @@ class ExponentialDecay(LRDecay, Settings):
 @dataclass(frozen=True)
 class StepDecay(LRDecay, Settings):
     """A factor that is multiplied by ``gamma`` every ``every`` rounds.
+
+    Take it to follow a paper that lowers its rate in steps.
 
     Args:
         every: Rounds between two steps.

@@ -40,6 +40,8 @@ _WORTH = 0.9  # a stack must take less than this fraction of the time, because i
 class Vectorized(Engine, Settings):
     """Trains clients in stacks: their weights lie along a first axis, and one program steps all.
 
+    Take it for many small clients, and on a GPU.
+
     Small networks train several times as fast as one after another, because a step of the whole
     stack launches as many operations as a step of one client. Each client takes the same steps on
     the same batches as on other engines. Batched kernels round differently, so the weights differ
@@ -104,6 +106,8 @@ class Vectorized(Engine, Settings):
 @dataclass(eq=False)
 class Auto(EngineChoice, Settings):
     """Chooses this process, worker processes or stacks of clients, whichever is fastest.
+
+    Take it if you do not know which engine is fastest.
 
     Before the first round, it trains a few clients on each engine that the run allows, for about a
     second, and drops the results. It then takes the engine with the least expected time for the

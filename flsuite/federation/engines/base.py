@@ -108,6 +108,8 @@ class Engine(EngineChoice):
 class InProcess(Engine, Settings):
     """Trains in this process, each client when its outcome is collected.
 
+    Take it for small runs, for debugging and in sweeps: it is the default.
+
     Args:
         threads: torch threads for training. With 1, the weights equal those of
             ``Processes`` with one thread, bit for bit. A large model that has the machine to itself

@@ -50,6 +50,8 @@ class _Process(Worker):
 class Processes(Pool):
     """Trains in worker processes.
 
+    Take it on a machine with several cores or GPUs.
+
     Workers are forked from a server process that has imported everything and computed nothing, so
     starting or replacing one takes milliseconds. The server starts when the first engine is
     constructed. On Linux without a GPU, it is a fork of this process: construct the engine before

@@ -64,6 +64,8 @@ class _Actor(Worker):
 class Ray(Pool):
     """Trains in the actors of a Ray cluster.
 
+    Take it on several machines.
+
     The dataset is in memory once per machine, and a broadcast is sent once to each machine. The
     clients of a dead worker go to another one, and a new worker is started if there is room.
     Requires the extra ``flsuite[ray]``.

@@ -33,6 +33,8 @@ _MOST_LOST = 1000  # fits lost in a row, per concurrent client, before giving up
 class Asynchronous(Schedule, Settings):
     """FedBuff's schedule (Nguyen et al. 2022, arXiv:2106.06639, algorithm 1).
 
+    Take it if the server should not wait for slow clients.
+
     A fixed number of clients trains at any moment. When one comes back or drops out, another one
     starts at once, drawn uniformly from the idle and available clients. With ``buffer_size`` 1,
     this is the schedule of FedAsync (Xie et al. 2019, arXiv:1903.03934).

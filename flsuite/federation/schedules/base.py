@@ -171,6 +171,8 @@ class Speeds(ABC):
 class Measured(Speeds):
     """Measures the wall time of fits on this machine.
 
+    Take it to time fits on this machine, not to compare methods.
+
     Durations differ from run to run, and so does every result that depends on them.
     """
 
@@ -218,7 +220,10 @@ class Availability(ABC):  # noqa: B024  (every hook has a default)
 
 
 class Always(Availability):
-    """All clients are always available, and none drops out."""
+    """All clients are always available, and none drops out.
+
+    Take it unless availability matters: it is the default.
+    """
 
 
 MakeRequests = Callable[[Sequence[Fit]], list[FitRequest]]

@@ -34,6 +34,8 @@ _FAULTS: tuple[Fault, ...] = get_args(Fault)
 class Faults(Schedule, Settings):
     """Injects faults into some fits of another schedule.
 
+    Take it to test a method against clients that fail.
+
     Which fits fail, and how, are functions of the run's seed, the number of the fit and the client,
     drawn from a separate stream. The other fits are unchanged. The run therefore ends with the same
     weights as a run without the failed fits.

@@ -130,6 +130,8 @@ def _rounded_up(number: float) -> int:
 class PowerOfChoice(Selection, Settings):
     """Cho, Wang and Joshi 2020, section 3: of some candidates, those with the highest loss.
 
+    Take it to learn faster from the clients that are served worst.
+
     Towards Understanding Biased Client Selection in Federated Learning, arXiv:2010.01243. This is
     the variant rpow-d, which takes the mean training loss of a client's last fit, so that nobody
     computes or sends anything for the selection. Clients that have not been chosen yet come first,
@@ -167,6 +169,8 @@ class PowerOfChoice(Selection, Settings):
 @dataclass
 class Oort(Selection, Settings):
     """Lai et al. 2021, algorithm 1: clients by their utility, and some that are new.
+
+    Take it if time to a target matters, and clients differ in speed.
 
     Oort: Efficient Federated Learning via Guided Participant Selection, arXiv:2010.06081. The
     utility of a client is its samples times its last mean loss, plus ``sqrt(0.1 ln R / L)`` times

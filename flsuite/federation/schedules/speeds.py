@@ -39,6 +39,8 @@ _Seconds = Annotated[
 class Stragglers(Speeds, Settings):
     """A fraction of the clients is slow, and the others are fast.
 
+    Take it if there are two kinds of clients.
+
     The same clients are slow throughout a run.
 
     Args:
@@ -82,6 +84,8 @@ class Stragglers(Speeds, Settings):
 class LogNormal(Speeds, Settings):
     """Log-normal seconds per fit: most are near the median, a few are long.
 
+    Take it if most clients are alike and a few are slow.
+
     A fit takes ``median * exp(sigma * z)`` seconds, with ``z`` standard normal.
 
     Args:
@@ -109,6 +113,8 @@ class LogNormal(Speeds, Settings):
 @dataclass
 class PerSample(Speeds, Settings):
     """Seconds in proportion to the work: the samples of a fit, and the bytes sent and received.
+
+    Take it if slow clients are those with many samples or a thin line.
 
     A fit takes ``factor * (samples * seconds_per_sample + bytes_down * seconds_per_byte_down +
     bytes_up * seconds_per_byte_up)`` seconds. Each client has a fixed log-normal ``factor`` with
@@ -148,6 +154,8 @@ _TICK = 1e-9  # seconds, the clock's resolution; the last tick of an interval co
 class Bernoulli(Availability, Settings):
     """All clients are always available, and each fit is lost with the same probability.
 
+    Take it if fits are lost at random.
+
     A client drops out at a uniformly drawn fraction of the fit's duration. If durations are
     measured, it drops out at the start.
 
@@ -169,6 +177,8 @@ class Bernoulli(Availability, Settings):
 @dataclass
 class OnOff(Availability, Settings):
     """Clients come and go by a trace.
+
+    Take it if you have a trace of who was there when.
 
     The trace is a CSV file with a header and the columns ``client``, ``start`` and ``end``. Each
     row is an interval ``[start, end)`` in virtual seconds in which the client is available. A

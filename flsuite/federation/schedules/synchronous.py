@@ -34,6 +34,8 @@ _MOST_EMPTY_COHORTS = 1000  # in a row, before giving up
 class Synchronous(Schedule, Settings):
     """McMahan et al. 2017, algorithm 1: a random cohort per round, drawn without replacement.
 
+    Take it unless time matters: it is the default.
+
     A round takes as long as its slowest client. Over-selection and the deadline follow Bonawitz et
     al. 2019, Towards Federated Learning at Scale, arXiv:1902.01046, section 2: the round starts
     more clients than it needs, accepts the first ones, and ignores the others.

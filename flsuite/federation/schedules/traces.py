@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Trace(Speeds):
     """Durations of fits from a CSV file with a header and one of two sets of columns.
 
+    Take it if you have measured durations.
+
     ``client`` and ``seconds``: each row is a fit. With several rows per client, one of them is
     drawn for each fit.
 

@@ -98,6 +98,8 @@ def make_norm(kind: Norm, channels: int, groups: int = 32) -> nn.Module:
 class MLP(Backbone, Settings):
     """Fully connected layers with ReLU, for tables and flattened images.
 
+    Take it for tables and for first tests.
+
     ``MLP(hidden=())`` is multinomial logistic regression. ``MLP(hidden=(200, 200))`` is the 2NN of
     McMahan et al. 2017.
 
@@ -127,6 +129,8 @@ class MLP(Backbone, Settings):
 class LeNet5(Backbone, Settings):
     """LeNet-5 with ReLU and max-pools.
 
+    Take it for small images, and for merges of one round.
+
     LeCun et al. 1998, Gradient-Based Learning Applied to Document Recognition. Two 5x5 convolutions
     with 6 and 16 channels and no padding, each followed by a 2x2 max-pool, then 120-84-outputs. The
     flattened size follows the image: 256 at 28x28, 400 at 32x32. ``LeNet5(bias=False)`` is
@@ -152,6 +156,8 @@ class LeNet5(Backbone, Settings):
 @dataclass(frozen=True)
 class CNN(Backbone, Settings):
     """Two 5x5 convolutions with 2x2 max-pools, then fully connected layers.
+
+    Take it for images, as most papers since FedAvg.
 
     The defaults are the CNN of McMahan et al. 2017, Communication-Efficient Learning of Deep
     Networks from Decentralized Data: 1,663,370 parameters at ``(1, 28, 28)`` with ten classes.
@@ -194,6 +200,8 @@ class CNN(Backbone, Settings):
 @dataclass(frozen=True)
 class StridedCNN(Backbone, Settings):
     """Three 4x4 convolutions with stride 2, each followed by a leaky ReLU, then one linear layer.
+
+    Take it as the feature extractor of ``NFClassifier``.
 
     The default width matches AF-FCL's feature extractor for images of 28x28 pixels: Wuerkaixi et
     al. 2024, Accurate Forgetting for Heterogeneous Federated Continual Learning.

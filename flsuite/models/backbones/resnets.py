@@ -17,6 +17,8 @@ _SMALL = 64  # minimum pixels per side for the stem that reduces the image fourf
 class ResNet18(Backbone, Settings):
     """ResNet-18 with torchvision's parameter names.
 
+    Take it for larger images, and for pre-trained starts.
+
     He et al. 2016, Deep Residual Learning for Image Recognition, arXiv:1512.03385. FedFisher's
     network for pre-trained starts, which has neither norms nor biases, is
     ``ResNet18(norm="none", head=(1000, 200), bias=False, kernel=7)``.
@@ -121,6 +123,8 @@ _GROUPS = 8  # groups of GroupNorm: two channels each in the first stage, eight 
 @dataclass(frozen=True)
 class ResNet20(Backbone, Settings):
     """Pre-activation ResNet-20, "v2".
+
+    Take it for images of 32x32.
 
     He et al. 2016, Identity Mappings in Deep Residual Networks, arXiv:1603.05027.
 

@@ -1,6 +1,6 @@
 """Robust centers of a cohort: medians, means without extremes, and clipped changes.
 
-- Coordinate-wise median and trimmed mean: Yin et al. 2018, definitions 1 and 2, algorithm 1.
+- Coordinate median and trimmed mean: Yin et al. 2018, definitions 1 and 2, algorithm 1.
   Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, arXiv:1803.01498.
 - Geometric median: RFA, Pillutla, Kakade, Harchaoui 2022, algorithm 2. Robust Aggregation for
   Federated Learning, IEEE Transactions on Signal Processing 70, arXiv:1912.13445.
@@ -34,6 +34,8 @@ from flsuite.common.arguments import NonNegativeFloat, PositiveFloat, PositiveIn
 class CoordinateMedian(ParameterRule):
     """The median of the clients' models, coordinate by coordinate: option I.
 
+    Take it if nothing is known of the attackers: it has no argument.
+
     Less than half of the clients cannot move a coordinate beyond the range of the others. For an
     even number of clients, it is the mean of the two middle values.
 
@@ -47,6 +49,8 @@ class CoordinateMedian(ParameterRule):
 @dataclass(frozen=True)
 class TrimmedMean(ParameterRule):
     """The mean of the clients' models without the extremes, coordinate by coordinate: option II.
+
+    Take it if you can bound the number of attackers, and single values are corrupt.
 
     The ``b`` largest and the ``b`` smallest values of a coordinate are excluded, so ``b`` attackers
     cannot move it beyond the range of the others. With ``b = 0``, it is the plain mean. Buffers are
@@ -85,6 +89,8 @@ class TrimmedMean(ParameterRule):
 @dataclass(frozen=True)
 class GeometricMedian(ParameterRule):
     """The model with the smallest weighted sum of distances to the clients' models.
+
+    Take it if whole models are corrupt, and clients may weigh by samples.
 
     It stays bounded while the attackers have less than half of the weight. The smoothed Weiszfeld
     iterations start from the mean of the half of the models around the most central one. They use
@@ -166,6 +172,8 @@ def _around_medoid(distances: Tensor, alpha: Tensor) -> Tensor:
 class CenteredClipping(ParameterRule):
     """The centre plus the mean of the clients' distances from it, each clipped to a radius.
 
+    Take it if attackers are few, and hide over many rounds.
+
     ``v <- v + 1/n sum_k (d_k - v) min(1, radius / |d_k - v|)`` with the clients' changes ``d_k``.
     It starts from the centre, and the last ``v`` is the change of the global model. A client moves
     it by at most ``radius / n`` per iteration. With an infinite radius, it is the plain mean.
@@ -218,6 +226,8 @@ class CenteredClipping(ParameterRule):
 @dataclass(frozen=True)
 class NormClipping(ParameterRule):
     """The mean of the clients' changes, each clipped to a maximum norm.
+
+    Take it against scaled updates. Backdoors of usual norm pass.
 
     A change ``d`` counts as ``d min(1, radius / |d|)``, so a client with weight ``q`` moves the
     global model by at most ``q radius``. With an infinite radius, it is FedAvg.

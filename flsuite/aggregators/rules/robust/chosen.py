@@ -40,6 +40,8 @@ from flsuite.common.state import State
 class MultiKrum(ParameterRule):
     """The mean of the ``m`` models that are closest to their neighbors.
 
+    Take it if you can bound the number of attackers.
+
     The score of a client is the sum of the squared distances to its ``n - f - 2`` nearest others,
     and the ``m`` lowest scores win. Ties go to the lower client number. With ``m = n``, it is the
     plain mean.
@@ -89,6 +91,8 @@ class MultiKrum(ParameterRule):
 class Krum(MultiKrum):
     """The one model that is closest to its neighbors: Multi-Krum with ``m = 1``.
 
+    Take it to reproduce tables: ``MultiKrum`` uses more of the updates.
+
     The global model becomes a single client's model.
 
     Args:
@@ -113,6 +117,8 @@ def _krum_scores(squares: Tensor, byzantine: int) -> Tensor:
 @dataclass(frozen=True)
 class Bucketing(RuleAround, Settings):
     """Applies a rule to the means of random buckets of clients.
+
+    Take it around another robust rule, if the clients' data differ.
 
     Clients with different data look like attackers to each other. The means of a few of them differ
     less. An attacker spoils its whole bucket, so the rule must withstand as many buckets as there
@@ -191,6 +197,8 @@ log = logging.getLogger("flsuite")
 @dataclass(frozen=True)
 class FLTrust(ParameterRule):
     """Averages the clients' changes by their similarity to the server's own change.
+
+    Take it if the server has some samples of its own, and attackers may be many.
 
     The server trains like a client, from the same global model, on its own samples
     (``data.server_samples``), which are neither a client's nor test samples. The trust in a client
