@@ -92,6 +92,11 @@ def test_the_readme_fits_a_newcomer() -> None:
     assert len(README.split()) < 900 and len(README.splitlines()) < 130
 
 
+@pytest.mark.parametrize("page", sorted(GUIDE.glob("*.md")), ids=page_id)
+def test_a_page_of_the_guide_is_one_task(page: Path) -> None:
+    assert len(page.read_text("utf-8").split()) < 900
+
+
 def test_the_quickstart_prints_what_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -216,6 +221,16 @@ def test_the_table_shown_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {line.split(",")[0] for line in lines} == {str(client) for client in range(9)}
 
 
+def test_the_dataset_shown_can_be_read(at_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (GUIDE / "data.md").read_text("utf-8")
+    (shown,) = (b for b in blocks(page, "yaml") if "FromDataset" in b)
+    monkeypatch.chdir(at_root)
+    Path("sensors.yaml").write_text(shown)
+    assert cli("partition", "--config", "sensors.yaml") == 0
+    drawn = Path("sensors-partition.csv").read_text("utf-8").splitlines()[1:]
+    assert {line.split(",")[0] for line in drawn} == set("01234")
+
+
 def test_the_tasks_shown_are_those_of_a_config() -> None:
     (block,) = blocks((GUIDE / "tasks.md").read_text("utf-8"), "yaml")
     shipped = (ROOT / "configs" / "nf_fisher" / "fashionmnist.yaml").read_text("utf-8")
@@ -224,7 +239,7 @@ def test_the_tasks_shown_are_those_of_a_config() -> None:
     assert yaml.safe_load(block)["data"] == data
 
 
-@pytest.mark.parametrize("page", mostly_long({n: n for n in ("algorithm", "failures")}, "failures"))
+@pytest.mark.parametrize("page", mostly_long({n: n for n in ("parts", "failures")}, "failures"))
 def test_parts_of_a_config_that_are_shown_are_understood(page: str, tmp_path: Path) -> None:
     path, quickstart = tmp_path / "shown.yaml", str(ROOT / "configs" / "quickstart.yaml")
     for shown in blocks((GUIDE / f"{page}.md").read_text("utf-8"), "yaml"):
@@ -233,7 +248,7 @@ def test_parts_of_a_config_that_are_shown_are_understood(page: str, tmp_path: Pa
 
 
 def test_the_sweep_shown_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (shown,) = blocks((GUIDE / "comparing.md").read_text("utf-8"), "yaml")
+    (shown,) = blocks((GUIDE / "sweeps.md").read_text("utf-8"), "yaml")
     monkeypatch.chdir(ROOT)
     (tmp_path / "shown.yaml").write_text(shown)
     sweep = read_sweep(tmp_path / "shown.yaml")
@@ -324,10 +339,11 @@ def test_the_rule_and_the_speeds_shown_run(at_root: Path) -> None:
 
 
 SHORT = ["--trainer.rounds=1", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
-OBJECTIVES = {
-    command[command.index("--trainer.aggregator.objective") + 1]: command
+PARTS = {
+    name: command
+    for name in ("SAM", "SmallFeatures", "BestHalf")
     for command in commands(GUIDE / "algorithm.md")
-    if "--plugins" in command and "--trainer.aggregator.objective" in command
+    if name in command
 }
 
 
@@ -337,16 +353,16 @@ def weights_of(run: Path, *command: str) -> torch.Tensor:
     return torch.cat([value.flatten() for value in saved.values()])
 
 
-@pytest.mark.parametrize("name", ["SAM", "SmallFeatures"])
-def test_an_objective_shown_gives_the_same_weights_on_every_engine(
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_shown_gives_the_same_weights_on_every_engine(
     name: str, at_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     alone, stack, workers = (
-        weights_of(at_root / engine, *OBJECTIVES[name], "--trainer.engine", engine)
+        weights_of(at_root / engine, *PARTS[name], "--trainer.engine", engine)
         for engine in ("InProcess", "Vectorized", "Processes")
     )
     assert torch.equal(alone, workers) and torch.allclose(alone, stack, rtol=1e-5, atol=1e-5)
-    # The clients trained in a stack, and with the objective.
+    # The clients trained in a stack, and with the part.
     assert not [r for r in caplog.records if r.name.endswith("client.stack")]
     plain = weights_of(at_root / "plain", "fit", "--config", QUICKSTART)
     assert not torch.allclose(alone, plain, atol=1e-3)

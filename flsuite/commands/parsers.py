@@ -205,7 +205,7 @@ def _sweep(parser: CommandParser) -> None:
     after SIGHUP, or 143 after SIGTERM.
     """
     add = parser.add_argument
-    add(*_CONFIG, metavar="FILE", required=True, help="a sweep, see configs/guide/comparing.md")
+    add(*_CONFIG, metavar="FILE", required=True, help="a sweep, see configs/guide/sweeps.md")
     how = "the sweep's folder; default: runs/NAME, with the name of FILE"
     add("--folder", metavar="FOLDER", help=how)
     how = "cells that run at the same time; default: workers of FILE, else 1"

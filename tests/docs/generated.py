@@ -147,12 +147,6 @@ def described(kind: str) -> str:
     return "\n".join(["| | | arguments and defaults |", "|---|---|---|", *rows])
 
 
-def datasets() -> str:
-    """Return the datasets with what they are."""
-    rows = [f"| `{cls.__name__}` | {summary(cls)} |" for cls in classes("data")]
-    return "\n".join(["| | |", "|---|---|", *rows])
-
-
 def arguments(name: str) -> str:
     """Return the arguments of a class with their defaults, and what its docstring says of them."""
     (cls,) = {c for kind in KINDS for c in classes(kind) if c.__name__ == name}
@@ -189,7 +183,6 @@ def generated(name: str) -> str:
     """Return the table of this name."""
     others: dict[str, Callable[[], str]] = {
         "gallery": gallery,
-        "datasets": datasets,
         "pairs": pairs_table,
         "pairs of kinds": summary_table,
     }
