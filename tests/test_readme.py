@@ -44,6 +44,7 @@ from tests.docs.pages import (
     page_id,
     text_of,
 )
+from tests.test_notebooks import cells_of
 
 README = (ROOT / "README.md").read_text("utf-8")
 GUIDE = ROOT / "configs" / "guide"
@@ -53,6 +54,7 @@ RESULTS = [
     *("personal", "trust"),
 ]
 RESULT_PAGES = [*RESULTS, "benchmarks"]
+PACKAGES = ["aggregators", "callbacks", "data", "federation", "models"]
 WITH_CONFIG = ("fit", "validate", "test", "predict", "partition", "schedule")
 
 
@@ -127,7 +129,7 @@ def test_the_known_classes_are_those_of_today() -> None:
     assert ours[0] == ours[1], "run python -m tests.docs.generated"
 
 
-@pytest.mark.parametrize("package", ["aggregators", "callbacks", "data", "federation", "models"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_everything_inside_is_listed(package: str) -> None:
     """Each exported class is in the gallery, unless configs cannot name it."""
     others = {base.__name__ for base, _ in KINDS.values()}
@@ -188,6 +190,16 @@ def test_a_form_asks_for_what_it_names(form: Path) -> None:
         assert all(one["attributes"]["label"] for one in asked["body"])
 
 
+def imported() -> set[str]:
+    """Return what the pages and the notebooks import from flsuite."""
+    cells = [cell for path in NOTEBOOKS for cell in cells_of(path.stem, "code")]
+    code = [re.sub(r"^[%!].*$", "", cell, flags=re.M) for cell in cells if cell[:2] != "%%"]
+    code += [block for page in PAGES for block in blocks(text_of(page), "python")]
+    nodes = [node for block in code for node in ast.parse(block).body]
+    found = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module]
+    return {f"{n.module}.{a.name}" for n in found for a in n.names if "flsuite." in f"{n.module}."}
+
+
 @pytest.mark.long
 def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="needs the site: pip install 'flsuite[docs]'")
@@ -199,12 +211,13 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     names = {page_id(page).removesuffix(page.suffix) for page in [*PAGES, *NOTEBOOKS]}
     assert {f"{re.sub('README$', 'index', name)}.html" for name in names} <= pages
     assert (tmp_path / "notebooks" / "quickstart-1.png").exists()
+    listed = (tmp_path / "configs" / "guide" / "flower.html").read_text("utf-8")
+    assert re.search(r"<li>[^/]*These settings are refused:</strong>\s*<ul>", listed)
     searched = json.loads((tmp_path / "search" / "search_index.json").read_text("utf-8"))
     found = {doc["location"].partition("#")[2] for doc in searched["docs"]}
-    users = {
-        f"flsuite.{n}" for n in ("FederatedTrainer", "aggregators.Ditto", "data.Dirichlet")
-    } | {"flsuite.analysis.load", "flsuite.federation.Speeds"}
-    assert users <= found
+    assert imported() <= found, "name the module in REFERENCE of tests/docs/site.py"
+    exported = {f"flsuite.{p}.{n}" for p in PACKAGES for n in getattr(flsuite, p).__all__}
+    assert exported <= found
 
 
 # Blocks of code

@@ -16,15 +16,24 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 from tests.docs.pages import NOTEBOOKS, PAGES, ROOT
 
-PACKAGES = {  # pages of reference: what they document, and which names
-    "flsuite": ["flsuite"],
-    "aggregators": ["flsuite.aggregators"],
-    "federation": ["flsuite.federation"],
-    "callbacks": ["flsuite.callbacks"],
-    "models": ["flsuite.models", "flsuite.models.backbones.Backbone", "flsuite.models.abilities"],
-    "data": ["flsuite.data"],
-    "analysis": ["flsuite.analysis"],
-    "common": [f"flsuite.common.{name}" for name in ("arguments", "client", "messages", "random")],
+REFERENCE = {  # its pages, and what they document below flsuite: all that users import
+    "trainer": ["FederatedTrainer", "FederationError", "FlsuiteError"],
+    "aggregators": ["aggregators", "aggregators.rules.solvers"],
+    "federation": ["federation"],
+    "callbacks": ["callbacks"],
+    "models": ["models", "models.backbones.Backbone", "models.abilities", "models.flows"],
+    "data": ["data", "data.loader"],
+    "runs": ["runs.fork", "runs.rounds"],
+    "analysis": ["analysis", "analysis.panels", "metrics.fisher"],
+    "studies": ["studies.inversion", "studies.two_layer", "studies.unlearning"],
+    "flower": ["flower.rule_strategy", "flower.server", "flower.client"],
+    "common": [
+        "common.arguments",
+        "common.client",
+        "common.messages",
+        "common.random",
+        "common.state",
+    ],
 }
 _STYLE = ".md-grid { max-width: 76rem } td:first-child code { white-space: nowrap }"
 _LINKED = (".png", ".svg", ".yaml", ".py", ".csv", ".sh", ".sbatch")
@@ -41,13 +50,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for name, content in notebook(path).items():
             made.append(File.generated(config, f"notebooks/{name}", content=content))
     made.append(File.generated(config, "style.css", content=_STYLE))
-    for name, modules in PACKAGES.items():
-        made.append(File.generated(config, f"reference/{name}.md", content=reference(modules)))
+    for name, documented in REFERENCE.items():
+        page = "\n\n".join(f"::: flsuite.{one}" for one in documented)
+        made.append(File.generated(config, f"reference/{name}.md", content=page))
     return made
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Link pages instead of notebooks, and the reference instead of the code."""
+    """Link pages instead of notebooks, and the reference instead of the code.
+
+    A list in a list is indented by four spaces, which the site needs and the repository does not.
+    """
+    parts = re.split(r"(^```.*?^```)", markdown, flags=re.M | re.S)  # prose, a block, prose, ...
+    parts[::2] = (re.sub(r"^ {2,3}(?=- )", " " * 4, part, flags=re.M) for part in parts[::2])
+    markdown = "".join(parts)
     markdown = re.sub(r"(\]\([^)\s:]*)\.ipynb\b", r"\1.md", markdown)
     source = r"\[`(\w+)`\]\((?:\.\./)*(flsuite/[\w/]+)\.py\)"
     return re.sub(source, lambda m: f"[`{m[1]}`][{m[2].replace('/', '.')}.{m[1]}]", markdown)
@@ -59,11 +75,6 @@ def _linked() -> list[Path]:
     for folder in (".github", "configs", "notebooks/figures"):
         found += (p for p in sorted((ROOT / folder).rglob("*")) if p.suffix in _LINKED)
     return found
-
-
-def reference(modules: list[str]) -> str:
-    """Return the page of some modules."""
-    return "\n\n".join(f"::: {module}" for module in modules)
 
 
 def notebook(path: Path) -> dict[str, str | bytes]:
