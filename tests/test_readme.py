@@ -14,7 +14,7 @@ from flsuite.commands.main import main
 from flsuite.commands.sweeps.plan import fit_arguments, samples_of
 from flsuite.commands.sweeps.reading import read_sweep
 from tests.commands.command import QUICKSTART, Capture, cli
-from tests.conftest import mostly_long
+from tests.conftest import long, mostly_long
 from tests.docs.generated import KINDS, KNOWN, classes, known_classes, tables, written
 from tests.docs.pages import (
     NOTEBOOKS,
@@ -258,7 +258,7 @@ def weights_of(run: Path, *command: str) -> torch.Tensor:
     return torch.cat([value.flatten() for value in saved.values()])
 
 
-@pytest.mark.parametrize("name", ["SAM", "SmallFeatures"])
+@pytest.mark.parametrize("name", [*long("SAM"), "SmallFeatures"])
 def test_an_objective_shown_gives_the_same_weights_on_every_engine(
     name: str, at_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
