@@ -1,6 +1,7 @@
 """Small federations, and the published data, for all tests."""
 
 import gc
+import logging
 import os
 import signal
 import threading
@@ -89,9 +90,12 @@ def _digits_read_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the same threads and seed in any order, and no Weights & Biases account."""
+    """Use the same threads, seed and loggers in any order, and no Weights & Biases account."""
     torch.set_num_threads(THREADS)
     seed_cpu(0)
+    logger = logging.getLogger("flsuite")  # which a command lets speak
+    logger.setLevel(logging.NOTSET)
+    logger.handlers = []
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -18,7 +18,7 @@ from flsuite.commands.main import main
 from flsuite.commands.sweeps.plan import fit_arguments, samples_of
 from flsuite.commands.sweeps.reading import read_sweep
 from tests.commands.command import QUICKSTART, Capture, cli
-from tests.conftest import mostly_long
+from tests.conftest import long, mostly_long
 from tests.docs.generated import (
     KINDS,
     KNOWN,
@@ -367,7 +367,7 @@ def weights_of(run: Path, *command: str) -> torch.Tensor:
     return torch.cat([value.flatten() for value in saved.values()])
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", [*long("SAM"), *(one for one in PARTS if one != "SAM")])
 def test_a_part_shown_gives_the_same_weights_on_every_engine(
     name: str, at_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,9 +14,8 @@ from tests.conftest import trainer
 CONFIGS = Path(__file__).parent.parent / "configs"
 
 
-@pytest.mark.parametrize(
-    "name", ["breastmnist", pytest.param("retinamnist", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["breastmnist", "retinamnist"])
 def test_the_medical_configs_learn(
     name: str, real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,7 +195,7 @@ CASES = [
     pytest.param(TensorBoard, LOGGED, id="TensorBoard-ahead"),
     pytest.param(MLflow, 1, id="MLflow-lost", marks=pytest.mark.long),
     pytest.param(WandbOffline, 1, id="WandbOffline-lost"),
-    pytest.param(WandbOnline, 1, id="WandbOnline-lost"),
+    pytest.param(WandbOnline, 1, id="WandbOnline-lost", marks=pytest.mark.long),
 ]
 
 

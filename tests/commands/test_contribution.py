@@ -188,6 +188,7 @@ def test_of_a_loss_a_useful_client_is_positive_and_first(kept: Path, capsys: Any
     assert shown == order
 
 
+@pytest.mark.long
 def test_the_ranks_of_two_clients_are_not_printed(kept: Path, capsys: Any) -> None:
     cli("contribution", "run", "--by", "both", "--clients", "0,1", "--output", "out")
     assert "rank correlation" not in capsys.readouterr().out

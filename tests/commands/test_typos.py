@@ -36,21 +36,21 @@ class MyFedAvg(FedAvg):
     pass
 
 
-class Net(LightningModule):
+class Tower(LightningModule):
     def __init__(self, hidden: int = 8, lr: float = 0.1):
         super().__init__()
 
 
-class NotSeenHere(Net):
+class NotSeenHere(Tower):
     pass
 
 
-class Deep(Net):
+class Deep(Tower):
     def __init__(self, depth: int = 2, **kwargs):
         super().__init__(**kwargs)
 
 
-class Taker(Net):
+class Taker(Tower):
     def __init__(self, **kwargs):
         self.bonus = kwargs.pop("bonus", 1)
         super().__init__(**kwargs)
@@ -95,6 +95,10 @@ class Loose(LightningModule):
 @pytest.fixture(autouse=True)
 def _my_module(tmp_path: Path) -> None:
     (tmp_path / "my_typos.py").write_text(MODULE)
+    # No test imports this one. A class that was imported once goes by its short name.
+    (tmp_path / "my_unseen.py").write_text(
+        "from my_typos import FedAvg\nclass Unseen(FedAvg): ...\n"
+    )
     work_here()
 
 
@@ -169,7 +173,7 @@ LIKELIEST = {
     "--trainer.callbacks Zzyx": "as my_module.Name, or see flsuite fit --help=trainer.callbacks",
     "--trainer.callbacks Krum": "there is no Callback called Krum; it is for the key rule",
     "--trainer.aggregator Proximal": "Rule called Proximal; it is for the key objective",
-    "--trainer.aggregator MyFedAvg": "called MyFedAvg (did you mean my_typos.MyFedAvg?)",
+    "--trainer.aggregator Unseen": "called Unseen (did you mean my_unseen.Unseen?)",
     "--data Classifier": "LightningDataModule called Classifier; it is for the key model",
     "--trainer.engine my_typos.MyFedAvg": "my_typos.MyFedAvg is not of type EngineChoice; it is "
     "for the key aggregator",
@@ -177,13 +181,13 @@ LIKELIEST = {
     "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitr x": "callbacks.monitor?",
     "--trainer.logger [CSVLogger, WandLogger]": "did you mean WandbLogger?",
     "--plugns [my_typos]": "--plugins?",
-    "--model my_typos.Net --model.hiden 3": "--model.hidden?",
+    "--model my_typos.Tower --model.hiden 3": "--model.hidden?",
     "--model my_typos.Deep --model.hiden 3 --model.depth 1": "--model.hidden?",
     "--model my_typos.Loose --model.anything 3": "--model.anything; Loose takes no arguments",
-    "--model my_typos.Nett": "my_typos has no class Nett (did you mean Net?)",
+    "--model my_typos.Towr": "my_typos has no class Towr (did you mean Tower?)",
     "--model my_typo.Net": "there is no module my_typo in this folder (did you mean my_typos?)",
     "--plugins [my_typos] --trainer.aggregator FedAvgg": "did you mean FedAvg?",
-    "--plugins [my_typos] --model Net --model.hiden 3": "--model.hidden?",
+    "--plugins [my_typos] --model Tower --model.hiden 3": "--model.hidden?",
     "--trainer.engine flsuite.engines.Proceses": "flsuite.engines has no class Proceses (did you m",
     "--trainer.engine flsuite.engine.Processes": "did you mean flsuite.federation.Processes?",
     "--trainer.aggregator flsuite.aggregators.fedprox.FedPrx": "did you mean FedProx?",
@@ -210,7 +214,7 @@ RIGHT = (
     "--model my_typos.Holder --model.sub SubB --model.sub.y 2",
     "--model my_typos.Taker --model.bonus 3 --model.hidden 2",
     "--plugins [my_typos] --model NotSeenHere --model.hidden 3 --trainer.aggregator MyFedAvg",
-    "--model my_typos.Net --trainer.aggregator MyFedAvg",
+    "--model my_typos.Tower --trainer.aggregator MyFedAvg",
     "--model somewhere/model.yaml --model.any 3 --data data.yaml",
     "--data FromDataModule --data.data my_typos.MyData --data.data.init_args.samples 1",
     "--data Table --data.path traffic.csv --data.label attack",

@@ -808,8 +808,9 @@ EXACT: dict[str, dict[str, Any]] = {
     **of_both("steps", max_steps=3, **FITTED),
     **of_both("pairs", limit_train_batches=2, max_steps=3, aggregator=PerFedAvg(), **FITTED),
 }
-IN_CI = ("SGD", "AdamW", "Adagrad", "NAdam", "a part of the model, FedProx")
-IN_CI += ("a part of the model, FedRep",)
+IN_CI = ("SGD", "AdamW", "Adagrad", "NAdam", "RMSprop", "a part of the model, FedProx")
+IN_CI += ("a part of the model, FedRep", "by epoch, equal", "a fraction, equal", "a number, equal")
+IN_CI += ("steps, equal", "pairs, equal")  # as those of unequal sizes, and fewer of them end early
 
 
 @pytest.mark.parametrize("settings", mostly_long(EXACT, *(EXACT.keys() - set(IN_CI))))
