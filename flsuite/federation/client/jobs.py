@@ -85,15 +85,15 @@ class JobRunner:
     def _contribution(self, update: ClientUpdate) -> Tree:
         """Return what a client adds to the sums, on the device of its model."""
         device = next((value.device for value in update.state.values()), torch.device("cpu"))
+        contribution = self._setup.uplink.contribution
+        if device.type == "cpu":
+            return contribution(update)
         counts, extras = update.class_counts.to(device), moved(update.extras, device)
         try:
-            here = replace(update, class_counts=counts, extras=extras)
-            return self._setup.uplink.contribution(here)
+            return contribution(replace(update, class_counts=counts, extras=extras))
         except (RuntimeError, TypeError):
-            if device.type == "cpu":
-                raise
             # A rule of the user may have tensors of its own on the CPU, or use NumPy.
-            return self._setup.uplink.contribution(replace(update, state=clone(update.state)))
+            return contribution(replace(update, state=clone(update.state)))
 
     def _readable(
         self, outcome: ClientResult, request: FitRequest, reads_numbers: bool
@@ -104,4 +104,4 @@ class JobRunner:
             read = self._setup.uplink.unpack(outcome.update, base, received)
         except ValueError:
             return None
-        return None if replace(outcome, update=read).fault(reads_numbers) else read
+        return None if ClientResult(read, outcome.memory).fault(reads_numbers) else read

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -110,8 +110,10 @@ class WorkerSetup:
         Every call returns a new object, because the end of a fit changes it and may run again.
         """
         if request.trained and (client := request.trained.client):
-            own: Any = {k: dict(getattr(client, k)) for k in ("memory", "extras", "metrics")}
-            return replace(client, **own)
+            again = copy.copy(client)
+            for part in ("memory", "extras", "metrics"):
+                setattr(again, part, dict(getattr(client, part)))
+            return again
         broadcast = request.broadcast
         data = self.data.at(broadcast.round)
         return ClientContext(
