@@ -163,7 +163,8 @@ def _partition(parser: CommandParser) -> None:
     """Draw how a config splits the data (class by client), without training.
 
     Writes NAME-partition.png, and the same numbers to NAME-partition.csv with the columns client,
-    split, class, samples. NAME is the name of the config.
+    split, class, samples. NAME-samples.csv says which client has which sample, in the columns
+    sample, client, split. FromFile reads it. NAME is the name of the config.
 
     --data.KEY VALUE overrides a key of the data, e.g. --data.partition.alpha 0.1. --plugins LIST
     names modules to import first, e.g. '[my_package]', for short class names.

@@ -16,14 +16,14 @@ from flsuite.common.exports import import_names
 from flsuite.common.files import csv_of, make_folder, replace_text
 from flsuite.data.datasets.from_dataset import as_federated
 from flsuite.data.tasks import TaskData
-from flsuite.runs.partition import partition_table, task_table
+from flsuite.runs.partition import partition_table, samples_table, task_table
 
 _MOST_SHOWN = 30
 import_names("flsuite.data")  # a config may use any of them
 
 
 def partition(args: list[str]) -> None:
-    """Write a picture and a table of the partition, and print the table."""
+    """Write the partition as a picture and as tables, and print the table of classes."""
     parser = OneLineParser()
     parser.add_argument("-c", "--config", action=ActionConfigFile)
     parser.add_argument("--output", type=str, default=".")
@@ -45,16 +45,23 @@ def partition(args: list[str]) -> None:
     table = partition_table(data.federated)
     stem = make_folder(Path(config.output)) / name
     _print(table)
-    _write(table, partition_figure(table), f"{stem}-partition")
+    _draw(partition_figure(table), f"{stem}-partition.png")
+    _write(csv_of(table), f"{stem}-partition.csv")
+    _write(samples_table(data.federated).to_csv(index=False), f"{stem}-samples.csv")
     if isinstance(data.federated, TaskData):
         plan = task_table(data.federated)
-        _write(plan, task_plan_figure(plan), f"{stem}-tasks")
+        _draw(task_plan_figure(plan), f"{stem}-tasks.png")
+        _write(csv_of(plan), f"{stem}-tasks.csv")
 
 
-def _write(table: pd.DataFrame, figure: Figure, stem: str) -> None:
-    replace_text(csv_of(table), Path(f"{stem}.csv"))
-    figure.savefig(f"{stem}.png")
-    print(f"{stem}.png\n{stem}.csv")
+def _draw(figure: Figure, path: str) -> None:
+    figure.savefig(path)
+    print(path)
+
+
+def _write(text: str, path: str) -> None:
+    replace_text(text, Path(path))
+    print(path)
 
 
 def _print(table: pd.DataFrame) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         DirichletExtended,
         DirichletProportions,
     )
+    from flsuite.data.partitions.from_file import FromFile
     from flsuite.data.partitions.shares import (
         IID,
         Natural,
@@ -67,6 +68,7 @@ __all__ = [
     "FederatedDataModule",
     "FromDataModule",
     "FromDataset",
+    "FromFile",
     "LabelNoise",
     "MedMNIST",
     "NBaIoT",

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import POOLED
 from flsuite.data.images import Augment, Scaling
 
@@ -142,6 +143,9 @@ def unchanged(value: Any) -> Any:
     return value
 
 
+_COLUMNS = ("x", "y", "ids", "labels", "held", "numbers")  # of a split, with a row per sample
+
+
 @dataclass
 class DataSplit:
     """One split of a dataset in memory.
@@ -153,6 +157,10 @@ class DataSplit:
         ids: int64 ``(n,)``, the natural owner of each sample (a writer, a device). ``None`` if the
             data has none.
         labels: int64 ``(n,)``, one class per sample for partitions, if ``y`` has no classes.
+        held: bool ``(n,)``, the training samples that clients hold out for validation. ``None`` if
+            a random part of them is held out.
+        numbers: int64 ``(n,)``, the place of each sample in the published training and test splits,
+            one after the other. ``None`` in other splits.
         rows: The rows of each client. Empty before the data is split over clients, and in a split
             without client rows.
         in_memory: Whether ``x`` holds the samples themselves, and ``y`` their targets.
@@ -164,6 +172,8 @@ class DataSplit:
     y: Tensor
     ids: Tensor | None = None
     labels: Tensor | None = None
+    held: Tensor | None = None
+    numbers: Tensor | None = None
     rows: Rows = field(default_factory=lambda: Rows.of(()))
 
     def __len__(self) -> int:
@@ -171,7 +181,7 @@ class DataSplit:
 
     def take(self, index: Tensor) -> "DataSplit":
         """Return the samples at these rows, without client rows."""
-        columns = {name: getattr(self, name) for name in ("x", "y", "ids", "labels")}
+        columns = {name: getattr(self, name) for name in _COLUMNS}
         taken: dict[str, Any] = {
             k: None if column is None else column[index] for k, column in columns.items()
         }
@@ -221,6 +231,42 @@ class PublishedSplits:
     train: DataSplit
     test: DataSplit
     val: DataSplit | None = None
+
+    def numbered(self) -> "PublishedSplits":
+        """Return the splits with the number of each training and test sample."""
+        sizes = len(self.train), len(self.test)
+        train, test = torch.arange(sum(sizes)).split(sizes)
+        return replace(
+            self, train=replace(self.train, numbers=train), test=replace(self.test, numbers=test)
+        )
+
+    def at(self, numbers: np.ndarray) -> DataSplit:
+        """Return the training and test samples of these ascending numbers, as one split.
+
+        Raises:
+            FlsuiteError: If the samples of both splits cannot be stored together.
+        """
+        parts = []
+        for split, first in ((self.train, 0), (self.test, len(self.train))):
+            own = numbers[(numbers >= first) & (numbers < first + len(split))] - first
+            if len(own):  # all of them are the split itself, without a copy
+                parts.append(split if len(own) == len(split) else split.take(torch.from_numpy(own)))
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _joined(parts: Sequence[DataSplit]) -> DataSplit:
+    """Return the samples of several splits as one, without client rows."""
+    if len({(part.in_memory, part.x.shape[1:]) for part in parts}) > 1 or not parts[0].in_memory:
+        raise FlsuiteError(
+            "data: published training and test samples cannot be mixed, because they differ in "
+            "shape or are not in memory; give each split samples of its own"
+        )
+    columns = {name: [getattr(part, name) for part in parts] for name in _COLUMNS}
+    one: dict[str, Any] = {
+        name: None if any(value is None for value in values) else torch.cat(values)
+        for name, values in columns.items()
+    }
+    return replace(parts[0], **one)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from flsuite.data.splits import (
     fixed_subset,
     hold_out,
     hold_out_for_server,
+    hold_out_named,
     split_test_by_owner,
     split_test_like_train,
 )
@@ -204,11 +205,12 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
 
     def _make(self) -> FederatedData:
         """Read the published splits and split them over clients."""
-        published = self.load()
+        partition = self.partition or IID()
+        published = partition.arranged(self.load().numbered())
         train, server, val, test = self._samples(published)
-        rows = self._rows(train, published.spec)
+        rows = self._rows(partition, train, published.spec)
         unseen = self._number_unseen()
-        train_rows, val_rows = self._held_out(rows, unseen, has_val=val is not None)
+        train_rows, val_rows = self._held_out(train, rows, unseen, has_val=val is not None)
         test_rows = self._test_rows(train, test, rows, train_rows)
 
         if self.skew is not None:
@@ -217,7 +219,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
             # Held-out rows are in the training split too, but their labels are not changed.
             train = skewed(train, val_rows, *of_data, "val")
             test = skewed(test, test_rows, *of_data, "test")
-        if val is None or self.val_fraction is not None:
+        if val is None or self.val_fraction is not None or train.held is not None:
             own = replace(train, rows=Rows.of(val_rows)).owned()
             val = own if len(own) else None
 
@@ -247,26 +249,32 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         _check_shapes(train, {"test": test, "validation": val})
         return train, server, val, test
 
-    def _rows(self, train: DataSplit, spec: DataSpec) -> Rows:
+    def _rows(self, partition: Partition, train: DataSplit, spec: DataSpec) -> Rows:
         """Return the rows that the partition draws for each client."""
         # A partition receives one class per sample and the owners, never the samples themselves.
         labels = partition_labels(train.classes.numpy())
         ids = None if train.ids is None else train.ids.numpy()
         rng = numpy_generator(self.partition_seed, "partition")
-        partition = self.partition or IID()
         _check_labels(partition, spec)
         rows = partition(labels, self.clients, rng, ids)
         return checked_rows(partition, rows, len(labels), self.clients)
 
-    def _held_out(self, rows: Rows, unseen: int, has_val: bool) -> tuple[Rows, Rows]:
+    def _held_out(
+        self, train: DataSplit, rows: Rows, unseen: int, has_val: bool
+    ) -> tuple[Rows, Rows]:
         """Return each client's training rows and validation rows.
 
-        A published validation split is the default, and an explicit fraction replaces it.
+        A published validation split is the default, and an explicit fraction replaces it. Samples
+        that are held out by name replace both.
         """
         default = 0.0 if has_val else 0.1
         fraction = default if self.val_fraction is None else self.val_fraction
         inside = self.clients - unseen
-        train_rows, val_rows = hold_out(rows.part(0, inside), fraction, self.partition_seed)
+        own = rows.part(0, inside)
+        if train.held is None:
+            train_rows, val_rows = hold_out(own, fraction, self.partition_seed)
+        else:
+            train_rows, val_rows = hold_out_named(own, train.held)
         if unseen:
             train_rows = Rows.of([*train_rows, *rows.part(inside, self.clients)])
         return train_rows, val_rows

@@ -83,6 +83,22 @@ def hold_out(rows: Sequence[np.ndarray], fraction: float, seed: int) -> tuple[Ro
     return Rows.cut(values[~is_held], lengths - held), Rows.cut(values[is_held], held)
 
 
+def hold_out_named(rows: Rows, held: torch.Tensor) -> tuple[Rows, Rows]:
+    """Split each client's rows into training rows and those of held-out samples, bool ``(n,)``.
+
+    Raises:
+        FlsuiteError: If a client keeps no training sample.
+    """
+    is_held = held[rows.values]
+    train_rows, val_rows = rows.where(~is_held), rows.where(is_held)
+    if len(empty := (train_rows.lengths() == 0).nonzero()):
+        raise FlsuiteError(
+            f"data.partition: client {int(empty[0])} keeps no training sample; raise "
+            "data.train_samples, or lower data.server_samples"
+        )
+    return train_rows, val_rows
+
+
 def split_test_like_train(
     labels: np.ndarray, rows: Sequence[np.ndarray], test_labels: np.ndarray, seed: int
 ) -> Rows:

@@ -47,6 +47,27 @@ def partition_table(data: FederatedData) -> "pd.DataFrame":
     return table.assign(**{"class": table["class"].map(unescaped)})
 
 
+def samples_table(data: FederatedData) -> "pd.DataFrame":
+    """Return which client has which sample: columns ``sample``, ``client`` and ``split``.
+
+    ``FromFile`` reads it. A published validation split belongs to no client, and has no rows.
+    """
+    import pandas as pd
+
+    splits = {name: getattr(data, name) for name in _SPLITS}
+    owned = {name: split for name, split in splits.items() if split is not None and split.rows}
+    return pd.concat(
+        pd.DataFrame(
+            {
+                "sample": split.numbers[split.rows.values].numpy(),
+                "client": split.rows.owners().numpy(),
+                "split": name,
+            }
+        )
+        for name, split in owned.items()
+    )
+
+
 def task_table(data: TaskData) -> "pd.DataFrame":
     """Return the content of a run's ``tasks.csv``.
 

@@ -153,6 +153,7 @@ def test_partition_draws_the_split_of_a_run(finished: Path, tmp_path: Path) -> N
     assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == [
         "quickstart-partition.csv",
         "quickstart-partition.png",
+        "quickstart-samples.csv",
     ]
     assert (tmp_path / "drawn" / "quickstart-partition.png").read_bytes().startswith(b"\x89PNG")
     drawn = pd.read_csv(tmp_path / "drawn" / "quickstart-partition.csv")

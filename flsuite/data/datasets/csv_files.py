@@ -3,7 +3,8 @@
 In error messages, rows are counted from 1 below the header.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -218,3 +219,80 @@ def _check_size(x: np.ndarray, names: list[str], file: Path, row: int) -> None:
             f"{file}: row {row + at}, column {names[column]!r}: expected a finite float32 number, "
             f"got {x[at, column]:g}; correct it or remove the row"
         )
+
+
+def read_columns(
+    path: str | Path, *layouts: tuple[str, ...], words: tuple[str, ...] = (), remedy: str = ""
+) -> dict[str, np.ndarray]:
+    """Return the columns of a CSV file of amounts as float64, in the order of its rows.
+
+    Args:
+        path: A CSV file with a header. A relative path is relative to the working directory.
+        layouts: The accepted sets of columns, in any order.
+        words: Columns of words, which are returned as text.
+        remedy: What to do about other columns, for the message.
+
+    Raises:
+        FlsuiteError: If the file is missing, empty or unreadable, has other columns, or has a cell
+            that is not a finite number of at least 0. Rows are counted from 1 below the header.
+    """
+    file = Path(path).expanduser()
+    (frame,) = csv_frames(file)
+    frame.columns = [str(name).strip() for name in frame.columns]
+    layout = next((layout for layout in layouts if {*layout} == {*frame.columns}), None)
+    if layout is None:
+        expected = " or ".join(", ".join(layout) for layout in layouts)
+        got = ", ".join(frame.columns)
+        raise FlsuiteError(f"{file}: expected the columns {expected}, got {got}{remedy}")
+    return {
+        name: frame[name].to_numpy(dtype=str) if name in words else _amounts(frame[name], file)
+        for name in layout
+    }
+
+
+def whole_numbers(columns: Mapping[str, np.ndarray], name: str, file: Path) -> np.ndarray:
+    """Return a column of :func:`read_columns` as int64, and refuse a cell that is not whole."""
+    values = columns[name]
+    refuse_cells(values >= 2**53, values, file, name, "a number below 2**53")
+    refuse_cells(values % 1 != 0, values, file, name, "a whole number")
+    return values.astype(np.int64)
+
+
+def digest_of_columns(columns: Mapping[str, np.ndarray]) -> str:
+    """Return a short digest of a file's columns, which becomes part of the run's settings."""
+    digest = hashlib.sha256()
+    for name, values in sorted(columns.items()):
+        digest.update(name.encode() + values.tobytes())
+    return digest.hexdigest()[:12]
+
+
+def _amounts(column: "pd.Series", file: Path) -> np.ndarray:
+    """Return a column as float64, checked to be finite and at least 0."""
+    import pandas as pd
+
+    name = str(column.name)
+    parsed = column
+    if column.dtype.kind not in "iuf":
+        parsed = pd.to_numeric(column.astype(str), errors="coerce")
+    numbers = parsed.to_numpy(dtype=np.float64, na_value=np.nan)
+
+    given = column.to_numpy(dtype=object)
+    refuse_cells(column.isna().to_numpy(), given, file, name, "a number")
+    refuse_cells(~np.isfinite(numbers), given, file, name, "a number")
+    refuse_cells(numbers < 0, given, file, name, "a number of at least 0")
+    return numbers
+
+
+def refuse_cells(
+    is_wrong: np.ndarray, values: np.ndarray, file: Path, column: str, expected: str
+) -> None:
+    """Raise an error for the first wrong row, if any."""
+    if not is_wrong.any():
+        return
+    at = int(is_wrong.argmax())
+    value = values[at]
+    is_number = np.asarray(value).dtype.kind in "iuf"
+    got = f"{value:.15g}" if is_number else repr(str(value))
+    if value != value:  # pandas reads both as NaN
+        got = "a missing value or NaN"
+    raise FlsuiteError(f"{file}: row {at + 1}, column {column!r}: expected {expected}, got {got}")

@@ -7,6 +7,7 @@ from flsuite.data.partitions.dirichlet import (
     DirichletExtended,
     DirichletProportions,
 )
+from flsuite.data.partitions.from_file import FromFile
 from flsuite.data.partitions.shares import (
     IID,
     Natural,
@@ -22,6 +23,7 @@ __all__ = [
     "DirichletBalanced",
     "DirichletExtended",
     "DirichletProportions",
+    "FromFile",
     "Natural",
     "Partition",
     "Pathological",

@@ -10,7 +10,7 @@ from numpy.random import Generator
 from flsuite.common.arguments import Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.data.arguments import PlainArguments
-from flsuite.data.federated import Rows
+from flsuite.data.federated import PublishedSplits, Rows
 
 Array = np.ndarray
 
@@ -26,6 +26,10 @@ class Partition(PlainArguments, ABC):
     """
 
     needs_labels: ClassVar[bool] = True
+
+    def arranged(self, published: PublishedSplits) -> PublishedSplits:
+        """Return the published splits as this partition divides them. Default: unchanged."""
+        return published
 
     @abstractmethod
     def __call__(

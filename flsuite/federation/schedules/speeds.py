@@ -18,13 +18,9 @@ from flsuite.common.arguments import (
 )
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import numpy_generator
+from flsuite.data.datasets.csv_files import digest_of_columns
 from flsuite.federation.schedules.base import Availability, Fit, Speeds
-from flsuite.federation.schedules.traces import (
-    check_clients,
-    client_bounds,
-    read_trace,
-    trace_digest,
-)
+from flsuite.federation.schedules.traces import check_clients, client_bounds, read_trace
 
 _Seconds = Annotated[
     tuple[float, float],
@@ -200,7 +196,7 @@ class OnOff(Availability, Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._rows = read_trace(self.path, ("client", "start", "end"))
-        self.content_digests = {"path": trace_digest(self._rows)}
+        self.content_digests = {"path": digest_of_columns(self._rows)}
 
         last_end = float(self._rows["end"].max())
         if self.period is not None and self.period < last_end:

@@ -1,19 +1,18 @@
 """Traces: CSV files with timings of real devices."""
 
-import hashlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import numpy_generator
-from flsuite.data.datasets.csv_files import csv_frames
+from flsuite.data.datasets.csv_files import (
+    digest_of_columns,
+    read_columns,
+    refuse_cells,
+    whole_numbers,
+)
 from flsuite.federation.schedules.base import Fit, Speeds
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 class Trace(Speeds):
@@ -40,7 +39,7 @@ class Trace(Speeds):
     def __init__(self, path: str | Path) -> None:
         self.path = path
         rows = read_trace(path, ("client", "seconds"), ("client", "start", "end"))
-        self.content_digests = {"path": trace_digest(rows)}
+        self.content_digests = {"path": digest_of_columns(rows)}
         self._owners = rows["client"]
         self._is_timed = "start" in rows
 
@@ -90,37 +89,19 @@ def read_trace(path: str | Path, *layouts: tuple[str, ...]) -> dict[str, np.ndar
         FlsuiteError: If the file is missing, empty or unreadable, has other columns, or has an
             invalid cell. Rows are counted from 1 below the header.
     """
+    columns = read_columns(path, *layouts)
     file = Path(path).expanduser()
-    (frame,) = csv_frames(file)
-    frame.columns = [str(name).strip() for name in frame.columns]
-    layout = next((layout for layout in layouts if {*layout} == {*frame.columns}), None)
-    if layout is None:
-        expected = " or ".join(", ".join(layout) for layout in layouts)
-        raise FlsuiteError(
-            f"{file}: expected the columns {expected}, got {', '.join(frame.columns)}"
-        )
-
-    columns = {name: _numbers(frame[name], file) for name in layout}
-    owners = columns["client"]
-    _refuse(owners % 1 != 0, owners, file, "client", "a whole number")
+    whole_numbers(columns, "client", file)
     if "end" in columns:
         ends = columns["end"]
-        _refuse(ends < columns["start"], ends, file, "end", "at least the row's 'start'")
+        refuse_cells(ends < columns["start"], ends, file, "end", "at least the row's 'start'")
     return columns
-
-
-def trace_digest(rows: Mapping[str, np.ndarray]) -> str:
-    """Return a short digest of a trace, which becomes part of the run's settings."""
-    digest = hashlib.sha256()
-    for name, values in sorted(rows.items()):
-        digest.update(name.encode() + values.tobytes())
-    return digest.hexdigest()[:12]
 
 
 def check_clients(path: str | Path, owners: np.ndarray, clients: int) -> None:
     """Refuse a trace with a client that the run does not have."""
     expected = f"a number below {clients}, the number of clients"
-    _refuse(owners >= clients, owners, Path(path), "client", expected)
+    refuse_cells(owners >= clients, owners, Path(path), "client", expected)
 
 
 def client_bounds(owners: np.ndarray, clients: int) -> np.ndarray:
@@ -131,35 +112,3 @@ def client_bounds(owners: np.ndarray, clients: int) -> np.ndarray:
         clients: Number of clients.
     """
     return np.searchsorted(owners, np.arange(clients + 1))
-
-
-def _numbers(column: "pd.Series", file: Path) -> np.ndarray:
-    """Return a column as float64, checked to be finite and at least 0."""
-    import pandas as pd
-
-    name = str(column.name)
-    parsed = column
-    if column.dtype.kind not in "iuf":
-        parsed = pd.to_numeric(column.astype(str), errors="coerce")
-    numbers = parsed.to_numpy(dtype=np.float64, na_value=np.nan)
-
-    given = column.to_numpy(dtype=object)
-    _refuse(column.isna().to_numpy(), given, file, name, "a number")
-    _refuse(~np.isfinite(numbers), given, file, name, "a number")
-    _refuse(numbers < 0, given, file, name, "a number of at least 0")
-    return numbers
-
-
-def _refuse(
-    is_wrong: np.ndarray, values: np.ndarray, file: Path, column: str, expected: str
-) -> None:
-    """Raise an error for the first wrong row, if any."""
-    if not is_wrong.any():
-        return
-    at = int(is_wrong.argmax())
-    value = values[at]
-    is_number = np.asarray(value).dtype.kind in "iuf"
-    got = f"{value:.15g}" if is_number else repr(str(value))
-    if value != value:  # pandas reads both as NaN
-        got = "a missing value or NaN"
-    raise FlsuiteError(f"{file}: row {at + 1}, column {column!r}: expected {expected}, got {got}")
