@@ -110,7 +110,7 @@ class DataSpec:
 
     Attributes:
         shape: The shape of a model input: ``(channels, height, width)`` of an image,
-            ``(features,)`` of a table row.
+            ``(channels, depth, height, width)`` of a volume, ``(features,)`` of a table row.
         num_classes: Number of classes, or labels of a multi-label task.
         task: The kind of classification. ``multilabel`` has one target of 0 or 1 per label.
         class_names: One name per class, for tables and figures. Empty if there are none.
@@ -151,7 +151,8 @@ class DataSplit:
     """One split of a dataset in memory.
 
     Attributes:
-        x: Images as uint8 ``(n, height, width, channels)``, or tables as float32 ``(n, features)``.
+        x: Images as uint8 ``(n, height, width, channels)``, volumes with the depth before the
+            height, or tables as float32 ``(n, features)``.
         y: Targets: int64 ``(n,)``, uint8 ``(n, labels)`` for a multi-label task, or any tensor with
             one row per sample for the task ``other``.
         ids: int64 ``(n,)``, the natural owner of each sample (a writer, a device). ``None`` if the

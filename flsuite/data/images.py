@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flsuite.common.arguments import NonNegativeInt, Settings
+from flsuite.common.errors import FlsuiteError
 from flsuite.data.arguments import PlainArguments
 
 _CHUNK = 1024
@@ -33,18 +34,20 @@ class Scaling:
     def __call__(self, x: Tensor) -> Tensor:
         """Scale uint8 ``(n, h, w, c)`` to float32 ``(n, channels, h, w)``, channels last in memory.
 
-        Tables, which are not uint8, are returned unchanged.
+        Volumes have one more side. Tables, which are not uint8, are returned unchanged.
         """
         if self.is_identity or x.dtype != torch.uint8:
             return x
 
         # In place, and without a copy for the permutation: stored images are channels_last.
-        scaled = x.to(torch.float32).mul_(self.scale).add_(self.shift).permute(0, 3, 1, 2)
+        scaled = x.to(torch.float32).mul_(self.scale).add_(self.shift).movedim(-1, 1)
         if scaled.shape[1] == self.channels:
             return scaled
         # expand alone uses a stride of 0, which is not channels_last.
-        repeated = scaled.expand(-1, self.channels, -1, -1)
-        return repeated.contiguous(memory_format=torch.channels_last)
+        repeated = scaled.expand(-1, self.channels, *scaled.shape[2:])
+        is_volume = repeated.ndim == 5
+        last = torch.channels_last_3d if is_volume else torch.channels_last
+        return repeated.contiguous(memory_format=last)
 
     def of_fractions(self, images: Tensor) -> Tensor:
         """Scale images ``(n, c, h, w)`` in [0, 1] like stored ones, with gradients."""
@@ -94,7 +97,15 @@ def resize_images(x: Tensor, side: int | None) -> Tensor:
     """Resize images uint8 ``(n, h, w, c)`` bilinearly to ``(n, side, side, c)``.
 
     Without a side, they are returned unchanged, like tables and images of that size.
+
+    Raises:
+        FlsuiteError: If they are volumes.
     """
+    if side is not None and x.ndim == 5:
+        raise FlsuiteError(
+            "data.resize is for images, and these samples are volumes; leave it out, or choose "
+            "another data.size"
+        )
     if side is None or x.ndim != 4 or x.shape[1:3] == (side, side):
         return x
     return torch.cat([_resize_chunk(chunk, side) for chunk in x.split(_CHUNK)])
@@ -116,7 +127,10 @@ class Augment(PlainArguments, ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Return augmented float images ``(n, c, h, w)``. Draw only from ``generator``."""
+        """Return augmented float images ``(n, c, h, w)`` or volumes ``(n, c, d, h, w)``.
+
+        Draw only from ``generator``.
+        """
 
 
 @dataclass
@@ -134,17 +148,18 @@ class CropFlip(Augment, Settings):
     flip: bool = True
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        n, _, height, width = x.shape
+        n, _, *sides = x.shape
+        axes = len(sides)
 
         # One offset per image and axis. With index arrays, crop and mirror are one gather.
-        offset = torch.randint(0, 2 * self.padding + 1, (2, n, 1), generator=generator)
-        rows = offset[0] + torch.arange(height)
-        columns = offset[1] + torch.arange(width)
+        offset = torch.randint(0, 2 * self.padding + 1, (axes, n, 1), generator=generator)
+        places = [first + torch.arange(side) for first, side in zip(offset, sides, strict=True)]
         if self.flip:
             mirrored = torch.rand(n, 1, generator=generator) < 0.5
-            columns = torch.where(mirrored, columns.flip(1), columns)
+            places[-1] = torch.where(mirrored, places[-1].flip(1), places[-1])
 
-        padded = F.pad(x, [self.padding] * 4).permute(0, 2, 3, 1)
-        sample = torch.arange(n).view(n, 1, 1)
-        rows, columns = rows.to(x.device)[:, :, None], columns.to(x.device)[:, None, :]
-        return padded[sample.to(x.device), rows, columns].permute(0, 3, 1, 2)
+        padded = F.pad(x, [self.padding] * 2 * axes).movedim(1, -1)
+        index = [torch.arange(n).view(n, *[1] * axes)]
+        for axis, place in enumerate(places):
+            index.append(place.view(n, *(-1 if axis == other else 1 for other in range(axes))))
+        return padded[tuple(one.to(x.device) for one in index)].movedim(-1, 1)

@@ -308,7 +308,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         # Fitted on all training samples.
         scaling = fit_scaling(train.x, self.standardize, self.rgb)
         shape = tuple(train.x.shape[1:])
-        return scaling, (scaling.channels, *shape[:2]) if train.x.ndim == 4 else shape
+        return scaling, (scaling.channels, *shape[:-1]) if train.x.ndim in (4, 5) else shape
 
     def _resized(self, split: DataSplit) -> DataSplit:
         """Return the split with its images in the size of the argument ``resize``."""

@@ -7,7 +7,7 @@ from flsuite.common.exports import on_first_use
 if TYPE_CHECKING:
     from flsuite.models.acvae import ACVAE
     from flsuite.models.backbones.base import CNN, MLP, Backbone, LeNet5, StridedCNN
-    from flsuite.models.backbones.resnets import ResNet18, ResNet20
+    from flsuite.models.backbones.resnets import ResNet3D, ResNet18, ResNet20
     from flsuite.models.base import ClientModel
     from flsuite.models.classifier import Classifier
     from flsuite.models.fusedspacefed import FusedSpaceFed
@@ -23,6 +23,7 @@ __all__ = [
     "FusedSpaceFed",
     "LeNet5",
     "NFClassifier",
+    "ResNet3D",
     "ResNet18",
     "ResNet20",
     "StridedCNN",

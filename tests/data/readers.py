@@ -11,13 +11,13 @@ from flsuite.data.federated import DataSplit, PublishedSplits
 
 def check(source: PublishedSplits, shape: tuple[int, ...], **sizes: int) -> None:
     """Check sizes, shapes and dtypes of an image set."""
-    channels, height, width = shape
+    channels, *sides = shape
     assert source.spec.shape == shape
     assert len(source.spec.class_names) == source.spec.num_classes
     for split, size in sizes.items():
         arrays = getattr(source, split)
         assert isinstance(arrays, DataSplit)
-        assert arrays.x.shape == (size, height, width, channels)
+        assert arrays.x.shape == (size, *sides, channels)
         assert arrays.x.dtype == torch.uint8
         assert arrays.x.is_contiguous()
         if source.spec.task == "multilabel":

@@ -27,7 +27,8 @@ def arrays_of(name: str, size: int = 28) -> dict[str, np.ndarray]:
     info, arrays, rng = INFO[name], {}, np.random.default_rng(0)
     labels, multilabel = len(info["label"]), info["task"].startswith("multi-label")
     for split, n in COUNTS.items():
-        shape = (n, size, size, 3) if info["n_channels"] == 3 else (n, size, size)
+        colors = (3,) if info["n_channels"] == 3 else ()
+        shape = (n, *[size] * (3 if name.endswith("3d") else 2), *colors)
         arrays[f"{split}_images"] = rng.integers(0, 256, shape, dtype=np.uint8)
         target = rng.integers(0, 2, (n, labels)) if multilabel else rng.integers(0, labels, (n, 1))
         arrays[f"{split}_labels"] = target.astype(np.uint8)
@@ -62,6 +63,12 @@ MED_TASKS = {
     "retinamnist": ("ordinal", 5),
     "bloodmnist": ("multiclass", 8),
     "organamnist": ("multiclass", 11),
+    "organmnist3d": ("multiclass", 11),
+    "nodulemnist3d": ("binary", 2),
+    "adrenalmnist3d": ("binary", 2),
+    "fracturemnist3d": ("multiclass", 3),
+    "vesselmnist3d": ("binary", 2),
+    "synapsemnist3d": ("binary", 2),
 }
 
 
@@ -71,7 +78,8 @@ def test_medmnist_sets(name: str, publisher: Publisher, offline: list[str]) -> N
     publisher.save(arrays, name)
     source = MedMNIST(name, root=str(publisher.folder)).load()
     images, labels = arrays["val_images"], arrays["val_labels"]
-    check(source, (3 if images.ndim == 4 else 1, 28, 28), **COUNTS)
+    sides = (28, 28, 28) if name.endswith("3d") else (28, 28)
+    check(source, (INFO[name]["n_channels"], *sides), **COUNTS)
     assert (source.spec.task, source.spec.num_classes) == MED_TASKS[name]
     assert source.val is not None
     assert np.array_equal(source.val.x.numpy().reshape(images.shape), images)
@@ -82,6 +90,8 @@ def test_medmnist_sets(name: str, publisher: Publisher, offline: list[str]) -> N
 def test_medmnist_sizes_have_their_own_files(publisher: Publisher) -> None:
     publisher.save(arrays_of("bloodmnist", 64), "bloodmnist", "_64")
     check(read_medmnist("bloodmnist", 64, publisher.folder), (3, 64, 64), **COUNTS)
+    publisher.save(arrays_of("vesselmnist3d", 64), "vesselmnist3d", "_64")
+    check(read_medmnist("vesselmnist3d", 64, publisher.folder), (1, 64, 64, 64), **COUNTS)
 
 
 def test_medmnist_class_names() -> None:
@@ -92,7 +102,8 @@ def test_medmnist_class_names() -> None:
 @pytest.mark.parametrize(
     ("name", "size", "said"),
     [
-        *((name, 28, f"name must be .*got {name!r}") for name in ("retina", "organmnist3d", "")),
+        *((name, 28, f"name must be .*got {name!r}") for name in ("retina", "organmnist2d", "")),
+        ("organmnist3d", 128, "size of organmnist3d must be 28 or 64, got 128"),
         *((BREAST, size, f"size must be .*got {size}") for size in (0, 32, 256)),
     ],
 )
@@ -164,12 +175,22 @@ def test_medmnist_damaged(publisher: Publisher) -> None:
         ("val_labels", None, "val_labels"),
         ("val_images", np.zeros((3, 32, 32), np.uint8), "val_images are uint8 .3, 32, 32, 1"),
         ("val_images", np.zeros((3, 28, 28), np.float32), "val_images are float32"),
+        ("val_images", np.zeros((3, 28, 28, 28), np.uint8), "val_images are uint8 .3, 28, 28, 28."),
         ("test_labels", np.zeros((3, 1), np.uint8), "test_labels have shape .3, 1. for 4"),
         ("test_labels", np.zeros((4, 2), np.uint8), "test_labels have shape .4, 2."),
         ("test_labels", np.full((4, 1), 2, np.uint8), "test_labels are outside"),
         ("test_labels", np.array([[None]] * 4), "allow_pickle"),
     ],
-    ids=["no key", "size", "floats", "fewer labels", "two columns", "class 2 of 2", "objects"],
+    ids=[
+        "no key",
+        "size",
+        "floats",
+        "volumes",
+        "fewer labels",
+        "two columns",
+        "class 2 of 2",
+        "objects",
+    ],
 )
 def test_medmnist_bad_arrays(key: str, value: Any, message: str, publisher: Publisher) -> None:
     arrays = arrays_of(BREAST) | {key: value}

@@ -12,10 +12,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flsuite.common.errors import FlsuiteError
-from flsuite.models.backbones import CNN, MLP, Backbone, LeNet5, ResNet18, ResNet20, make_norm
+from flsuite.models.backbones import (
+    CNN,
+    MLP,
+    Backbone,
+    LeNet5,
+    ResNet3D,
+    ResNet18,
+    ResNet20,
+    make_norm,
+)
 from flsuite.models.backbones.base import Norm
 
 GREY, COLOUR, LARGE, TINY = (1, 28, 28), (3, 32, 32), (3, 64, 64), (1, 8, 8)
+VOLUME = (1, 28, 28, 28)
 SMALL = (1, 16, 16)
 FEDFISHER_CNN = CNN(bias=False, hidden=(512, 128), padding=False)
 CONVOLUTIONAL = [LeNet5(), LeNet5(bias=False), CNN(), FEDFISHER_CNN]
@@ -107,6 +117,28 @@ def test_resnet20_parameters() -> None:
     assert count(ResNet20(norm="group").build(COLOUR, 10)) == 272_282
     # The norms hold 2*(6*16 + 16 + 5*32 + 32 + 5*64 + 64) = 1376 of them.
     assert count(ResNet20(norm="none").build(COLOUR, 10)) == 272_282 - 1376
+
+
+def test_resnet3d_parameters() -> None:
+    # stem 16*27 = 432; stage 1: 2*(16*16*27) + norms 4*16 = 13 888
+    # stage 2: 16*32*27 + 32*32*27 + shortcut 16*32 + norms 2*16 + 2*32               =  42 080
+    # stage 3: 32*64*27 + 64*64*27 + shortcut 32*64 + norms 2*32 + 2*64              = 168 128
+    # last norm 128, linear 64*10 + 10                                               =     778
+    assert count(ResNet3D().build(VOLUME, 10)) == 432 + 13_888 + 42_080 + 168_128 + 778
+    # Each further block of a stage has two convolutions and two norms of its width.
+    more = sum(2 * (c * c * 27) + 4 * c for c in (16, 32, 64))
+    assert count(ResNet3D(blocks=2).build(VOLUME, 10)) == 225_306 + more
+
+
+@pytest.mark.parametrize("norm", get_args(Norm))
+def test_resnet3d_takes_volumes_of_any_sides(norm: Norm) -> None:
+    for shape in (VOLUME, (3, 8, 9, 10)):
+        network = ResNet3D(norm, width=2).build(shape, 5)
+        assert network(batch(shape)).shape == (4, 5)
+        assert copy.deepcopy(network).eval()(batch(shape, 1)).shape == (1, 5)
+    for shape in (GREY, (1, 8, 8, 7), (5,)):
+        with pytest.raises(FlsuiteError, match=r"ResNet3D takes volumes .*choose ResNet20"):
+            ResNet3D().build(shape, 5)
 
 
 def test_resnet18_is_torchvisions_on_large_images() -> None:

@@ -1,4 +1,4 @@
-"""MedMNIST v2 and MedMNIST+: twelve sets of small medical images, at 28, 64, 128 and 224 pixels.
+"""MedMNIST v2 and MedMNIST+: twelve sets of small medical images, and six sets of volumes.
 
 Names, checksums, URLs and the download come from the ``medmnist`` package. The file is read here,
 directly into tensors, because the package creates a PIL image per sample.
@@ -34,14 +34,15 @@ def _info(name: str) -> dict[str, Any]:
     """Return the entry of a set in the package."""
     from medmnist import INFO
 
-    require_one_of("MedMNIST", (key for key in INFO if not key.endswith("3d")), name=name)
+    require_one_of("MedMNIST", INFO, name=name)
     info: dict[str, Any] = INFO[name]
     return info
 
 
 def _spec(info: dict[str, Any], size: int) -> DataSpec:
     names = tuple(info["label"][str(k)] for k in range(len(info["label"])))
-    return DataSpec((info["n_channels"], size, size), len(names), _TASKS[info["task"]], names)
+    sides = [size] * (3 if info["python_class"].endswith("3D") else 2)
+    return DataSpec((info["n_channels"], *sides), len(names), _TASKS[info["task"]], names)
 
 
 def _download(file: Path, url: str, md5: str) -> None:
@@ -75,15 +76,18 @@ def _read(file: Path, spec: DataSpec, md5: str | None = None) -> list[DataSplit]
 
 
 def _split(images: np.ndarray, labels: np.ndarray, split: str, spec: DataSpec) -> DataSplit:
-    """Return images ``(n, h, w[, c])`` and labels ``(n, 1 or labels)`` of the file as a split."""
-    channels, height, width = spec.shape
+    """Return images ``(n, h, w[, c])`` and labels ``(n, 1 or labels)`` of the file as a split.
+
+    Volumes are ``(n, d, h, w)``.
+    """
+    channels, *sides = spec.shape
     multilabel = spec.task == "multilabel"
     columns, values = (spec.num_classes, 2) if multilabel else (1, spec.num_classes)
     # Gray images are stored without a channel.
-    if images.ndim == 3:
+    if images.ndim == 1 + len(sides):
         images = images[..., None]
 
-    if images.dtype != np.uint8 or images.shape[1:] != (height, width, channels):
+    if images.dtype != np.uint8 or images.shape[1:] != (*sides, channels):
         raise ValueError(f"{split}_images are {images.dtype} {images.shape}")
     if labels.shape != (len(images), columns) or not len(labels):
         raise ValueError(f"{split}_labels have shape {labels.shape} for {len(images)} images")
@@ -95,7 +99,7 @@ def _split(images: np.ndarray, labels: np.ndarray, split: str, spec: DataSpec) -
 
 
 class MedMNIST(FederatedDataModule):
-    """One of the twelve 2D MedMNIST sets in its published training, validation and test splits.
+    """One of the 18 MedMNIST sets in its published training, validation and test splits.
 
     The files are in ``root``, by default in the folder of the ``medmnist`` package,
     ``~/.medmnist``.
@@ -103,9 +107,11 @@ class MedMNIST(FederatedDataModule):
     Args:
         name: ``pathmnist``, ``chestmnist`` (14 labels), ``dermamnist``, ``octmnist``,
             ``pneumoniamnist``, ``retinamnist`` (ordinal), ``breastmnist``, ``bloodmnist``,
-            ``tissuemnist``, ``organamnist``, ``organcmnist`` or ``organsmnist``.
-        size: Side of the images in pixels: 28, 64, 128 or 224. Each size has its own file, not
-            a resized 28.
+            ``tissuemnist``, ``organamnist``, ``organcmnist`` or ``organsmnist``. Volumes:
+            ``organmnist3d``, ``nodulemnist3d``, ``adrenalmnist3d``, ``fracturemnist3d``,
+            ``vesselmnist3d`` or ``synapsemnist3d``.
+        size: Side of the images in pixels: 28, 64, 128 or 224, of volumes 28 or 64. Each size has
+            its own file, not a resized 28.
         **kwargs: Arguments of ``FederatedDataModule``.
     """
 
@@ -124,6 +130,8 @@ class MedMNIST(FederatedDataModule):
         # The package names keys and files of the original size without a suffix.
         suffix = "" if self.size == 28 else f"_{self.size}"
         file = self.data_root(_DEFAULT_ROOT) / f"{self.name}{suffix}.npz"
+        if f"url{suffix}" not in info:
+            raise FlsuiteError(f"MedMNIST: size of {self.name} must be 28 or 64, got {self.size}")
         url, md5 = info[f"url{suffix}"], info[f"MD5{suffix}"]
 
         if not file.is_file():

@@ -48,7 +48,7 @@ def image_shape(backbone: Backbone, shape: tuple[int, ...], smallest: int) -> tu
         raise FlsuiteError(
             f"{type(backbone).__name__} takes images (channels, height, width) of at least "
             f"{smallest} x {smallest} pixels, not data of shape {tuple(shape)}; "
-            "for tables and smaller images choose MLP"
+            "for tables and smaller images choose MLP, for volumes ResNet3D"
         )
     channels, height, width = shape
     return channels, height, width
@@ -70,8 +70,8 @@ def dense_layers(
 Norm = Literal["batch", "group", "none"]
 
 
-def make_norm(kind: Norm, channels: int, groups: int = 32) -> nn.Module:
-    """Return a normalization layer for ``(n, channels, height, width)``, with PyTorch's defaults.
+def make_norm(kind: Norm, channels: int, groups: int = 32, sides: int = 2) -> nn.Module:
+    """Return a normalization layer for ``(n, channels, *sides)``, with PyTorch's defaults.
 
     BatchNorm normalizes by the statistics of a client's batch. Under label skew, these differ
     between clients, and from the statistics of the global model. GroupNorm has no statistics to
@@ -82,13 +82,14 @@ def make_norm(kind: Norm, channels: int, groups: int = 32) -> nn.Module:
         channels: Number of channels.
         groups: Groups of GroupNorm. The default follows Wu and He 2018. If it does not divide
             ``channels``, their greatest common divisor is used.
+        sides: 2 for images, 3 for volumes.
 
     Raises:
         FlsuiteError: If ``kind`` is not one of the three.
     """
     require_one_of("make_norm", get_args(Norm), norm=kind)
     if kind == "batch":
-        return nn.BatchNorm2d(channels)
+        return (nn.BatchNorm3d if sides == 3 else nn.BatchNorm2d)(channels)
     if kind == "group":
         return nn.GroupNorm(gcd(groups, channels), channels)
     return nn.Identity()

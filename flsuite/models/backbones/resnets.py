@@ -7,6 +7,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from flsuite.common.arguments import PositiveInt, Settings
+from flsuite.common.errors import FlsuiteError
 from flsuite.models.backbones.base import Backbone, Norm, Widths, image_shape, make_norm
 
 _FEATURES = 512  # channels of the last stage
@@ -145,24 +146,53 @@ class ResNet20(Backbone, Settings):
         return _PreActResNet(channels, outputs, self.norm, self.width)
 
 
+@dataclass(frozen=True)
+class ResNet3D(Backbone, Settings):
+    """A small residual network for volumes, such as MedMNIST's in three dimensions.
+
+    It is ResNet-20 with 3x3x3 convolutions, a stem that halves the volume, and fewer blocks.
+
+    Args:
+        norm: ``batch``, ``group`` (8 groups) or ``none``, as in ``ResNet20``.
+        width: Channels of the first stage. The other two have twice and four times as many.
+        blocks: Blocks of each of the three stages.
+    """
+
+    norm: Norm = "batch"
+    width: PositiveInt = 16
+    blocks: PositiveInt = 1
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        """Return a network from volumes of at least 8 voxels per side to ``(n, outputs)``."""
+        if len(shape) != 4 or min(shape[1:]) < 8 or shape[0] < 1:
+            raise FlsuiteError(
+                "ResNet3D takes volumes (channels, depth, height, width) of at least 8 voxels per "
+                f"side, not data of shape {tuple(shape)}; for images choose ResNet20"
+            )
+        return _PreActResNet(shape[0], outputs, self.norm, self.width, self.blocks, sides=3)
+
+
 class _PreActResNet(nn.Module):
     """The network of :class:`ResNet20`, from ``(n, channels, height, width)`` to ``(n, outputs)``.
 
     It has a 3x3 stem with stride 1, three stages of three blocks, a norm and a ReLU, a global
     average pool, and one linear layer. The second and the third stage halve the image. The
-    convolutions are initialized by Kaiming's fan-out rule.
+    convolutions are initialized by Kaiming's fan-out rule. With three sides, it is the network of
+    :class:`ResNet3D`.
     """
 
-    def __init__(self, channels: int, outputs: int, norm: Norm, width: int) -> None:
+    def __init__(
+        self, channels: int, outputs: int, norm: Norm, width: int, blocks: int = 3, sides: int = 2
+    ) -> None:
         super().__init__()
-        self.stem = _conv3x3(channels, width)
+        self.stem = _convolution(channels, width, 3, stride=sides - 1, sides=sides)
         self.stages = nn.Sequential(
-            _stage(width, width, 1, norm),
-            _stage(width, 2 * width, 2, norm),
-            _stage(2 * width, 4 * width, 2, norm),
+            _stage(width, width, 1, norm, blocks, sides),
+            _stage(width, 2 * width, 2, norm, blocks, sides),
+            _stage(2 * width, 4 * width, 2, norm, blocks, sides),
         )
         # The last block ends with a sum, which is not yet normalized or activated.
-        self.norm = make_norm(norm, 4 * width, _GROUPS)
+        self.norm = make_norm(norm, 4 * width, _GROUPS, sides)
         self.relu = nn.ReLU(inplace=True)
         self.head = nn.Linear(4 * width, outputs)
         _initialise(self, norm)
@@ -170,7 +200,7 @@ class _PreActResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits ``(n, outputs)``."""
         h: Tensor = self.relu(self.norm(self.stages(self.stem(x))))
-        return self.head(h.mean((2, 3)))
+        return self.head(h.mean(tuple(range(2, h.ndim))))
 
 
 class _Block(nn.Module):
@@ -182,15 +212,15 @@ class _Block(nn.Module):
     hooks (K-FAC).
     """
 
-    def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm, sides: int) -> None:
         super().__init__()
-        self.norm1 = make_norm(norm, inputs, _GROUPS)
-        self.conv1 = _conv3x3(inputs, outputs, stride)
-        self.norm2 = make_norm(norm, outputs, _GROUPS)
-        self.conv2 = _conv3x3(outputs, outputs)
+        self.norm1 = make_norm(norm, inputs, _GROUPS, sides)
+        self.conv1 = _convolution(inputs, outputs, 3, stride, sides)
+        self.norm2 = make_norm(norm, outputs, _GROUPS, sides)
+        self.conv2 = _convolution(outputs, outputs, 3, 1, sides)
         self.relu = nn.ReLU(inplace=norm != "none")
         same = stride == 1 and inputs == outputs
-        self.shortcut = None if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.shortcut = None if same else _convolution(inputs, outputs, 1, stride, sides)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.relu(self.norm1(x))
@@ -199,22 +229,22 @@ class _Block(nn.Module):
         return residual + shortcut
 
 
-def _conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+def _convolution(inputs: int, outputs: int, kernel: int, stride: int, sides: int) -> nn.Module:
+    kind = nn.Conv3d if sides == 3 else nn.Conv2d
+    return kind(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
-def _stage(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequential:
-    return nn.Sequential(
-        _Block(inputs, outputs, stride, norm),
-        _Block(outputs, outputs, 1, norm),
-        _Block(outputs, outputs, 1, norm),
-    )
+def _stage(
+    inputs: int, outputs: int, stride: int, norm: Norm, blocks: int, sides: int
+) -> nn.Sequential:
+    others = (_Block(outputs, outputs, 1, norm, sides) for _ in range(blocks - 1))
+    return nn.Sequential(_Block(inputs, outputs, stride, norm, sides), *others)
 
 
 def _initialise(network: nn.Module, norm: Norm) -> None:
     """Set the initial weights of the convolutions."""
     for module in network.modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, (nn.Conv2d, nn.Conv3d)):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     if norm == "none":
