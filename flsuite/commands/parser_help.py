@@ -42,6 +42,7 @@ commands:
   predict       write class probabilities on test data to predictions.csv, and a model's pictures
   partition     draw how a config splits the data, without training
   schedule      draw which clients train when on the virtual clock, without training
+  schema        print the JSON schema of a config, for editors
   sweep         run methods x grid x seeds; can be killed and restarted
   report        compare finished runs: mean and spread over seeds
   workspace     create the charts of a project in Weights & Biases

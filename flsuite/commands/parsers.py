@@ -193,6 +193,14 @@ def _schedule(parser: CommandParser) -> None:
     add("--output", metavar="FOLDER", default=".", help=how)
 
 
+def _schema(parser: CommandParser) -> None:
+    """Print the JSON schema of a config, by which an editor completes keys and marks mistakes.
+
+    Save it next to your configs, and begin each of them with the line
+    # yaml-language-server: $schema=schema.json
+    """
+
+
 def _sweep(parser: CommandParser) -> None:
     """Run methods x grid x seeds.
 
@@ -308,6 +316,7 @@ PARSERS: dict[str, Callable[[CommandParser], None]] = {
     "ls": _ls,
     "partition": _partition,
     "schedule": _schedule,
+    "schema": _schema,
     "sweep": _sweep,
     "report": _report,
     "workspace": _workspace,
