@@ -62,10 +62,26 @@ def _complete_loggers(config: Any, run_dir: Path) -> None:
             arguments.save_dir = str(run_dir.resolve())
 
 
-def run(command: str, args: list[str]) -> None:
-    """Parse the arguments, build trainer, model and data, and call the trainer's method."""
+def run(command: str, args: list[str]) -> dict[str, Any]:
+    """Parse the arguments, build trainer, model and data, and call the trainer's method.
+
+    Returns:
+        The run and its results, for other programs.
+    """
     _speak()
-    _FederatedCLI(command, args)
+    made = _FederatedCLI(command, args).trainer.run
+    if made is None:
+        return {}
+    summary = made.summary
+    return {
+        "run": made.folder.path,
+        "monitor": summary.monitor,
+        "last": summary.last,
+        "picked": summary.best or None,
+        "privacy": summary.privacy,
+        "bytes_up": summary.bytes_up,
+        "bytes_down": summary.bytes_down,
+    }
 
 
 def build(args: list[str]) -> tuple[FederatedTrainer, LightningModule, LightningDataModule]:

@@ -1,8 +1,7 @@
 """``flsuite ls``: the runs in a folder, as a table."""
 
 import argparse
-import json
-from typing import get_args
+from typing import Any, get_args
 
 import pandas as pd
 from rich.box import SIMPLE_HEAD
@@ -14,7 +13,7 @@ from flsuite.analysis.listing import Progress, list_runs
 from flsuite.analysis.results import short_path
 from flsuite.commands.parsers import parser_of
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.files import csv_of
+from flsuite.common.files import csv_of, plain_rows
 from flsuite.common.score_names import lower_is_better
 
 _FILTERS = ("method", "data", "partition")
@@ -24,20 +23,21 @@ _WIDE = 200  # characters per line when the output is not a terminal
 _AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))  # units in seconds
 
 
-def ls(args: list[str]) -> None:
-    """Print a table of the runs, or write them as JSON or CSV to the standard output."""
+def ls(args: list[str]) -> dict[str, Any]:
+    """Print a table of the runs, or write them as CSV to the standard output, and return them."""
     request = parser_of("ls").parse_args(args)
     runs = list_runs(request.folders)
     chosen = _sorted(_filtered(runs, request), request.sort)
-    if request.json or request.csv:
-        plain = chosen.assign(run=chosen["run"].map(short_path))
-        if request.csv:
-            print(csv_of(plain), end="")
-        else:  # pandas writes NaN as null, and a slash with a backslash
-            rows = json.loads(plain.to_json(orient="records", date_format="iso"))
-            print(json.dumps(rows, indent=2))
-        return
+    plain = chosen.assign(run=chosen["run"].map(short_path))
+    if request.csv:
+        print(csv_of(plain), end="")
+    else:
+        _print(runs, chosen)
+    return {"runs": plain_rows(plain)}
 
+
+def _print(runs: pd.DataFrame, chosen: pd.DataFrame) -> None:
+    """Print the chosen runs, how many are in which state, and the errors."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDE)

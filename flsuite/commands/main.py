@@ -11,12 +11,15 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from flsuite import __version__
 from flsuite.commands.parser_help import HELP, SUMMARIES
 from flsuite.commands.parsers import PARSERS, parser_of
 from flsuite.commands.process import (
+    Ending,
+    answering,
     complain,
     end_process,
     ending_on_signals,
@@ -46,6 +49,8 @@ _BY_LIGHTNING = ("fit", "validate", "test", "predict")  # as methods of the trai
 _READING_CONFIG = (*_BY_LIGHTNING, "partition", "schedule")  # the --config of an experiment
 # Each other one is a function in the module of the same name, which takes the arguments.
 _COMMANDS = (*_BY_LIGHTNING, *PARSERS)
+
+_ANSWERING = ("fit", "resume", "ls", "report", "verify")  # these take --json
 
 # How to continue after Ctrl-C, unless a run in its folder says it.
 _AFTER_INTERRUPT = {
@@ -126,42 +131,58 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_command(command: str, args: list[str]) -> int:
-    """Run one subcommand, print its errors as one line each, and return the exit status."""
+    """Run one subcommand, print its errors as one line each, and return the exit status.
+
+    With ``--json``, the standard output is one object.
+    """
+    is_asked = command in _ANSWERING and "--json" in args
+    output: AbstractContextManager[dict[str, Any]] = nullcontext({})
+    with answering(command) if is_asked else output as answer:
+        ending = _ended(command, args)
+        for line in ending.lines:
+            complain(line, ending.status)
+        message = "\n".join(ending.lines)
+        answer.update({"status": ending.status, "message": message, **ending.result})
+    return ending.status
+
+
+def _ended(command: str, args: list[str]) -> Ending:
+    """Run one subcommand, and return how it ended."""
     with ending_on_signals() as termination:
         try:
-            dispatch(command, args)
+            return Ending(result=dispatch(command, args))
         except TyposError as error:
-            return max(complain(line, 2) for line in error.lines)
+            return Ending(2, error.lines)
         except FlsuiteError as error:
-            return complain(one_line(error), 2)
+            return Ending(2, [one_line(error)])
         except FederationError as error:
-            return complain(one_line(error), 1)
+            return Ending(1, [one_line(error)], error.result)
         except OSError as error:  # a full or read-only disk, a missing folder
-            return output_fault(error) or _disk_fault(error)
+            status = output_fault(error)
+            return Ending(status) if status else _disk_fault(error)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             advice = "choose a smaller model or smaller batches"
-            return complain(f"out of memory ({one_line(error, 200)}); {advice}", 1)
+            return Ending(1, [f"out of memory ({one_line(error, 200)}); {advice}"])
         except KeyboardInterrupt as error:
             own = str(error) if command in ("fit", "fork", "verify") else ""
             how = own or _AFTER_INTERRUPT.get(command, "")
             what = "terminated" if termination.status else "interrupted"
-            return complain(f"{what}; {how}" if how else what, termination.status or 130)
-    return 0
+            return Ending(termination.status or 130, [f"{what}; {how}" if how else what])
 
 
-def _disk_fault(error: OSError) -> int:
-    """Print which file the system refuses and what to do, and return the exit status."""
+def _disk_fault(error: OSError) -> Ending:
+    """Return which file the system refuses, what to do, and the exit status."""
     if error.errno is None or not error.strerror:
-        return complain(with_place(error), 1)
+        return Ending(1, [with_place(error)])
     # A name that is too long would fill the screen.
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
     where = " to ".join(name if len(name) <= 200 else f"{name[:60]}..." for name in names)
     text = ": ".join([*([where] if where else []), error.strerror])
     remedy = _REMEDIES.get(error.errno)
     text += f"; {remedy}" if remedy else ""
-    return complain(with_place(error, text), 2 if error.errno in _BY_REQUEST else 1)
+    return Ending(2 if error.errno in _BY_REQUEST else 1, [with_place(error, text)])
 
 
 def _versions() -> str:
@@ -184,10 +205,11 @@ def _help(command: str, topic: str, args: list[str]) -> int:
     return 0
 
 
-def dispatch(command: str, args: list[str]) -> None:
-    """Run one subcommand, and raise its errors."""
+def dispatch(command: str, args: list[str]) -> dict[str, Any]:
+    """Run one subcommand, raise its errors, and return its result for other programs."""
     work_here()
     if command == "resume" or command in _BY_LIGHTNING:
+        args = [arg for arg in args if arg != "--json" or command not in _ANSWERING]
         command, args = with_run_folder(command, args)
     home = f"flsuite.commands.{'fit' if command in _BY_LIGHTNING else command}"
     if command in _READING_CONFIG:
@@ -202,9 +224,8 @@ def dispatch(command: str, args: list[str]) -> None:
 
     module = importlib.import_module(home)
     if command in _BY_LIGHTNING:
-        module.run(command, args)
-    else:
-        getattr(module, command)(args)
+        return module.run(command, args) or {}
+    return getattr(module, command)(args) or {}
 
 
 def _prepare_engine(args: list[str]) -> None:

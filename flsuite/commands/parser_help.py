@@ -19,7 +19,8 @@ from flsuite.commands.typos import MODULE_TOO, did_you_mean, nearest, nearest_ke
 from flsuite.common.errors import FlsuiteError
 
 SUMMARIES = {
-    "fit": "Run a federation and write its folder. --ckpt_path last resumes a run.",
+    "fit": "Run a federation and write its folder. --ckpt_path last resumes a run.\n--json prints "
+    "one object for other programs, and all else to the standard error.",
     "validate": "Score a finished run on validation data.",
     "test": "Score a finished run on test data: the global model and every client.",
     "predict": "Write class probabilities on test data to predictions.csv, and a model's pictures.",

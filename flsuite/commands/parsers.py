@@ -47,6 +47,11 @@ def parser_of(command: str) -> CommandParser:
     return parser
 
 
+def _add_json(parser: argparse._ActionsContainer) -> None:
+    how = "print one object for other programs, and everything else to the standard error"
+    parser.add_argument("--json", action="store_true", help=how)
+
+
 def _new(parser: CommandParser) -> None:
     """Write a folder with my_model.py (a LightningModule), my_data.py (a LightningDataModule) and
     exp.yaml (an experiment). They run as they are; change them to your needs.
@@ -129,6 +134,7 @@ def _verify(parser: CommandParser) -> None:
         "let the config of a pack name any class, function or plugin, which runs code of its author"
     )
     add("--trust", action="store_true", help=how)
+    _add_json(parser)
 
 
 def _pack(parser: CommandParser) -> None:
@@ -155,8 +161,8 @@ def _ls(parser: CommandParser) -> None:
     keys = "run", "score", "rounds", "age"
     add("--sort", choices=keys, default="run", help="default: run. The best score comes first")
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="write the list for other programs")
-    output.add_argument("--csv", action="store_true", help="likewise")
+    _add_json(output)
+    output.add_argument("--csv", action="store_true", help="write the list as CSV")
 
 
 def _partition(parser: CommandParser) -> None:
@@ -287,6 +293,7 @@ def _report(parser: CommandParser) -> None:
         "needs pip install 'flsuite[workspaces]'"
     )
     add("--wandb", metavar="PROJECT", help=how)
+    _add_json(parser)
 
 
 def _workspace(parser: CommandParser) -> None:

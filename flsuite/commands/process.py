@@ -6,12 +6,15 @@ Clusters send SIGTERM before they reclaim a machine. A terminal sends SIGHUP whe
 import atexit
 import gc
 import io
+import json
+import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 _BINARY = (io.BufferedWriter, io.BufferedRandom)
 
@@ -56,6 +59,62 @@ def open_streams() -> None:
             os.set_inheritable(stream.fileno(), True)  # for workers
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
+
+
+VERSION = 1  # of the object of --json: the next one if a key goes or changes, not if one comes
+
+
+class Ending(NamedTuple):
+    """How a subcommand has ended.
+
+    Attributes:
+        status: The exit status.
+        lines: The errors.
+        result: What other programs learn.
+    """
+
+    status: int = 0
+    lines: Sequence[str] = ()
+    result: Mapping[str, Any] = {}
+
+
+@contextmanager
+def answering(command: str) -> Iterator[dict[str, Any]]:
+    """Print one JSON object to the standard output, and everything else to the standard error.
+
+    Yields:
+        The object, to be filled. Without a status, the block has failed in an unexpected way.
+    """
+    answer: dict[str, Any] = {"version": VERSION, "command": command, "status": 1, "message": ""}
+    output, sys.stdout = sys.stdout, sys.stderr
+    # Workers write to the same number. It is not the stream of a program that calls this function.
+    kept = os.dup(1) if output is sys.__stdout__ else None
+    if kept is not None:
+        output.flush()
+        os.dup2(2, 1)
+    try:
+        yield answer
+    except BaseException as error:
+        text = " ".join(str(error).split()) or "no message"
+        answer["message"] = f"{type(error).__name__}: {text}"
+        raise
+    finally:
+        sys.stdout = output
+        if kept is not None:
+            os.dup2(kept, 1)
+            os.close(kept)
+        print(json.dumps(_finite(answer)), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    """Return plain data for JSON, which has no infinite numbers and no NaN."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (str, int, float, type(None))) else str(value)
 
 
 def complain(message: str, status: int) -> int:

@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from rich.box import SIMPLE_HEAD
@@ -50,12 +51,12 @@ from flsuite.analysis.runs import read_tuning
 from flsuite.commands.parsers import parser_of
 from flsuite.common.arguments import PositiveInt, require
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.files import csv_of, make_folder, replace_text
+from flsuite.common.files import csv_of, make_folder, plain_rows, replace_text
 from flsuite.common.score_names import shown_score
 
 
-def report(args: list[str]) -> None:
-    """Print the tables of the runs.
+def report(args: list[str]) -> dict[str, Any]:
+    """Print the tables of the runs, and return them for other programs.
 
     ``--output`` also writes them and a picture to files, and ``--html`` writes a page. ``--rows``
     and ``--columns`` print cross tables instead.
@@ -71,8 +72,7 @@ def report(args: list[str]) -> None:
         most = 1 if request.rows or request.target is not None else MOST_SCORES
         request.metric = default_metrics(groups, ["test", request.split], most)
     if request.rows:
-        _print_cross(request, groups, left_out)
-        return
+        return _print_cross(request, groups, left_out)
     for metric in request.metric:
         require_score(groups, metric, request.split)
     results, console = results_of(groups), Console()
@@ -119,6 +119,18 @@ def report(args: list[str]) -> None:
         from flsuite.analysis.publish.wandb_charts import send_report
 
         send_report(request.wandb, request.metric[0], _markdown(table, targets, request))
+    return {
+        "scores": plain_rows(table),
+        "pairs": _joined(comparisons),
+        "targets": _joined(targets),
+        "tuning": [] if tuning is None else plain_rows(tuning),
+        "notes": notes,
+    }
+
+
+def _joined(tables: dict[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    """Return the rows of the tables of all scores, with the score's name."""
+    return [row for name, own in tables.items() for row in plain_rows(own.assign(metric=name))]
 
 
 def _goal(metric: str, request: argparse.Namespace) -> str:
@@ -262,7 +274,7 @@ def _write(
 
 def _print_cross(
     request: argparse.Namespace, groups: Sequence[Group], left_out: Sequence[str]
-) -> None:
+) -> dict[str, Any]:
     """Print scores by two settings, and write them with heat maps to ``--output`` if given."""
     metrics, console = request.metric, Console()
     table = cross_table(groups, request.rows, request.columns, metrics)
@@ -274,10 +286,12 @@ def _print_cross(
         f"last round, means; runs per cell: {most if least == most else f'{least} to {most}'}\n"
         "spreads, and the round picked on validation: --output FOLDER"
     )
-    for line in [*left_out, *uneven(groups), *repeated(groups)]:
+    notes = [*left_out, *uneven(groups), *repeated(groups)]
+    for line in notes:
         console.print(line)
+    result = {"cells": plain_rows(table), "notes": notes}
     if not request.output:
-        return
+        return result
 
     folder = make_folder(Path(request.output))
     replace_text(csv_of(table), folder / "cross.csv")
@@ -286,6 +300,7 @@ def _print_cross(
     for name, metric in pictures.items():
         cross_figure(table, metric).savefig(folder / name)
     print("\n".join(f"{folder}/{name}" for name in ("cross.csv", "cross.md", *pictures)))
+    return result
 
 
 def _shown_cross(matrix: pd.DataFrame, title: str) -> Table:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flsuite.commands.pack import unpack
 from flsuite.commands.parsers import parser_of
@@ -36,11 +36,14 @@ _PREFIX = "flsuite-verify-"
 _NEW = 60.0  # seconds
 
 
-def verify(args: list[str]) -> None:
+def verify(args: list[str]) -> dict[str, Any]:
     """Replay some rounds of a run or of a packed run, and print the differences.
 
+    Returns:
+        What was compared and the verdict, for other programs.
+
     Raises:
-        FederationError: If the record differs from the replay.
+        FederationError: If the record differs from the replay. It has the same result.
     """
     request = parser_of("verify").parse_args(args)
     require("verify", PositiveInt | None, **{"--rounds": request.rounds})
@@ -53,7 +56,7 @@ def verify(args: list[str]) -> None:
             from flsuite.commands.foreign import only_known_classes
 
             stack.enter_context(only_known_classes(run / "config.yaml"))
-        _verify(run, folder / "again", request.at, request.rounds)
+        return _verify(run, folder / "again", request.at, request.rounds)
 
 
 @contextmanager
@@ -89,7 +92,7 @@ def _remove_left(path: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
+def _verify(run: Path, again: Path, at: int | None, rounds: int) -> dict[str, Any]:
     from flsuite.commands.comparison import compare, environment_differences
     from flsuite.commands.fork import replay
 
@@ -118,14 +121,27 @@ def _verify(run: Path, again: Path, at: int | None, rounds: int) -> None:
         print(f"no weights were kept in these rounds; {how} compares those of round {later[0]}")
     for line in other:
         print(f"another environment: {line}")
+    result = {
+        "run": run,
+        "rounds": [start + 1, stop],
+        "rows": found.rows,
+        "states": found.weights,
+        "verdict": "equal",
+        "differences": [fault.line for fault in found.faults],
+        "largest": found.largest,
+        "environment": other,
+    }
     if not found.faults:
         print(f"verified: {what} are equal, bit for bit")
-        return
+        return result
     _print(found.faults)
     verdict = _judged(found, bool(other))
     if not other or any(fault.excess > 1 for fault in found.faults):
-        raise FederationError(f"{run} does not verify: {verdict}")
+        refusal = FederationError(f"{run} does not verify: {verdict}")
+        refusal.result = result | {"verdict": "different"}
+        raise refusal
     print(f"verified within the tolerance: {what}; {verdict}")
+    return result | {"verdict": "within the tolerance"}
 
 
 def _require_replayable(run: Path) -> None:

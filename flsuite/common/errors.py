@@ -3,7 +3,7 @@
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,12 @@ class FederationError(RuntimeError):
     """A run that cannot continue.
 
     The run folder keeps the last state that it reached.
+
+    Attributes:
+        result: What is known all the same, for other programs.
     """
+
+    result: Mapping[str, Any] = {}
 
 
 def one_line(error: object, longest: int | None = None) -> str:

@@ -126,6 +126,13 @@ def csv_of(table: "pd.DataFrame") -> str:
     return table.map(cell).rename(columns=cell).to_csv(index=False)
 
 
+def plain_rows(table: "pd.DataFrame") -> list[dict[str, Any]]:
+    """Return the rows of a table for JSON. Missing and infinite numbers are ``None``."""
+    text = table.to_json(orient="records", date_format="iso", double_precision=15)
+    rows: list[dict[str, Any]] = json.loads(text)
+    return rows
+
+
 def make_folder(path: Path) -> Path:
     """Make a folder and its missing parents.
 

@@ -41,7 +41,7 @@ def runs(tmp_path: Path) -> Path:
 def table(*args: str, capsys: Capture) -> list[dict[str, Any]]:
     capsys.readouterr()
     assert cli("ls", *args, "--json") == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(capsys.readouterr().out)["runs"]
 
 
 def names(*args: str, capsys: Capture) -> list[str]:
