@@ -331,7 +331,10 @@ BAD_ARGUMENTS = {
         "--data MedMNIST --data.name breastmnist --data.root nowhere --data.download false",
         "breastmnist.npz is not in nowhere",
     ),
-    "unknown_data_set": ("--data MedMNIST --data.name brestmnist", "synapsemnist3d, got 'brestmnist'"),
+    "unknown_data_set": (
+        "--data MedMNIST --data.name brestmnist",
+        "synapsemnist3d, got 'brestmnist'",
+    ),
 }
 
 
