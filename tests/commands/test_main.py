@@ -333,7 +333,7 @@ BAD_ARGUMENTS = {
     ),
     "unknown_data_set": (
         "--data MedMNIST --data.name brestmnist",
-        "synapsemnist3d, got 'brestmnist'",
+        "3d, got 'brestmnist'",
     ),
 }
 

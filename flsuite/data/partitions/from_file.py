@@ -41,6 +41,15 @@ class FromFile(AssignedPartition, Settings):
 
     A sample without a row stays in its published split, and no client has it.
 
+    Take it to repeat a study on its own split, also that of another system.
+
+    FL-bench's ``partition.pkl`` becomes such a file as follows. A pickle can run code, so do this
+    only with a file that you trust::
+
+        clients = pickle.load(open("partition.pkl", "rb"))["data_indices"]
+        rows = [(s, c, name) for c, own in enumerate(clients) for name in own for s in own[name]]
+        pd.DataFrame(rows, columns=["sample", "client", "split"]).to_csv("samples.csv", index=False)
+
     Args:
         path: The CSV file. A relative path is relative to the working directory.
 

@@ -152,6 +152,8 @@ class ResNet3D(Backbone, Settings):
 
     It is ResNet-20 with 3x3x3 convolutions, a stem that halves the volume, and fewer blocks.
 
+    Take it for volumes: most other backbones are for images.
+
     Args:
         norm: ``batch``, ``group`` (8 groups) or ``none``, as in ``ResNet20``.
         width: Channels of the first stage. The other two have twice and four times as many.
