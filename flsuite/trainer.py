@@ -44,7 +44,7 @@ from flsuite.runs.preparation import (
 from flsuite.runs.run import Run
 from flsuite.runs.scoring import ScoringTrainer
 from flsuite.runs.session import choose_engine, left_on_cpu, opened, started
-from flsuite.runs.settings import Budget, RunOptions, run_settings
+from flsuite.runs.settings import Budget, OnClientError, RunOptions, run_settings
 
 log = logging.getLogger("flsuite")
 
@@ -96,6 +96,8 @@ class FederatedTrainer(ScoringTrainer):
             that all others train as they would with them.
         max_share: Largest share of all training samples that a client may claim. An update that
             claims more is refused. Default: the share of the largest client in the server's data.
+        on_client_error: ``continue`` leaves out a client that fails. ``raise`` ends the run, which
+            can be resumed.
         fork: The moment of another run that this one begins at, see ``flsuite fork``.
         keep_rounds: Rounds between two checkpoints that stay, for forks and proofs. Default: only
             the last round and the picked one.
@@ -134,6 +136,7 @@ class FederatedTrainer(ScoringTrainer):
         from_updates: str | None = None,
         without: list[int] | None = None,
         max_share: float | None = None,
+        on_client_error: OnClientError = "continue",
         fork: Fork | None = None,
         keep_rounds: int | None = None,
         logger: Logger | Iterable[Logger] | bool = False,
@@ -186,6 +189,7 @@ class FederatedTrainer(ScoringTrainer):
             channels_last=channels_last,
             lr_decay=lr_decay,
             max_share=max_share,
+            on_client_error=on_client_error,
             show=bool(enable_progress_bar),
         )
         self.config: str | None = None

@@ -210,7 +210,8 @@ class _FederatedCLI(LightningCLI):
 def _speak() -> None:
     """Send the federation's messages to the terminal as plain lines."""
     logger = logging.getLogger("flsuite")
-    logger.setLevel(logging.INFO)
+    if logger.level != logging.DEBUG:  # by --debug
+        logger.setLevel(logging.INFO)
     if not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))

@@ -8,8 +8,10 @@ import atexit
 import errno
 import gc
 import importlib
+import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -38,7 +40,9 @@ from flsuite.common.errors import (
     FlsuiteError,
     is_out_of_memory,
     likeliest,
+    notes_of,
     one_line,
+    place_of,
     with_place,
 )
 
@@ -127,28 +131,59 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_command(command: str, args: list[str]) -> int:
     """Run one subcommand, print its errors as one line each, and return the exit status."""
-    with ending_on_signals() as termination:
+    is_debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
+    with ending_on_signals() as termination, _details(is_debug):
         try:
             dispatch(command, args)
-        except TyposError as error:
-            return max(complain(line, 2) for line in error.lines)
-        except FlsuiteError as error:
-            return complain(one_line(error), 2)
-        except FederationError as error:
-            return complain(one_line(error), 1)
-        except OSError as error:  # a full or read-only disk, a missing folder
-            return output_fault(error) or _disk_fault(error)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+        except Exception as error:
+            if is_debug:
+                traceback.print_exception(error)
+            if (status := _complain_about(error)) is None:
                 raise
-            advice = "choose a smaller model or smaller batches"
-            return complain(f"out of memory ({one_line(error, 200)}); {advice}", 1)
+            return status
         except KeyboardInterrupt as error:
             own = str(error) if command in ("fit", "fork", "verify") else ""
             how = own or _AFTER_INTERRUPT.get(command, "")
             what = "terminated" if termination.status else "interrupted"
             return complain(f"{what}; {how}" if how else what, termination.status or 130)
     return 0
+
+
+def _complain_about(error: Exception) -> int | None:
+    """Print one line about an error, and return the exit status. ``None`` if flsuite is to blame.
+
+    A user's request, a user's own code, or the machine may be at fault.
+    """
+    notes = notes_of(error)
+    if isinstance(error, TyposError):
+        return max(complain(line, 2) for line in error.lines)
+    if isinstance(error, (FlsuiteError, FederationError)):
+        status = 2 if isinstance(error, FlsuiteError) else 1
+        return complain("; ".join([one_line(error), *notes]), status)
+    if isinstance(error, OSError):  # a full or read-only disk, a missing folder
+        return output_fault(error) or _disk_fault(error)
+    if is_out_of_memory(error):
+        advice = "choose a smaller model or smaller batches"
+        return complain(f"out of memory ({one_line(error, 200)}); {advice}", 1)
+    if not place_of(error):
+        return None
+    line = with_place(error, f"{type(error).__name__}: {one_line(error, 300)}")
+    return complain("; ".join([line, *(notes or ["--debug prints the traceback"])]), 1)
+
+
+@contextmanager
+def _details(are_shown: bool) -> Iterator[None]:
+    """Print the details of what the federation says, such as the tracebacks of its clients."""
+    logger = logging.getLogger("flsuite")
+    level = logger.level
+    if are_shown:
+        logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        if are_shown:
+            logger.setLevel(level)
 
 
 def _disk_fault(error: OSError) -> int:

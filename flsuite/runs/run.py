@@ -139,7 +139,10 @@ class Run:
     def accept(self, outcome: Outcome) -> None:
         """Check an outcome, notify the callbacks, and add its update to the round.
 
-        A client that failed or sent a faulty update is named in the log and left out.
+        A client that failed or sent a faulty update is left out, and named when the round ends.
+
+        Raises:
+            FederationError: If it failed, and ``trainer.on_client_error`` is ``raise``.
         """
         checked = self.federation.check(outcome)
         if checked is None:
@@ -149,6 +152,12 @@ class Run:
             if self.reuse and self.reuse.kept:
                 self.reuse.kept.write(checked)
             self.federation.add(checked.update)
+        elif self.options.on_client_error == "raise":
+            self._keep_tracebacks()
+            raise FederationError(
+                f"round {self.round + 1}: client {checked.client} failed: {checked.reason}; "
+                f"trainer.on_client_error is raise; the state of round {self.round} is kept"
+            )
 
     def advance(self) -> None:
         """Make the updates of the round the next version of the global model.
@@ -158,6 +167,7 @@ class Run:
             FederationError: If no usable update came back, if the next version is faulty, or if
                 virtual time is the only limit and does not advance.
         """
+        self._keep_tracebacks()
         self.federation.aggregate()
         self._refuse_standstill()
 
@@ -277,6 +287,12 @@ class Run:
             for scope, numbers in scores.items():
                 named = {f"{group}/{name}": value for name, value in numbers.items()}
                 self.folder.table.note(scope, "test", named)
+
+    def _keep_tracebacks(self) -> None:
+        """Write the tracebacks of the clients that failed in this round, one per cause."""
+        causes = self.federation.log.causes()
+        parts = [f"{line}\n\n{failure.details}" for line, failure in causes if failure.details]
+        self.folder.keep_error(self.round + 1, "\n".join(parts))
 
     def _refuse_standstill(self) -> None:
         """Stop a run that would never end because its fits take no virtual time."""

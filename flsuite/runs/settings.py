@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ WEIGHTS = ("initial_weights", "given_weights")
 ``initial_weights`` is for models that were built for other data or used in another run.
 ``given_weights`` is for modules that have their layers from the start. A seed may have drawn them.
 """
+OnClientError = Literal["continue", "raise"]
+"""What a run does about a client that fails: continue without its update, or end."""
 _UNREAD = ", content not read"
 _SCALARS = (str, int, float, bool, type(None))
 
@@ -115,6 +117,7 @@ class RunOptions(Settings):
     channels_last: bool = True
     lr_decay: LRDecay | None = None
     max_share: Fraction | None = None
+    on_client_error: OnClientError = "continue"
     show: bool = False
 
 
@@ -139,7 +142,8 @@ def run_settings(
             run's seed determines them.
         checkpoint: The checkpoint that will be resumed, if any.
     """
-    plain = {k: v for k, v in vars(options).items() if k not in ("show", "budget", "max_share")}
+    apart = ("show", "budget", "max_share", "on_client_error")
+    plain = {k: v for k, v in vars(options).items() if k not in apart}
     client = {k: v for k, v in trainer.client_kwargs.items() if k != "default_root_dir"}
     fork = trainer.fork
     return {

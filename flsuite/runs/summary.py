@@ -34,6 +34,8 @@ class RunSummary:
             different classes.
         bytes_up: Bytes sent by clients.
         bytes_down: Bytes received by clients.
+        fits: Fits whose outcome has arrived.
+        failed: Those that failed or sent a faulty update.
         privacy: Epsilons of the last round and their deltas, if there is a guarantee. They apply to
             the whole run, whichever round is picked.
         ends: Rounds that the run has ended with. A run that was extended has several.
@@ -45,6 +47,8 @@ class RunSummary:
         self.best: dict[str, float] = {}
         self.bytes_up = 0
         self.bytes_down = 0
+        self.fits = 0
+        self.failed = 0
         self.privacy: dict[str, float] = {}
         self.ends: list[int] = []
         self._best_value: float | None = None
@@ -94,7 +98,7 @@ class RunSummary:
             self.best = dict(self.last)
 
     def record(self, log: RoundLog, named: Mapping[str, float]) -> None:
-        """Add the bytes of a round, and the numbers that callbacks have measured in it.
+        """Add the bytes and failures of a round, and the numbers that callbacks have measured.
 
         Args:
             log: The record of the round. Bytes of unused updates count too.
@@ -102,6 +106,8 @@ class RunSummary:
         """
         self.bytes_up += log.lost_up + sum(update.bytes_up for update in log.updates)
         self.bytes_down += log.lost_down + sum(update.bytes_down for update in log.updates)
+        self.fits += len(log.updates) + len(log.failures)
+        self.failed += len(log.failures)
 
         # Both, because the last round may also be the picked one.
         noted = {n.removeprefix("test/"): v for n, v in named.items() if n.startswith("test/")}
@@ -148,6 +154,8 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
             table.add_row(f"{label}, delta {delta:.3g}", f"{summary.privacy[name]:.4g}")
     traffic = f"{decimal(summary.bytes_up)} / {decimal(summary.bytes_down)}"
     table.add_row("bytes sent, up / down", traffic)
+    if summary.failed:
+        table.add_row("fits failed", f"{summary.failed} of {summary.fits}")
     table.add_row("seconds", f"{summary.wall_seconds:.1f}")
 
     if folder is not None and (kept := kept_on_disk(folder))[0]:
@@ -155,8 +163,12 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
 
     console = Console()
     console.print(table)
-    if folder is not None:
-        console.print(f"run: {folder}", soft_wrap=True)
+    last = [f"run: {folder}"] if folder is not None else []
+    if summary.failed:
+        see = ", see errors/" if folder is not None and (folder / "errors").is_dir() else ""
+        last.append(f"({summary.failed} of {summary.fits} fits failed{see})")
+    if last:
+        console.print(" ".join(last), soft_wrap=True)
 
 
 def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:

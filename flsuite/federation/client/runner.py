@@ -90,6 +90,8 @@ class ClientRunner:
             self._resident.restore()
         try:
             result = self._fit(request)
+            if self._stack is not None and request.trained is None:
+                self._stack.say_fault()
             return result if request.fault is None else carry_out(request.fault, result)
         except FlsuiteError:
             raise

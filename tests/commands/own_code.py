@@ -1,0 +1,65 @@
+"""Models, rules and data of a user, most of them with a mistake."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Net(LightningModule):
+    """A plain classifier of digits, scored by what it logs.
+
+    Args:
+        width: Numbers per sample. Digits have 64.
+        classes: Number of outputs. Digits have 10 classes.
+    """
+
+    score = "acc"
+
+    def __init__(self, width: int = 64, classes: int = 10, lr: float = 0.1) -> None:
+        super().__init__()
+        self.lr = lr
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(width, classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate("test", batch)
+
+    def evaluate(self, split: str, batch: Any) -> None:
+        x, y = batch
+        logits = self(x)
+        self.log(f"{split}/loss", F.cross_entropy(logits, y))
+        self.log(f"{split}/{self.score}", (logits.argmax(1) == y).float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class FailsAlways(Net):
+    """Fails in the third step of every fit, when weights have changed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            raise ValueError(f"batch of {len(batch[0])}")
+        return super().training_step(batch, batch_idx)
+
+
+class FailsAtTwo(Net):
+    """Fails for two clients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loader: Any = self.trainer.train_dataloader
+        if loader.client in (3, 4):
+            raise ValueError("no scanner")
+        return super().training_step(batch, batch_idx)

@@ -1,0 +1,72 @@
+"""Code of a user that fails: one line says what, where and in which round."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.commands.command import QUICKSTART, Capture, cli
+
+OWN = "tests.commands.own_code"
+ENGINES = ["InProcess", pytest.param("Processes", marks=pytest.mark.long), "Vectorized"]
+FIT = ("fit", "--config", QUICKSTART, "--run_dir", "run", "--trainer.rounds", "2")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # The command adds a handler, which would keep the stderr of the first test.
+    logger = logging.getLogger("flsuite")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logger.level)
+
+
+def fit(model: str, *args: str) -> int:
+    """Run the quickstart with an own model of :mod:`tests.commands.own_code`."""
+    text = Path(QUICKSTART).read_text("utf-8")
+    config = re.sub(r"(?ms)^model:\n.*?^(?=data:)", f"model: {{class_path: {OWN}.{model}}}\n", text)
+    Path("own.yaml").write_text(config, "utf-8")
+    return cli("fit", "--config", "own.yaml", *FIT[3:], "--trainer.max_epochs", "1", *args)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_clients_that_fail_alike_are_one_line(engine: str, capsys: Capture) -> None:
+    assert fit("FailsAlways", "--trainer.engine", engine) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    cause = r"10 of 10 clients failed alike: ValueError: batch of 16 \(own_code.py, line \d+, in "
+    assert re.match(rf"flsuite: error: round 1: {cause}FailsAlways.training_step\); ", line)
+    assert line.endswith("the state of round 0 is kept; the traceback is in run/errors/round-1.txt")
+    kept = Path("run/errors/round-1.txt").read_text("utf-8")
+    assert kept.count("Traceback") == 1 and "ValueError: batch of 16\n" in kept
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_with_failures_ends_with_0_and_says_so(engine: str, capsys: Capture) -> None:
+    assert fit("FailsAtTwo", "--trainer.engine", engine) == 0
+    said = capsys.readouterr()
+    alike = r"2 of 10 clients failed alike \(3, 4\): ValueError: no scanner \(own_code.py, line"
+    failed = [line for line in said.err.splitlines() if re.match(rf"round [12]: {alike}", line)]
+    assert len(failed) == 2
+    assert re.search(r"fits failed +│ +4 of 20 │", said.out)
+    assert said.out.splitlines()[-1] == "run: run (4 of 20 fits failed, see errors/)"
+    kept = [path.read_text("utf-8") for path in sorted(Path("run/errors").iterdir())]
+    assert [text.count("ValueError: no scanner\n") for text in kept] == [1, 1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_first_failure_may_end_a_run(engine: str, capsys: Capture) -> None:
+    settings = "--trainer.engine", engine, "--trainer.on_client_error"
+    assert fit("FailsAtTwo", *settings, "raise") == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"error: round 1: client 3 failed: ValueError: no scanner", line)
+    assert "trainer.on_client_error is raise" in line and "run/errors/round-1.txt" in line
+    assert fit("FailsAtTwo", *settings, "continue", "--ckpt_path", "last") == 0
+
+
+def test_debug_prints_the_traceback(capsys: Capture) -> None:
+    assert fit("FailsAlways", "--debug") == 1
+    said = capsys.readouterr().err
+    assert said.count("ValueError: batch of 16\n") == 1 and "in training_step" in said
+    assert said.splitlines()[-1].startswith("flsuite: error: round 1: 10 of 10 clients")
+    assert logging.getLogger("flsuite").level != logging.DEBUG
