@@ -38,6 +38,7 @@ from flsuite.runs.preparation import (
     compressed,
     make_evaluator,
     make_ready,
+    monitor_of,
     use_precision,
     worker_setup,
 )
@@ -74,8 +75,9 @@ class FederatedTrainer(ScoringTrainer):
         attack: What malicious clients do. Default: all clients are honest.
         max_epochs: Local epochs per fit.
         evaluate_every: Rounds between two evaluations. The last round is always evaluated.
-        monitor: The validation score that picks a round. Default: accuracy, loss, or a logged one.
-            Where clients have models of their own, its mean over clients.
+        monitor: The validation score that picks a round. Default: an accuracy, AUC or F1 score,
+            else the loss. Where clients have models of their own, its mean over clients. A resumed
+            run keeps it.
         max_virtual_seconds: Limit on virtual time. The run ends with the round that reaches it.
         max_client_updates: Limit on aggregated client updates, for comparisons at equal work.
         score_clients: Number of clients that are scored one by one, always the first ones, so that
@@ -266,7 +268,8 @@ class FederatedTrainer(ScoringTrainer):
         bound.halves.check(model)
         algorithm = with_attack(bound, attack)
         entries = entries_of(model, algorithm, options.batchnorm)
-        monitor = evaluator.monitored(options.monitor, bool(entries.personal))
+        before = options.monitor or monitor_of(checkpoint)
+        monitor = evaluator.monitored(before, bool(entries.personal))
         options = replace(options, monitor=monitor)
 
         # The federation before its first round.

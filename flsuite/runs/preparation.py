@@ -163,6 +163,11 @@ def use_precision(trainer: Any, checkpoint: Path | None) -> None:
         set_precision(trainer, precision)
 
 
+def monitor_of(checkpoint: Path | None) -> str | None:
+    """Return the score that picks the rounds of a run that is resumed, if any."""
+    return None if checkpoint is None else load_checkpoint(checkpoint)["settings"].get("monitor")
+
+
 def set_precision(trainer: Any, precision: str | int | None) -> None:
     """Set the precision of a federated trainer and its clients."""
     trainer.client_kwargs["precision"] = precision

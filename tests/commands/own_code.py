@@ -63,3 +63,46 @@ class FailsAtTwo(Net):
         if loader.client in (3, 4):
             raise ValueError("no scanner")
         return super().training_step(batch, batch_idx)
+
+
+class ScoredByKappa(Net):
+    score = "kappa"
+
+
+class FailsInValidation(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        raise KeyError("a mask")
+
+
+class FailsWhenTrained(Net):
+    """Fails in its test step, but not before the first round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("fits", torch.tensor(0))
+
+    def on_train_end(self) -> None:
+        self.fits += 1
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        if self.fits:
+            raise KeyError("a mask")
+        super().test_step(batch, batch_idx)
+
+
+class WithLogits(LightningModule):
+    """A classifier without steps for scores.
+
+    Args:
+        classes: Number of outputs. Digits have 10 classes.
+    """
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.logits = nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.logits(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)

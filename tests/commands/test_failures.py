@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flsuite.runs.record import read_settings
 from tests.commands.command import QUICKSTART, Capture, cli
 
 OWN = "tests.commands.own_code"
@@ -70,3 +71,61 @@ def test_debug_prints_the_traceback(capsys: Capture) -> None:
     assert said.count("ValueError: batch of 16\n") == 1 and "in training_step" in said
     assert said.splitlines()[-1].startswith("flsuite: error: round 1: 10 of 10 clients")
     assert logging.getLogger("flsuite").level != logging.DEBUG
+
+
+def test_the_usual_score_of_a_model_picks_the_round(capsys: Capture) -> None:
+    assert fit("Net") == 0
+    said = capsys.readouterr()
+    assert "val/acc" in said.err and "picked by" not in said.err
+    assert read_settings(Path("run"))["monitor"] == "acc"
+    assert fit("ScoredByKappa", "--run_dir", "other") == 0
+    line = "rounds are picked by loss; also logged: kappa (--trainer.monitor kappa)"
+    assert capsys.readouterr().err.count(line) == 1
+
+
+def test_a_resumed_run_keeps_its_monitor(capsys: Capture) -> None:
+    assert fit("Net", "--trainer.monitor", "loss") == 0
+    config = Path("run/config.yaml")
+    config.write_text(config.read_text("utf-8").replace("monitor: loss", "monitor: null"), "utf-8")
+    assert cli("resume", "run", "--trainer.rounds", "3") == 0
+    assert read_settings(Path("run"))["monitor"] == "loss"
+
+
+def test_an_unknown_monitor_is_quoted_as_typed(capsys: Capture) -> None:
+    assert fit("Net", "--trainer.monitor", "val/accc") == 2
+    assert capsys.readouterr().err.strip().endswith("acc_client_worst, got 'val/accc'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["Net", "--model.width", "63"],
+            r"\(own_code.py, line \d+, in Net.forward\); a sample is 1 x 8 x 8, and there are 10 ",
+        ),
+        (
+            ["Net", "--model.classes", "5"],
+            "Net.evaluate.; a sample is 1 x 8 x 8, the model returns 5 numbers for it, and there ",
+        ),
+        (["WithLogits", "--model.classes", "5"], "the model returns 5 numbers for it, and there"),
+        (["WithLogits", "--model.classes", "12"], "WithLogits has 12 outputs .* 10 classes"),
+        (["FailsInValidation"], r"KeyError: 'a mask' \(own_code.py, line \d+, in FailsInVali"),
+    ],
+)
+def test_what_a_model_cannot_score_is_refused(
+    arguments: list[str], words: str, capsys: Capture
+) -> None:
+    assert fit(*arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("flsuite: error: model: ") and re.search(words, line)
+    assert not Path("run").exists()
+
+
+def test_a_step_that_fails_in_a_run_is_one_line(capsys: Capture) -> None:
+    assert fit("FailsWhenTrained", "--trainer.engine", "InProcess") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(
+        r"KeyError: 'a mask' \(own_code.py, line \d+, in FailsWhenT.*test_step\)", line
+    )
+    assert line.endswith("round 1 is not done; the traceback is in run/errors/round-1.txt")
+    assert "in test_step" in Path("run/errors/round-1.txt").read_text("utf-8")
