@@ -158,7 +158,10 @@ class FederatedTrainer(ScoringTrainer):
         # In place, because the command finds Lightning's arguments by following kwargs to super().
         kwargs.update(on_one_gpu(kwargs))
         quiet_lightning()
-        with refused_as("trainer: Lightning refuses it", "see flsuite fit --help=trainer"):
+        device, remedy = kwargs.get("accelerator"), "see flsuite fit --help=trainer"
+        if device not in (None, "auto", "cpu"):
+            remedy = f"leave out trainer.accelerator {device}, or set it to cpu"
+        with refused_as("trainer: Lightning refuses it", remedy):
             super().__init__(
                 max_epochs=max_epochs,
                 logger=logger,

@@ -266,7 +266,11 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, A
 
 
 def refuse_mismatch(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Path, names: Iterable[str]
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    path: Path,
+    names: Iterable[str],
+    remedy: str = "start a new run",
 ) -> None:
     """Refuse to continue a run or a checkpoint with other settings. The message names them.
 
@@ -275,6 +279,7 @@ def refuse_mismatch(
         theirs: The settings that were saved.
         path: The run or the checkpoint that they were saved with.
         names: The settings that are compared. One that is missing on one side differs.
+        remedy: What to do, other than to use the same settings.
     """
     ours, theirs = ({name: side.get(name) for name in names} for side in (ours, theirs))
     differing = differences(ours, theirs)
@@ -282,7 +287,7 @@ def refuse_mismatch(
         more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
         raise FlsuiteError(
             f"these settings do not fit {path}: {'; '.join(named[:3])}{more}; use the run's "
-            "settings, or start a new run"
+            f"settings, or {remedy}"
         )
 
 

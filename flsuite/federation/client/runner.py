@@ -41,7 +41,7 @@ from flsuite.federation.client.entries import ResidentModel, entries_of
 from flsuite.federation.client.faults import carry_out
 from flsuite.federation.client.plain import PlainLoop
 from flsuite.federation.client.scorer import Scorer
-from flsuite.federation.client.setup import StartStates, WorkerSetup
+from flsuite.federation.client.setup import StartStates, WorkerSetup, remedy_of
 from flsuite.federation.client.stack import Stack
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models import abilities
@@ -97,7 +97,7 @@ class ClientRunner:
             raise
         except (Exception, SystemExit) as error:  # a library may call exit()
             self._trainer = None  # an exception may leave the Trainer in any state
-            reason = f"{type(error).__name__}: {with_place(error, longest=300)}"
+            reason = f"{type(error).__name__}: {with_place(error, longest=300)}{remedy_of(error)}"
             has_stepped = bool(request.trained or (self._record and self._record.losses))
             return request.failure(
                 reason, traceback.format_exc(), before_first_step=not has_stepped

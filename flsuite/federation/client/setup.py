@@ -234,6 +234,12 @@ def epoch_batches(trainer_kwargs: Mapping[str, Any], batches: int) -> int:
     return int(batches * limit) if isinstance(limit, float) else min(batches, limit)
 
 
+def remedy_of(error: BaseException) -> str:
+    """Return what to use instead of a callback that has failed in a client's fit, if known."""
+    is_early = str(error).startswith("Early stopping conditioned on metric")
+    return "; RoundEarlyStopping stops by the scores of the rounds" if is_early else ""
+
+
 def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
     """Refuse Lightning callbacks that do not work in a client's fit.
 
