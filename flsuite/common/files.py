@@ -33,7 +33,7 @@ NO_LAMBDA = (
     "class_path"
 )
 
-_CANNOT_FLUSHerrno.EINVAL, errno.ENOTSUP)  # some network disks cannot flush folders
+_CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # some network disks cannot flush folders
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")  # how a text begins that a spreadsheet would compute
 
 

@@ -182,6 +182,8 @@ def worker_setup(trainer: Any, run: Run) -> WorkerSetup:
     """Return everything that a worker needs to train any client of a run."""
     federation, options = run.federation, run.options
     reads_updates = run.callbacks.read_updates or trainer.keep_updates
+    if profiler := trainer.client_kwargs.get("profiler"):
+        profiler.require_client(federation.data.clients)
     may_sum = federation.uplink.sums_parts and not trainer.schedule.declarations.is_asynchronous
     return WorkerSetup(
         model=run.evaluator.model,

@@ -10,7 +10,7 @@ from torch import nn
 
 from flsuite.common.errors import FederationError
 from flsuite.common.files import replace_tensors
-from flsuite.common.messages import ClientResult, FitRequest, Outcome, Scores, Split
+from flsuite.common.messages import ClientResult, FitRequest, Outcome, Profile, Scores, Split
 from flsuite.common.state import clone
 from flsuite.federation.engines.base import Engine
 from flsuite.federation.schedules.base import Fit
@@ -57,6 +57,7 @@ class Run:
         store: The run's checkpoints.
         engine: Where its clients train, from the start of a fit on.
         pictures: The pictures of the round in progress.
+        profile: The sums over the fits since the start of the process, if they are profiled.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Run:
         )
         self.engine: Engine | None = None
         self.pictures: dict[str, Figure] = {}
+        self.profile: Profile = {}
         self._is_stopping = False
         self._improved = False
         self._moved = -1.0, 0  # virtual second, and the first round that ended at it
@@ -152,6 +154,9 @@ class Run:
             if self.reuse and self.reuse.kept:
                 self.reuse.kept.write(checked)
             self.federation.add(checked.update)
+            for name, (calls, seconds) in checked.profile.items():
+                before = self.profile.get(name, (0, 0.0))
+                self.profile[name] = before[0] + calls, before[1] + seconds
         elif self.options.on_client_error == "raise":
             self._keep_tracebacks()
             raise FederationError(

@@ -24,7 +24,7 @@ from flsuite.runs.folder import RunFolder
 from flsuite.runs.record import first_round, read_settings
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe, described_engine
-from flsuite.runs.summary import print_summary
+from flsuite.runs.summary import print_profile, print_summary
 
 log = logging.getLogger("flsuite")
 
@@ -218,6 +218,8 @@ def _running(run: Run, is_resumed: bool) -> Iterator[Run]:
         raise
     finally:
         _close(run, is_useless)
+    if run.profile:
+        print_profile(run.profile)
     if run.options.show:
         print_summary(run.summary, run.folder.path)
 

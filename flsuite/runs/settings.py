@@ -144,7 +144,9 @@ def run_settings(
     """
     apart = ("show", "budget", "max_share", "on_client_error")
     plain = {k: v for k, v in vars(options).items() if k not in apart}
-    client = {k: v for k, v in trainer.client_kwargs.items() if k != "default_root_dir"}
+    client = {
+        k: v for k, v in trainer.client_kwargs.items() if k not in ("default_root_dir", "profiler")
+    }
     fork = trainer.fork
     return {
         **describe({**vars(options.budget), **plain}),

@@ -9,14 +9,17 @@ from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 
+from flsuite.common.messages import Profile
 from flsuite.common.score_names import lower_is_better, main_scores, score_of, shown_score
 from flsuite.federation.server.arrivals import RoundLog
 from flsuite.runs.record import kept_on_disk
 
 log = logging.getLogger("flsuite")
 
+_LONGEST = 15  # steps of a profile
 _ADAPTED = {"adapted": "adapted", "unseen": "unseen", "unseen_adapted": "unseen+adapted"}
 _GUARANTEES = {"epsilon": "epsilon of a client", "sample_epsilon": "epsilon of a sample, largest"}
 
@@ -169,6 +172,18 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
         last.append(f"({summary.failed} of {summary.fits} fits failed{see})")
     if last:
         console.print(" ".join(last), soft_wrap=True)
+
+
+def print_profile(profile: Profile) -> None:
+    """Print where the fits of the clients have spent their time, longest first."""
+    table = Table(title="seconds in the fits of clients", title_justify="left", show_edge=False)
+    table.add_column("")
+    for heading in ("calls", "seconds", "mean"):
+        table.add_column(heading, justify="right")
+    rows = sorted(profile.items(), key=lambda row: -row[1][1])[:_LONGEST]
+    for name, (calls, seconds) in rows:
+        table.add_row(escape(name), f"{calls}", f"{seconds:.4f}", f"{seconds / calls:.6f}")
+    Console().print(table)
 
 
 def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:

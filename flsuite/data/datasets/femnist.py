@@ -149,8 +149,7 @@ class FEMNIST(FederatedDataModule):
         train, test = _find_files(folder)
         if not train:
             raise FlsuiteError(
-                f"FEMNIST is not in {folder}; {_REMEDY}, or set data.root or "
-                "FLSUITE_DATA_ROOT"
+                f"FEMNIST is not in {folder}; {_REMEDY}, or set data.root or FLSUITE_DATA_ROOT"
             )
 
         parts = [part for file in train for part in _read_file(file)]

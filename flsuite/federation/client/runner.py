@@ -40,6 +40,7 @@ from flsuite.federation.client.devices import on_one_gpu
 from flsuite.federation.client.entries import ResidentModel, entries_of
 from flsuite.federation.client.faults import carry_out
 from flsuite.federation.client.plain import PlainLoop
+from flsuite.federation.client.profiler import ClientProfiler
 from flsuite.federation.client.scorer import Scorer
 from flsuite.federation.client.setup import StartStates, WorkerSetup, remedy_of
 from flsuite.federation.client.stack import Stack
@@ -61,6 +62,7 @@ class ClientRunner:
     def __init__(self, setup: WorkerSetup, worker: int = 0) -> None:
         self.setup = setup
         self.trainer_kwargs = on_one_gpu(setup.trainer_kwargs, worker)
+        self._profiler: ClientProfiler | None = self.trainer_kwargs.get("profiler")
         self.model = setup.model
         if setup.channels_last:
             to_channels_last(self.model)
@@ -199,6 +201,8 @@ class ClientRunner:
             logged = plain.fit(loader, callbacks)
         else:
             trainer.callbacks = callbacks  # type: ignore[attr-defined]
+            if profiler := self._profiler:
+                profiler.begin()
             trainer.fit(self.model, loader)
             logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
         self._resident.check()
@@ -275,7 +279,8 @@ class ClientRunner:
         }
         # Without empty parts, which a checkpoint does not need.
         own = {k: v for k, v in memory.items() if v}
-        return ClientResult(packed, own, trained.metrics, trained.epochs)
+        profile = self._profiler.taken(client.id) if self._profiler else {}
+        return ClientResult(packed, own, trained.metrics, trained.epochs, profile)
 
     def _rewound_trainer(self, epochs: int = 0) -> tuple[ClientTrainer, FederatedData]:
         """Return a Trainer rewound for some epochs, or for its own, and the data on its device.
