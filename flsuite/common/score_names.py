@@ -78,6 +78,11 @@ def shown_score(name: str) -> str:
     return _SHOWN.get(name, name.replace("_", " "))
 
 
+def shown_number(value: float, digits: int = 4) -> str:
+    """Return a number for people, in scientific form from a million on."""
+    return f"{value:.{digits}{'f' if abs(value) < 1e6 else 'e'}}"
+
+
 def score_of(name: str) -> str:
     """Return the score of a statistic over clients: ``accuracy_client_mean`` is of ``accuracy``."""
     return _STATISTIC.sub("", name)

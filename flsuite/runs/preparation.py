@@ -61,6 +61,9 @@ def make_ready(
         FlsuiteError: If model or data have the wrong type, or do not fit each other.
     """
     require_instance("fit", LightningModule, model=model)
+    if "_parameters" not in vars(model):
+        kind = type(model).__name__
+        raise FlsuiteError(f"model: {kind}.__init__ must call super().__init__() first")
     data = as_federated(datamodule)
     data.use_seed(options.seed)
     data.setup("fit")

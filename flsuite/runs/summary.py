@@ -13,7 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from flsuite.common.messages import Profile
-from flsuite.common.score_names import lower_is_better, main_scores, score_of, shown_score
+from flsuite.common.score_names import (
+    lower_is_better,
+    main_scores,
+    score_of,
+    shown_number,
+    shown_score,
+)
 from flsuite.federation.server.arrivals import RoundLog
 from flsuite.runs.record import kept_on_disk
 
@@ -148,7 +154,7 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
     for title, scores in columns:
         table.add_column(f"{title} ({scores.get('round', '-')})", justify="right")
     for label, names in _rows(summary.last, summary.monitor).items():
-        cells = [[f"{scores[n]:.4f}" for n in names if n in scores] for _, scores in columns]
+        cells = [[shown_number(scores[n]) for n in names if n in scores] for _, scores in columns]
         if any(cells):
             table.add_row(label, *map(" / ".join, cells))
     for name, label in _GUARANTEES.items():
@@ -220,7 +226,7 @@ def print_scores(scores: Mapping[str, float], split: str, round: int, monitor: s
     named = {f"accuracy of class {name.removeprefix('accuracy/')}": name for name in scores}
     by_class = {k: (name,) for k, name in named.items() if name.startswith("accuracy/")}
     for label, names in {**_rows(scores, monitor), **by_class}.items():
-        if cell := " / ".join(f"{scores[name]:.4f}" for name in names if name in scores):
+        if cell := " / ".join(shown_number(scores[name]) for name in names if name in scores):
             table.add_row(label, cell)
     Console().print(table)
 

@@ -7,6 +7,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flsuite.aggregators import CohortRule, LinearRule, Objective, Transform
+
 
 class Net(LightningModule):
     """A plain classifier of digits, scored by what it logs.
@@ -106,3 +108,83 @@ class WithLogits(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SkipsBatches(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+
+class WithoutSuper(LightningModule):
+    def __init__(self) -> None:
+        self.net = nn.Linear(64, 10)
+
+
+class WithoutSuperOrLayers(LightningModule):
+    def __init__(self) -> None:
+        """Forget what a module needs."""
+
+
+class RaisesInCombine(CohortRule):
+    def combine(self, server: Any, updates: Any) -> Any:
+        raise ValueError("no model")
+
+
+class NoTerms(LinearRule):
+    def terms(self, update: Any, layout: Any) -> Any:
+        return None
+
+    def result(self, server: Any, sums: Any, updates: Any) -> Any:
+        return server.state
+
+
+class Encodes(Transform):
+    def encode(self, payload: Any, fit: Any) -> Any:
+        return payload
+
+
+class NoEncode(Transform):
+    def encode(self, payload: Any, fit: Any) -> Any:
+        return None
+
+
+class RaisesInEncode(Transform):
+    def encode(self, payload: Any, fit: Any) -> Any:
+        raise ValueError("no code")
+
+
+class NoDecode(Encodes):
+    def decode(self, payload: Any, template: Any, received: Any) -> Any:
+        return None
+
+
+class RaisesInDecode(Encodes):
+    def decode(self, payload: Any, template: Any, received: Any) -> Any:
+        raise KeyError("no code")
+
+
+class NoTemplate(Encodes):
+    def template(self, template: Any) -> Any:
+        return None
+
+
+class NoAggregate(Encodes):
+    def on_aggregate(self, server: Any, model: Any, sums: Any, updates: int) -> Any:
+        return None
+
+
+class Misspelt(Objective):
+    def start(self, client: Any, w: Any) -> Any:
+        return w, {}
+
+    def gradiant(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        return oracle(w, batch), held
+
+
+class Sharp(Objective):
+    """Norms of a step's gradient, which a skipped batch does not have."""
+
+    def gradient(self, oracle: Any, w: Any, held: Any, batch: Any) -> Any:
+        g = oracle(w, batch)
+        norm = torch.stack([value.norm() for value in g.values()]).norm() + 1e-12
+        return oracle({k: w[k] + 0.05 * g[k] / norm for k in g}, batch), held

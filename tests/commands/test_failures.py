@@ -129,3 +129,79 @@ def test_a_step_that_fails_in_a_run_is_one_line(capsys: Capture) -> None:
     )
     assert line.endswith("round 1 is not done; the traceback is in run/errors/round-1.txt")
     assert "in test_step" in Path("run/errors/round-1.txt").read_text("utf-8")
+
+
+def transform(name: str) -> tuple[str, ...]:
+    return "--trainer.aggregator", "FedAvg", "--trainer.aggregator.transforms", f"[{OWN}.{name}]"
+
+
+def objective(name: str) -> tuple[str, ...]:
+    return "--trainer.aggregator", "FedAvg", "--trainer.aggregator.objective", f"{OWN}.{name}"
+
+
+FAULTY: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "combine": (
+        ("--trainer.aggregator", f"{OWN}.RaisesInCombine"),
+        1,
+        r"ValueError: no model \(own_code.py, line \d+, in RaisesInCombine.combine\); round 1 is ",
+    ),
+    "terms": (("--trainer.aggregator", f"{OWN}.NoTerms"), 2, "NoTerms.terms returned None; return"),
+    "no encode": (transform("NoEncode"), 2, "NoEncode.encode returned None; return a Payload"),
+    "encode": (
+        transform("RaisesInEncode"),
+        1,
+        r"round 1: 10 of 10 .* no code \(own_code.py, line \d+, in RaisesInEncode.encode\); the ",
+    ),
+    "no decode": (transform("NoDecode"), 2, "NoDecode.decode returned None; return a Payload"),
+    "decode": (
+        transform("RaisesInDecode"),
+        1,
+        r"round 1: .* KeyError: 'no code' \(own_code.py, line \d+, in RaisesInDecode.decode\)",
+    ),
+    "template": (transform("NoTemplate"), 2, "NoTemplate.template returned None; return a Payload"),
+    "aggregate": (transform("NoAggregate"), 1, "round 1: NoAggregate returned a faulty state"),
+    "misspelt": (
+        objective("Misspelt"),
+        2,
+        "Misspelt.gradiant is never called; did you mean gradient?",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "status", "words"), FAULTY.values(), ids=FAULTY)
+def test_a_part_with_a_mistake_is_one_line(
+    arguments: tuple[str, ...], status: int, words: str, capsys: Capture
+) -> None:
+    assert fit("Net", *arguments) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"flsuite: error: {words}", line)
+
+
+@pytest.mark.parametrize("model", ["WithoutSuper", "WithoutSuperOrLayers"])
+def test_a_model_without_super_is_told_so(model: str, capsys: Capture) -> None:
+    assert fit(model) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "super().__init__() first" in line and f"{model}.__init__" in line
+
+
+def test_a_method_may_have_nothing_to_change_in_a_skipped_batch(capsys: Capture) -> None:
+    assert fit("SkipsBatches", *objective("Sharp")) == 0
+    assert "failed" not in capsys.readouterr().err
+
+
+def test_a_resume_with_another_rate_names_the_fork(capsys: Capture) -> None:
+    assert fit("Net") == 0
+    assert cli("resume", "run", "--model.lr", "0.05", "--trainer.gradient_clip_val", "2") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    command = "fork run --at 2 --trainer.gradient_clip_val 2.0 --model.lr 0.05"
+    assert line.endswith(f"or fork it: flsuite {command}")
+    assert cli(*command.split(), "--run_dir", "fork", "--trainer.rounds", "3") == 0
+    assert cli("resume", "run", "--data.clients", "5") == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("or start a new run")
+
+
+def test_a_run_without_a_config_is_named_as_in_python(capsys: Capture) -> None:
+    plain = ("fit", "--model", f"{OWN}.Net", "--data", "Digits", "--data.clients", "3")
+    assert cli(*plain, "--trainer.rounds", "1") == 0
+    (run,) = Path("runs/digits-fedavg").iterdir()
+    assert str(run) in capsys.readouterr().out
