@@ -202,8 +202,8 @@ def _require_ready(sweep: Sweep, answer: Mapping[str, Any]) -> None:
     if len(refused) == 1:
         raise FlsuiteError(f"sweep: {refused[0]}")
     reasons = {line.partition(": ")[2] for line in refused}
-    if len(reasons) == 1:
-        raise FlsuiteError(f"sweep: {len(refused)} experiments cannot start: {reasons.pop()}")
+    if len(reasons) == 1 and (reason := reasons.pop()):
+        raise FlsuiteError(f"sweep: {len(refused)} experiments cannot start: {reason}")
     for line in refused[:_MOST_LINES]:
         print(line, file=sys.stderr)
     if refused:

@@ -189,9 +189,9 @@ def forking(
         checkpoint: The checkpoint of the run.
         round: Its round.
     """
-    sides = ({name: side.get(name) for name in names} for side in (ours, theirs))
+    ours, theirs = ({name: side.get(name) for name in names} for side in (ours, theirs))
     options = []
-    for name, now, _ in differences(*sides):
+    for name, now, _ in differences(ours, theirs):
         first, _, rest = name.partition(".")
         if first in _NOT_TO_FORK or isinstance(now, (list, Mapping)):
             return "start a new run"
