@@ -205,8 +205,8 @@ def own_models(groups: Sequence[Group], metrics: Sequence[str], split: str) -> l
             names = dict.fromkeys(group.method for group in own)
             lines.append(
                 f"* {metric} of {', '.join(names)} is the mean over the clients' own models, each "
-                f"on the whole {split} split; --metric {metric}_client_mean scores the models of all "
-                f"methods on each client's own {split} samples"
+                f"on the whole {split} split; --metric {metric}_client_mean scores the models of "
+                f"all methods on each client's own {split} samples"
             )
     return lines
 
