@@ -38,13 +38,14 @@ from flsuite.runs.preparation import (
     compressed,
     make_evaluator,
     make_ready,
+    monitor_of,
     use_precision,
     worker_setup,
 )
 from flsuite.runs.run import Run
 from flsuite.runs.scoring import ScoringTrainer
 from flsuite.runs.session import choose_engine, left_on_cpu, opened, started
-from flsuite.runs.settings import Budget, RunOptions, run_settings
+from flsuite.runs.settings import Budget, OnClientError, RunOptions, run_settings
 
 log = logging.getLogger("flsuite")
 
@@ -74,8 +75,9 @@ class FederatedTrainer(ScoringTrainer):
         attack: What malicious clients do. Default: all clients are honest.
         max_epochs: Local epochs per fit.
         evaluate_every: Rounds between two evaluations. The last round is always evaluated.
-        monitor: The validation score that picks a round. Default: accuracy, loss, or a logged one.
-            Where clients have models of their own, its mean over clients.
+        monitor: The validation score that picks a round. Default: an accuracy, AUC or F1 score,
+            else the loss. Where clients have models of their own, its mean over clients. A resumed
+            run keeps it.
         max_virtual_seconds: Limit on virtual time. The run ends with the round that reaches it.
         max_client_updates: Limit on aggregated client updates, for comparisons at equal work.
         score_clients: Number of clients that are scored one by one, always the first ones, so that
@@ -96,6 +98,8 @@ class FederatedTrainer(ScoringTrainer):
             that all others train as they would with them.
         max_share: Largest share of all training samples that a client may claim. An update that
             claims more is refused. Default: the share of the largest client in the server's data.
+        on_client_error: ``continue`` leaves out a client that fails. ``raise`` ends the run, which
+            can be resumed.
         fork: The moment of another run that this one begins at, see ``flsuite fork``.
         keep_rounds: Rounds between two checkpoints that stay, for forks and proofs. Default: only
             the last round and the picked one.
@@ -134,6 +138,7 @@ class FederatedTrainer(ScoringTrainer):
         from_updates: str | None = None,
         without: list[int] | None = None,
         max_share: float | None = None,
+        on_client_error: OnClientError = "continue",
         fork: Fork | None = None,
         keep_rounds: int | None = None,
         logger: Logger | Iterable[Logger] | bool = False,
@@ -153,7 +158,10 @@ class FederatedTrainer(ScoringTrainer):
         # In place, because the command finds Lightning's arguments by following kwargs to super().
         kwargs.update(on_one_gpu(kwargs))
         quiet_lightning()
-        with refused_as("trainer: Lightning refuses it", "see flsuite fit --help=trainer"):
+        device, remedy = kwargs.get("accelerator"), "see flsuite fit --help=trainer"
+        if device not in (None, "auto", "cpu"):
+            remedy = f"leave out trainer.accelerator {device}, or set it to cpu"
+        with refused_as("trainer: Lightning refuses it", remedy):
             super().__init__(
                 max_epochs=max_epochs,
                 logger=logger,
@@ -186,6 +194,7 @@ class FederatedTrainer(ScoringTrainer):
             channels_last=channels_last,
             lr_decay=lr_decay,
             max_share=max_share,
+            on_client_error=on_client_error,
             show=bool(enable_progress_bar),
         )
         self.config: str | None = None
@@ -262,7 +271,8 @@ class FederatedTrainer(ScoringTrainer):
         bound.halves.check(model)
         algorithm = with_attack(bound, attack)
         entries = entries_of(model, algorithm, options.batchnorm)
-        monitor = evaluator.monitored(options.monitor, bool(entries.personal))
+        before = options.monitor or monitor_of(checkpoint)
+        monitor = evaluator.monitored(before, bool(entries.personal))
         options = replace(options, monitor=monitor)
 
         # The federation before its first round.

@@ -67,7 +67,7 @@ def test_a_mistake_is_one_line_with_status_2_and_leaves_nothing(
         ({"precision": "16-true"}, "16-mixed"),
         ({"max_time": "00:00:01:00"}, "max_time"),
         ({"enable_model_summary": True}, "enable_model_summary has no effect"),
-        ({"profiler": "simple"}, "profiler would report every client's fit"),
+        ({"profiler": "advanced"}, "profiler must be simple.*ClientProfiler.*got 'advanced'"),
         ({"num_nodes": 2}, "num_nodes must be 1"),
         ({"strategy": "ddp"}, "strategy must be auto"),
         ({"limit_test_batches": 1}, "limit_test_batches has no effect.*data.test_samples"),

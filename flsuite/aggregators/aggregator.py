@@ -211,7 +211,10 @@ class Aggregator:
         if statistics := {k: v for k, v in update.extras.items() if k not in own}:
             tree["statistics"] = scaled(statistics, weight)
         if isinstance(self.rule, LinearRule):
-            tree["rule"] = self.rule.terms(update, layout)
+            terms: Any = self.rule.terms(update, layout)
+            if not isinstance(terms, Mapping):
+                raise wrong(self.rule, "terms", terms, "a dictionary of tensors and numbers")
+            tree["rule"] = terms
         return tree
 
     # The server half
@@ -242,17 +245,14 @@ class Aggregator:
             FederationError: If there are too few updates for the rule.
         """
         model, sums = updates.finish()
-        if fault := _incomplete(model, server.state):
-            raise FederationError(
-                f"round {server.round}: {type(self.rule).__name__} returned a faulty state: "
-                f"{fault}; the state of round {server.round - 1} is kept"
-            )
+        _require_whole(self.rule, model, server)
 
         count, statistics = round(sums.get("count", 0)), sums.get("statistics", {})
         means = divided(statistics, sums["weight"]) if count and sums["weight"] > 0 else {}
         self.objective.conclude(server.of("objective"), means, count)
         for name, part in self._placed().items():
             model = part.on_aggregate(server.of(name), model, statistics, count)
+            _require_whole(part, model, server)
         if self.server_optimizer is None:
             return cast(model, server.state)
         return stepped(self.server_optimizer, server.of("server_optimizer"), model)
@@ -288,6 +288,15 @@ class Aggregator:
 
     def _placed(self) -> dict[str, Transform]:
         return {f"transforms/{place}": part for place, part in enumerate(self.transforms)}
+
+
+def _require_whole(part: Part, model: Any, server: Server) -> None:
+    """Refuse what a part has returned if it cannot become the next global model."""
+    if fault := _incomplete(model, server.state):
+        raise FederationError(
+            f"round {server.round}: {type(part).__name__} returned a faulty state: {fault}; the "
+            f"state of round {server.round - 1} is kept"
+        )
 
 
 def _incomplete(model: Any, state: State) -> str | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import isroutine
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -21,7 +22,7 @@ from flsuite.aggregators.objectives.feature_term import FeatureTerm
 from flsuite.aggregators.part import ClientHalf
 from flsuite.common.arguments import PositiveInt, require
 from flsuite.common.client import BatchHandle, ClientContext, Evaluation, Oracle
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError, likeliest
 from flsuite.common.state import State
 from flsuite.data.loader import TrainLoader
 
@@ -65,6 +66,7 @@ class Halves:
     def check(self, model: LightningModule) -> None:
         """Refuse a model that a part cannot work with, before round 1."""
         for part in self.parts:
+            _refuse_misspelt(part)
             part.check(model)
 
     def start(self, client: ClientContext, w: State) -> tuple[State, list[Any]]:
@@ -213,6 +215,21 @@ def _checked(part: ClientHalf, oracle: Any, w: State, held: Any, batch: Any) -> 
             part, "gradient", "w to hold it", "a clone, because the step changes w in place"
         )
     return gradient, after
+
+
+def _refuse_misspelt(part: ClientHalf) -> None:
+    """Refuse a user's function whose name is nearly that of a function that clients call."""
+    kinds = [k for k in type(part).__mro__ if not k.__module__.startswith(("flsuite.", "builtins"))]
+    own = {name: kind for kind in kinds for name, value in vars(kind).items() if isroutine(value)}
+    base = next(kind for kind in type(part).__mro__ if kind not in kinds)
+    called = {*_ACTS, *_OTHERS}
+    for name in own.keys() - called - {*dir(base)}:
+        near = likeliest(name, called - own.keys(), cutoff=0.8)
+        if near and not name.startswith("_"):
+            raise FlsuiteError(
+                f"{own[name].__name__}.{name} is never called; did you mean {near[0]}? If it is a "
+                f"function of your own, name it _{name}"
+            )
 
 
 def is_at(at: State, w: State) -> bool:

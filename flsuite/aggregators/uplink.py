@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from flsuite.aggregators.aggregator import Aggregator
+from flsuite.aggregators.objectives.checks import wrong
 from flsuite.aggregators.part import Statistic
 from flsuite.aggregators.rules.base import LinearRule
 from flsuite.aggregators.transforms.base import FitView, Payload, Transform, empty
-from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, with_place
 from flsuite.common.messages import (
     MOST,
     POOLED,
@@ -68,7 +69,8 @@ class Pipeline:
         # The input of each transform, and the output of the last one.
         self._templates = [Payload(change, own, psd)]
         for transform in self.transforms:
-            self._templates.append(transform.template(self._templates[-1]))
+            template = transform.template(self._templates[-1])
+            self._templates.append(_payload(transform, "template", template))
         self._last = self._templates[-1]
         self.statistics: Tree = dict(own)
         for old, new in pairwise(self._templates):
@@ -103,7 +105,7 @@ class Pipeline:
             received = fit.received.get(f"transforms/{place}", {})
             memory = notes.setdefault(str(place), {})
             own = replace(fit, received=received, memory=memory, base=base)
-            payload = transform.encode(payload, own)
+            payload = _payload(transform, "encode", transform.encode(payload, own))
         if self.packs:
             others = {name: update.state[name] for name in self._others}
             message = {"change": payload.change, "statistics": payload.statistics}
@@ -130,7 +132,9 @@ class Pipeline:
             first = payload = Payload(change, update.extras)
         for place in reversed(range(len(self.transforms))):
             own = received.get(f"transforms/{place}", {})
-            payload = self.transforms[place].decode(payload, self._templates[place], own)
+            transform = self.transforms[place]
+            read = transform.decode(payload, self._templates[place], own)
+            payload = _payload(transform, "decode", read)
         if payload is first:
             return update
         start = None if self.packs else first.change
@@ -163,6 +167,13 @@ class Pipeline:
         keys = ("change", "statistics")
         fault = mismatch_of_keys(update.extras, keys, "message")
         return fault or mismatch(update.state, self._others)
+
+
+def _payload(transform: Transform, method: str, returned: Any) -> Payload:
+    """Return what a transform has returned, if it is a payload."""
+    if not isinstance(returned, Payload):
+        raise wrong(transform, method, returned, "a Payload, such as payload._replace(change=...)")
+    return returned
 
 
 class Uplink:
@@ -298,14 +309,14 @@ class Uplink:
                 outcome = replace(outcome, update=update)
             fault = fault or outcome.fault()
         except ValueError as error:
-            fault = one_line(error)
+            fault = with_place(error)
         except (
             AttributeError,
             TypeError,
             LookupError,
             RuntimeError,
         ) as error:  # of unexpected types
-            fault = f"it cannot be read ({one_line(error, 200)})"
+            fault = f"it cannot be read ({type(error).__name__}: {with_place(error, longest=200)})"
         if fault is None:
             return outcome
         if fault.startswith("extras"):

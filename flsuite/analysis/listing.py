@@ -191,17 +191,22 @@ def _share_budget(groups: Sequence[Group], setting: str, column: str) -> bool:
     return is_common and min(ends) >= limit
 
 
+def mixed_in(groups: Sequence[Group], metric: str, split: str) -> list[Group]:
+    """Return the groups with a score of many models, if others have that of one global model."""
+    own = [group for group in groups if _has_score(group, f"{metric}_worst", split)]
+    return own if len(own) < len(groups) else []
+
+
 def own_models(groups: Sequence[Group], metrics: Sequence[str], split: str) -> list[str]:
     """Return a line per score of one global model in some groups and of many models in others."""
     lines = []
     for metric in metrics:
-        owns = [_has_score(group, f"{metric}_worst", split) for group in groups]
-        if any(owns) and not all(owns):
-            names = dict.fromkeys(g.method for g, own in zip(groups, owns, strict=True) if own)
+        if own := mixed_in(groups, metric, split):
+            names = dict.fromkeys(group.method for group in own)
             lines.append(
-                f"{metric} of {', '.join(names)} is the mean over the clients' own models, each on "
-                f"the whole {split} split; --metric {metric}_client_mean scores the models of all "
-                f"methods on each client's own {split} samples"
+                f"* {metric} of {', '.join(names)} is the mean over the clients' own models, each "
+                f"on the whole {split} split; --metric {metric}_client_mean scores the models of "
+                f"all methods on each client's own {split} samples"
             )
     return lines
 

@@ -11,7 +11,7 @@ from flsuite.analysis.panels import AXES, by_experiment, panel_grid, tidy
 from flsuite.analysis.results import only, run_tables
 from flsuite.analysis.runs import curve, logged, logged_scores, of_last_task, run_scores, score_rows
 from flsuite.common.errors import FlsuiteError, likeliest, require_one_of
-from flsuite.common.score_names import lower_is_better
+from flsuite.common.score_names import lower_is_better, shown_number
 
 
 def default_metrics(groups: Sequence[Group], splits: Sequence[str], most: int) -> list[str]:
@@ -140,7 +140,7 @@ def score_cell(row: Mapping[Any, Any], name: str) -> str:
     mean, spread = row.get(name, float("nan")), row.get(f"{name}_std", float("nan"))
     if pd.isna(mean):
         return ""
-    return f"{mean:.3f}" if pd.isna(spread) else f"{mean:.3f} ± {spread:.3f}"
+    return " ± ".join(shown_number(value, 3) for value in (mean, spread) if not pd.isna(value))
 
 
 def target_points(

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import Logger
 from flsuite.callbacks.loggers import RoundLogger
 from flsuite.callbacks.progress import RoundProgress
 from flsuite.callbacks.task_matrix import TaskMatrix
-from flsuite.federation.client.setup import refuse_callbacks
+from flsuite.federation.client.setup import refuse_callbacks, without_replaced
 
 
 def moved_into(folder: Path | None, loggers: Sequence[Logger]) -> list[Logger]:
@@ -36,6 +36,7 @@ def with_defaults(callbacks: list[Callback] | Callback | None, progress: bool) -
     """
     given = [] if callbacks is None else callbacks
     chosen = list(given) if isinstance(given, (list, tuple)) else [given]
+    chosen = without_replaced(chosen)
     refuse_callbacks(chosen)
     usual = [RoundLogger, TaskMatrix, *([RoundProgress] if progress else [])]
     missing = (kind for kind in usual if not any(isinstance(one, kind) for one in chosen))

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.common.messages import Outcome
+from flsuite.common.score_names import shown_number
 from flsuite.runs.run import Run
 
 _ALSO_SHOWN = ("test/f1_macro", "test/backdoor_success")
@@ -88,7 +89,7 @@ class RoundProgress(FederationCallback):
         monitor = run.summary.monitor
         names = ("train/loss", f"val/{monitor}", f"test/{monitor}", *_ALSO_SHOWN)
         shown_names = dict.fromkeys(name for name in names if name in metrics)
-        scores = "  ".join(f"{name} {metrics[name]:.4f}" for name in shown_names)
+        scores = "  ".join(f"{name} {shown_number(metrics[name])}" for name in shown_names)
         shown = [part for part in (_clock(run, metrics), scores) if part]
         left = f"{self._time_left(run)} left"
         if self._bar is not None:

@@ -32,13 +32,13 @@ def main() -> int:
     """Serve one sweep."""
     for number in (signal.SIGINT, signal.SIGHUP):  # the command handles them, and sends SIGTERM
         signal.signal(number, signal.SIG_IGN)
-    sweep, folder, parent = pickle.load(sys.stdin.buffer)
+    sweep, folder, is_dry, parent = pickle.load(sys.stdin.buffer)
     die_with(parent)
     work_here()
     answer = _typos_of(sweep)
     if not answer:
         _import_all()
-        answer = _checked_in_forks(sweep, folder)
+        answer = _checked_in_forks(sweep, folder, is_dry)
 
     print(json.dumps(answer), flush=True)
     # Without a limit: the command answers or ends, which closes the pipe.
@@ -47,7 +47,9 @@ def main() -> int:
     return run_workers(Queue(sweep, folder), lambda arguments: run_command("fit", arguments))
 
 
-def check(sweep: Sweep, folder: Path, cells: Sequence[Cell]) -> dict[str, Any]:
+def check(
+    sweep: Sweep, folder: Path, cells: Sequence[Cell], is_dry: bool = False
+) -> dict[str, Any]:
     """Prepare the fits of some cells without running them.
 
     Experiments with a finished cell are skipped. An error of a source is listed once, not for each
@@ -57,6 +59,7 @@ def check(sweep: Sweep, folder: Path, cells: Sequence[Cell]) -> dict[str, Any]:
         sweep: The sweep.
         folder: Its folder.
         cells: The cells.
+        is_dry: Whether nothing may be downloaded.
 
     Returns:
         ``workers`` is the largest number of workers of any cell's engine. ``refused`` holds one
@@ -69,11 +72,11 @@ def check(sweep: Sweep, folder: Path, cells: Sequence[Cell]) -> dict[str, Any]:
             continue
         ready[cell] = None
         try:
-            of_cell, settings = _make_ready(sweep, cell)
+            of_cell, settings = _make_ready(sweep, cell, is_dry)
             workers, ready[cell] = max(workers, of_cell), settings
             if cell.source is not None:
                 if cell.source not in ready and not (folder / cell.source.folder / DONE).is_file():
-                    _, ready[cell.source] = _make_ready(sweep, cell.source)
+                    _, ready[cell.source] = _make_ready(sweep, cell.source, is_dry)
                 _refuse_other_training(settings, cell.source, folder, ready)
         except FlsuiteError as error:
             refused[str(cell.folder)] = f"{_place(sweep, cell)}: {one_line(error)}"
@@ -93,7 +96,7 @@ def _refuse_other_training(
         refuse_mismatch(settings, theirs, source.folder, DECIDE_TRAINING)
 
 
-def _make_ready(sweep: Sweep, cell: Cell) -> tuple[int, dict[str, Any]]:
+def _make_ready(sweep: Sweep, cell: Cell, is_dry: bool) -> tuple[int, dict[str, Any]]:
     """Prepare a cell up to its first round.
 
     Returns:
@@ -104,12 +107,15 @@ def _make_ready(sweep: Sweep, cell: Cell) -> tuple[int, dict[str, Any]]:
     """
     # Lightning takes a while to import.
     from flsuite.commands.fit import build
+    from flsuite.data.module import FederatedDataModule
 
     gc.collect()  # the last cell's data: its trainer and its run refer to each other
     with tempfile.TemporaryDirectory() as folder:
         arguments = fit_arguments(sweep, cell, Path(folder))
         import_plugins(arguments)
         trainer, model, data = build(arguments)
+        if is_dry and isinstance(data, FederatedDataModule):
+            data.download = False
         run = trainer.prepare(model, data)
     return getattr(trainer.engine, "workers", None) or 1, run.settings
 
@@ -148,7 +154,7 @@ def _import_all() -> None:
     gc.enable()
 
 
-def _checked_in_forks(sweep: Sweep, folder: Path) -> dict[str, Any]:
+def _checked_in_forks(sweep: Sweep, folder: Path, is_dry: bool) -> dict[str, Any]:
     """Run :func:`check` in forks, because what it builds starts threads and processes.
 
     If there are many samples, several cores check them. Cells that merge the models of one source
@@ -172,7 +178,7 @@ def _checked_in_forks(sweep: Sweep, folder: Path) -> dict[str, Any]:
     for cells in by_source.values():
         min(parts, key=len).extend(cells)
 
-    answers = _answers_of(partial(check, sweep, folder, cells) for cells in parts)
+    answers = _answers_of(partial(check, sweep, folder, cells, is_dry) for cells in parts)
     for answer in answers:
         if "error" in answer:
             return answer

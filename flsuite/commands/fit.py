@@ -213,7 +213,9 @@ class _FederatedCLI(LightningCLI):
             return Path(ckpt_path).resolve().parent.parent
 
         paths = [Path(str(path)) for path in config.get("config") or []]
-        name = config_name(paths, "flsuite")
+        parts = config.data, config.trainer.get("aggregator") or {"class_path": "FedAvg"}
+        kinds = (str(part["class_path"]).rpartition(".")[2] for part in parts)
+        name = config_name(paths, "-".join(kinds).lower())  # as in Python
         if self.subcommand != "fit" or ckpt_path is not None:
             folders = [path.resolve().parent for path in paths]
             inside = [folder for folder in folders if (folder / "metrics.csv").exists()]
@@ -226,7 +228,8 @@ class _FederatedCLI(LightningCLI):
 def _speak() -> None:
     """Send the federation's messages to the terminal as plain lines."""
     logger = logging.getLogger("flsuite")
-    logger.setLevel(logging.INFO)
+    if logger.level != logging.DEBUG:  # by --debug
+        logger.setLevel(logging.INFO)
     if not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))

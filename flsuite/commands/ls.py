@@ -14,7 +14,7 @@ from flsuite.analysis.results import short_path
 from flsuite.commands.parsers import parser_of
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import csv_of, plain_rows
-from flsuite.common.score_names import lower_is_better
+from flsuite.common.score_names import lower_is_better, shown_number
 
 _FILTERS = ("method", "data", "partition")
 _COLORS = {"finished": "green", "running": "cyan", "interrupted": "yellow"}
@@ -127,7 +127,7 @@ def _table(runs: pd.DataFrame) -> Table:
 
 
 def _number(value: float) -> str:
-    return "" if pd.isna(value) else f"{value:.4f}"
+    return "" if pd.isna(value) else shown_number(value)
 
 
 def _age(seconds: float) -> str:

@@ -8,8 +8,10 @@ import atexit
 import errno
 import gc
 import importlib
+import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -41,7 +43,9 @@ from flsuite.common.errors import (
     FlsuiteError,
     is_out_of_memory,
     likeliest,
+    notes_of,
     one_line,
+    place_of,
     with_place,
 )
 
@@ -148,28 +152,60 @@ def run_command(command: str, args: list[str]) -> int:
 
 def _ended(command: str, args: list[str]) -> Ending:
     """Run one subcommand, and return how it ended."""
-    with ending_on_signals() as termination:
+    is_debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
+    with ending_on_signals() as termination, _details(is_debug):
         try:
             return Ending(result=dispatch(command, args))
-        except TyposError as error:
-            return Ending(2, error.lines)
-        except FlsuiteError as error:
-            return Ending(2, [one_line(error)])
-        except FederationError as error:
-            return Ending(1, [one_line(error)], error.result)
-        except OSError as error:  # a full or read-only disk, a missing folder
-            status = output_fault(error)
-            return Ending(status) if status else _disk_fault(error)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+        except Exception as error:
+            if is_debug:
+                traceback.print_exception(error)
+            if (ending := _ending_of(error)) is None:
                 raise
-            advice = "choose a smaller model or smaller batches"
-            return Ending(1, [f"out of memory ({one_line(error, 200)}); {advice}"])
+            return ending
         except KeyboardInterrupt as error:
             own = str(error) if command in ("fit", "fork", "verify") else ""
             how = own or _AFTER_INTERRUPT.get(command, "")
             what = "terminated" if termination.status else "interrupted"
             return Ending(termination.status or 130, [f"{what}; {how}" if how else what])
+
+
+def _ending_of(error: Exception) -> Ending | None:
+    """Return one line about an error, and the exit status. ``None`` if flsuite is to blame.
+
+    A user's request, a user's own code, or the machine may be at fault.
+    """
+    notes = notes_of(error)
+    if isinstance(error, TyposError):
+        return Ending(2, error.lines)
+    if isinstance(error, FlsuiteError):
+        return Ending(2, ["; ".join([one_line(error), *notes])])
+    if isinstance(error, FederationError):
+        return Ending(1, ["; ".join([one_line(error), *notes])], error.result)
+    if isinstance(error, OSError):  # a full or read-only disk, a missing folder
+        status = output_fault(error)
+        return Ending(status) if status else _disk_fault(error)
+    if is_out_of_memory(error):
+        advice = "choose a smaller model or smaller batches"
+        return Ending(1, [f"out of memory ({one_line(error, 200)}); {advice}"])
+    if not place_of(error):
+        return None
+    line = with_place(error, f"{type(error).__name__}: {one_line(error, 300)}")
+    return Ending(1, ["; ".join([line, *(notes or ["--debug prints the traceback"])])])
+
+
+@contextmanager
+def _details(are_shown: bool) -> Iterator[None]:
+    """Print the details of what the federation says, such as the tracebacks of its clients."""
+    logger = logging.getLogger("flsuite")
+    level = logger.level
+    if are_shown:
+        logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        if are_shown:
+            logger.setLevel(level)
 
 
 def _disk_fault(error: OSError) -> Ending:

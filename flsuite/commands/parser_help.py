@@ -62,7 +62,8 @@ examples:
 
 flsuite fit --help lists the options, --help=trainer Lightning's Trainer options, --help=KEY the
 classes that a key takes, such as trainer.aggregator, and --help=CLASS the arguments of a class.
-flsuite fit --config FILE --print_config prints the resolved config. A key of a class is given
+flsuite fit --config FILE --print_config prints the resolved config. --debug, with any command,
+prints the traceback of an error. A key of a class is given
 without init_args:
   --trainer.aggregator FedAvgM --trainer.aggregator.momentum 0.5
 

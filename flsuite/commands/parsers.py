@@ -63,7 +63,9 @@ def _resume(parser: CommandParser) -> None:
     """Continue a run in its folder from its last finished round, with the settings of its
     config.yaml. Short for flsuite fit --config RUN/config.yaml --run_dir RUN --ckpt_path last.
 
-    --KEY VALUE overrides a key, such as --trainer.rounds 100, which extends the run.
+    --KEY VALUE overrides a key. The limits may grow, such as --trainer.rounds 100, and loggers,
+    engines and callbacks that only look on may change. What decides the weights, such as a learning
+    rate, may not: flsuite fork begins a run with another one.
     """
     parser.add_argument("run", metavar="RUN", help="the folder of a run; flsuite ls lists them")
 

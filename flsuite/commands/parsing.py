@@ -174,7 +174,10 @@ def plain_errors() -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, FlsuiteError):
             cause = cause.__cause__ or cause.__context__
-        raise (cause or FlsuiteError(with_place(error, _reading(error), _LONGEST))) from None
+        text = with_place(error, _reading(error), _LONGEST)
+        if "before Module.__init__() call" in text:
+            text += "; call super().__init__() first"
+        raise (cause or FlsuiteError(text)) from None
 
 
 def _reading(error: Exception) -> str:

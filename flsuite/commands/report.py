@@ -26,6 +26,7 @@ from flsuite.analysis.listing import (
     apart,
     finished,
     measured,
+    mixed_in,
     own_models,
     repeated,
     undefined,
@@ -92,7 +93,8 @@ def report(args: list[str]) -> dict[str, Any]:
     for metric in request.metric:
         rows = table[table["metric"] == metric]
         if len(groups) > 1 or len(request.metric) == 1:
-            console.print(_shown(rows))
+            marked = [group.label for group in mixed_in(groups, metric, request.split)]
+            console.print(_shown(rows, marked))
         if metric in targets:
             _print_target(console, targets[metric], _goal(metric, request), request.x)
         _print_comparison(console, comparisons[metric], results, metric)
@@ -157,8 +159,13 @@ def _parse(args: list[str]) -> argparse.Namespace:
     return request
 
 
-def _shown(table: pd.DataFrame) -> Table:
-    """Return a table for a terminal of 80 characters, for one score or one experiment."""
+def _shown(table: pd.DataFrame, marked: Sequence[str] = ()) -> Table:
+    """Return a table for a terminal of 80 characters, for one score or one experiment.
+
+    Args:
+        table: The rows.
+        marked: The groups with a star, whose score is one of many models.
+    """
     metrics = table["metric"].unique()
     only = shown_score(metrics[0])
     scores, first = (only, "what differs") if len(metrics) == 1 else ("scores", "score")
@@ -171,6 +178,7 @@ def _shown(table: pd.DataFrame) -> Table:
 
     for row in table.to_dict("records"):
         label = row["group"] if len(metrics) == 1 else shown_score(row["metric"])
+        label += " *" if row["group"] in marked else ""
         numbers = (score_cell(row, name).replace(" ", "") for name in score_titles(table))
         shown.add_row(label, str(row["runs"]), *numbers)
 

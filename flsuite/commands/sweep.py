@@ -57,7 +57,7 @@ def sweep(args: list[str]) -> None:
         return
     if (number := len(samples_of(content))) > _MOST_LINES:
         print(f"checking that {number} experiments can start", file=sys.stderr)
-    with _CellProcess(content, folder) as process:
+    with _CellProcess(content, folder, request.dry_run) as process:
         _require_ready(content, process.check())
         if request.dry_run:
             print_cells(queue)
@@ -91,9 +91,10 @@ class _CellProcess:
     Args:
         sweep: The sweep.
         folder: Its folder.
+        is_dry: Whether nothing may be downloaded.
     """
 
-    def __init__(self, sweep: Sweep, folder: Path) -> None:
+    def __init__(self, sweep: Sweep, folder: Path, is_dry: bool) -> None:
         with interrupts_ignored():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "flsuite.commands.cells"],
@@ -103,7 +104,7 @@ class _CellProcess:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         self._limit = _CHECK + _CHECK_ONE * len(samples_of(sweep))
-        self._send(pickle.dumps((sweep, folder, os.getpid())))
+        self._send(pickle.dumps((sweep, folder, is_dry, os.getpid())))
 
     def _send(self, content: bytes) -> None:
         assert self._process.stdin is not None
@@ -200,6 +201,9 @@ def _require_ready(sweep: Sweep, answer: Mapping[str, Any]) -> None:
     refused, own = answer["refused"], answer["workers"]
     if len(refused) == 1:
         raise FlsuiteError(f"sweep: {refused[0]}")
+    reasons = {line.partition(": ")[2] for line in refused}
+    if len(reasons) == 1 and (reason := reasons.pop()):
+        raise FlsuiteError(f"sweep: {len(refused)} experiments cannot start: {reason}")
     for line in refused[:_MOST_LINES]:
         print(line, file=sys.stderr)
     if refused:

@@ -24,6 +24,7 @@ from flsuite.commands.known import (
 )
 from flsuite.commands.request import options, read_config, read_value
 from flsuite.common.errors import FlsuiteError, likeliest
+from flsuite.common.files import LAMBDA, NO_LAMBDA
 from flsuite.common.moved import moved
 
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -32,6 +33,7 @@ _CONFIGS = (".yaml", ".yml", ".json")  # a file with a class, which the parser r
 _SPLITS = ("clients", "partition", "labels", "ids", "bins", "val_fraction")
 _SWEEPS = ("config", "grid", "methods", "overrides", "seeds", "tune", "updates_from", "workers")
 _PARTS = ("rule", "objective", "transforms", "server_optimizer")
+_FEW = 8  # classes that are listed
 MODULE_TOO = "; give its module too, as my_module.Name"
 _LIBRARIES = ("flsuite", "lightning", "torch", "torchmetrics")
 
@@ -136,6 +138,8 @@ class _Checked:
         elif isinstance(value, list):
             for item in value:
                 self._value(at, argument, item)
+        elif isinstance(value, str) and LAMBDA.match(value):
+            self._refuse(at, f"{self._named(at)}: {NO_LAMBDA}")
         elif isinstance(value, str) and argument.bases:
             self._choose(at, argument, value)
         else:
@@ -231,7 +235,7 @@ class _Checked:
         if not _NAME.fullmatch(name) or name.endswith(_CONFIGS):
             return
         is_class = not argument.takes_text  # else it may be a file
-        bases = " or ".join(base.rpartition(".")[2] for base in argument.bases)
+        bases = " or ".join(_shown_base(base) for base in argument.bases)
         if "." in name:
             chosen = self.classes[at] = self._find(name) if is_class else find(name)
             if chosen is None and is_class:
@@ -249,6 +253,9 @@ class _Checked:
             own = own_class(name)
             near = own or nearest(name, known)
             lists = f", or see flsuite fit --help={'.'.join(at)}"
+            usable = [c.name for c in map(find, known.values()) if c and not c.is_abstract]
+            if len(usable) <= _FEW:
+                lists = f"; there are: {', '.join(sorted(usable))}"
             key = key_for(find_short(name) or (self._find(own) if own else None))
             hint = f"; it is for the key {key}" if key else did_you_mean(near, MODULE_TOO + lists)
             self.guessed.add(at)
@@ -291,6 +298,11 @@ class _Checked:
             self._refuse(at, text, path)
         else:
             self.needs_imports = True
+
+
+def _shown_base(path: str) -> str:
+    """Return the name of a base class for people: an engine or ``Auto`` is an ``Engine``."""
+    return path.rpartition(".")[2].removesuffix("Choice")
 
 
 def exists(module: str) -> bool:

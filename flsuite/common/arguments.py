@@ -42,6 +42,13 @@ NonNegativeFloat = Annotated[float, at_least(0)]
 Fraction = Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)]
 Share = Annotated[float, Range("from 0 to 1", lambda x: 0 <= x <= 1)]
 SmallProbability = Annotated[float, Range("above 0 and below 1", lambda x: 0 < x < 1)]
+BelowOneOrNumber = Annotated[
+    int | float,
+    Range(
+        "a share of at least 0.0 and below 1.0, or a whole number",
+        lambda x: 0 <= x < 1 if isinstance(x, float) else x >= 0,
+    ),
+]
 BelowOne = Annotated[float, Range("in [0, 1)", lambda x: 0 <= x < 1)]
 Radius = Annotated[float, Range("positive", lambda x: x > 0)]  # may be infinite
 PositiveInt = Annotated[int, at_least(1)]

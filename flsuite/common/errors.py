@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 
@@ -72,6 +73,16 @@ def refused_as(what: str, remedy: str, longest: int | None = None) -> Iterator[N
         raise FlsuiteError(f"{what} ({one_line(error, longest)}); {remedy}") from error
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an error, as ``add_note`` of Python 3.11 does. The command prints it, too."""
+    error.__notes__ = [*notes_of(error), note]  # type: ignore[attr-defined,unused-ignore]
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes that were added to an error."""
+    return list(getattr(error, "__notes__", ()))
+
+
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", "cannot allocate memory")
 
 
@@ -83,22 +94,32 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def with_place(error: BaseException, text: str = "", longest: int | None = None) -> str:
-    """Return an error's message with the line of the user's own code that raised it.
+    """Return an error's message with the line and the method of the user's code that raised it.
 
     Args:
         error: The error.
         text: Its message. Default: :func:`one_line`.
         longest: Maximum number of characters of the default.
     """
+    place = place_of(error)
+    return (text or one_line(error, longest)) + (f" ({place})" if place else "")
+
+
+def place_of(error: BaseException) -> str:
+    """Return file, line and method of the user's code that raised an error, or an empty text."""
     libraries = (str(Path(__file__).parents[1]), sys.prefix, sysconfig.get_path("stdlib"), "<")
     cause: BaseException | None = error
-    own: list[traceback.FrameSummary] = []
+    own: list[tuple[CodeType, int]] = []
     while cause is not None:
-        frames = traceback.extract_tb(cause.__traceback__)
-        own = [frame for frame in frames if not frame.filename.startswith(libraries)] or own
+        frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(cause.__traceback__)]
+        own = [at for at in frames if not at[0].co_filename.startswith(libraries)] or own
         cause = cause.__cause__ or cause.__context__
-    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    return (text or one_line(error, longest)) + place
+    if not own:
+        return ""
+    code, line = own[-1]
+    method = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[2]
+    within = "" if method.startswith("<") else f", in {method}"
+    return f"{Path(code.co_filename).name}, line {line}{within}"
 
 
 def likeliest(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.65) -> list[str]:

@@ -27,6 +27,12 @@ except ImportError:  # Windows
 FAILED = "failed.txt"
 """The file in the folder of a sweep's run that says why it failed."""
 
+LAMBDA = re.compile(r"\blambda( \w[^:\n]*)?:")
+NO_LAMBDA = (
+    "a config cannot hold a lambda; name a function, as my_module.function, or a class with "
+    "class_path"
+)
+
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP)  # some network disks cannot flush folders
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")  # how a text begins that a spreadsheet would compute
 
@@ -39,13 +45,14 @@ def read_yaml(path: Path) -> Any:
     """
     import yaml  # imported late: most commands that only print do not need it
 
+    text = ""
     try:
-        return parse_yaml(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return parse_yaml(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise FlsuiteError(
-            f"{path} is not valid YAML ({one_line(error)}); correct it (indent with spaces), or "
-            "restore it"
-        ) from error
+        remedy = "correct it (indent with spaces), or restore it"
+        remedy = NO_LAMBDA if LAMBDA.search(text) else remedy
+        raise FlsuiteError(f"{path} is not valid YAML ({one_line(error)}); {remedy}") from error
 
 
 def parse_yaml(text: str) -> Any:

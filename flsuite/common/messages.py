@@ -278,6 +278,10 @@ class ClientUpdate:
         return replace(self, state={}, extras={}, base={}, partial=None)
 
 
+Profile = dict[str, tuple[int, float]]
+"""Calls and seconds in total, by the name of a step."""
+
+
 @dataclass
 class ClientResult:
     """A finished fit.
@@ -289,12 +293,14 @@ class ClientResult:
             and, until it is masked, ``unmasked``, if any.
         training: The metrics of local training alone.
         epochs: Epochs that the training has begun. Default: all of the fit.
+        profile: The profile of the training, if one was requested.
     """
 
     update: ClientUpdate
     memory: dict[str, Any]
     training: dict[str, float] = field(default_factory=dict)
     epochs: int | None = None
+    profile: Profile = field(default_factory=dict)
 
     def fault(self, reads_numbers: bool = True) -> str | None:
         """Return why the update must not reach the aggregator, or ``None`` if it may.

@@ -7,6 +7,7 @@ from flsuite.common.errors import FlsuiteError
 
 OF_CLASSES = ("accuracy", "f1_macro", "balanced_accuracy", "auroc", "loss")
 """The scores of every model of classes."""
+_PICKS = ("accuracy", "acc", "auroc", "auc", "f1_macro", "f1", "loss")
 _SHOWN = {
     "f1_macro": "macro F1",
     "auroc": "AUROC",
@@ -41,6 +42,21 @@ def lower_is_better(name: str) -> bool | None:
     return None
 
 
+def usual_score(names: Iterable[str]) -> str:
+    """Return the score that picks a round by default, in any case of letters.
+
+    It is an accuracy, an area under a curve, an F1 score or the loss, also with a prefix, such as
+    ``node/acc``, else the first one.
+    """
+    names = list(names)
+    for word in _PICKS:
+        ends = f"/{word}", f"_{word}"
+        have = [n for n in names if n.lower() == word or n.lower().endswith(ends)]
+        if have:
+            return min(have, key=len)
+    return names[0]
+
+
 def require_score(owner: str, **names: str) -> None:
     """Refuse the name of a score if it is unknown whether high or low values are better."""
     for argument, name in names.items():
@@ -60,6 +76,11 @@ def score_name(name: str) -> str:
 def shown_score(name: str) -> str:
     """Return the name of a score for people: ``f1_macro`` is ``macro F1``."""
     return _SHOWN.get(name, name.replace("_", " "))
+
+
+def shown_number(value: float, digits: int = 4) -> str:
+    """Return a number for people, in scientific form from a million on."""
+    return f"{value:.{digits}{'f' if abs(value) < 1e6 else 'e'}}"
 
 
 def score_of(name: str) -> str:

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule
 
 from flsuite.common.arguments import (
     BelowOne,
+    BelowOneOrNumber,
     NonNegativeInt,
     PositiveInt,
     Range,
@@ -80,8 +81,8 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
             the same for every seed. ``[0.0, 0.2]`` and ``[0.2, 1.0]`` are disjoint: a model can be
             pre-trained on one and federated on the other. ``train_samples`` counts within the part.
             Default: all.
-        unseen_clients: The fraction of clients, the last ones, that stay outside the federation, at
-            least one if it is above 0.
+        unseen_clients: The clients, the last ones, that stay outside the federation: a fraction
+            below 1.0, at least one client if it is above 0, or their number as an integer.
             After the last round, they are scored on test data of their own class mix, see
             ``trainer.adapt_epochs``. They hold out no samples for validation.
         skew: A change of each client's own samples, such as ``FeatureSkew``. Default: none.
@@ -107,7 +108,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         seed: int | None = None,
         server_samples: NonNegativeInt = 0,
         train_part: _Part | None = None,
-        unseen_clients: BelowOne = 0.0,
+        unseen_clients: BelowOneOrNumber = 0.0,
         skew: Skew | None = None,
     ) -> None:
         super().__init__()
@@ -294,14 +295,15 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
 
     def _number_unseen(self) -> int:
         """Return the number of clients outside the federation."""
-        share = self.unseen_clients
-        unseen = max(1, int(share * self.clients + 0.5)) if share else 0
+        share = unseen = self.unseen_clients
+        if isinstance(share, float):
+            unseen = max(1, int(share * self.clients + 0.5)) if share else 0
         if unseen >= self.clients:
             raise FlsuiteError(
                 f"data.unseen_clients: {share} of {self.clients} clients leaves none "
                 "in the federation; lower it, or set more data.clients"
             )
-        return unseen
+        return int(unseen)
 
     def _scaling(self, train: DataSplit, spec: DataSpec) -> tuple[Scaling, tuple[int, ...]]:
         """Return one scaling for all clients, and the resulting shape of a sample."""

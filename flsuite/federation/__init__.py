@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         LRDecay,
         StepDecay,
     )
+    from flsuite.federation.client.profiler import ClientProfiler
     from flsuite.federation.engines.auto import Auto, Vectorized
     from flsuite.federation.engines.base import Engine, InProcess
     from flsuite.federation.engines.processes import Processes
@@ -44,6 +45,7 @@ __all__ = [
     "Auto",
     "Availability",
     "Bernoulli",
+    "ClientProfiler",
     "Clock",
     "CosineDecay",
     "Engine",

@@ -36,6 +36,7 @@ _FILES = (
     "attackers.json",
     "metrics.csv",
     "timeline.csv",
+    "errors/*.txt",
     "checkpoints/*.ckpt",
     "checkpoints/*.pt",
     "clients/*.pt",
@@ -203,6 +204,14 @@ class RunFolder:
             kind = type(attack).__name__
             who = {"attack": kind, "attackers": attack.attackers, "clients": data.clients}
             replace_text(json.dumps(who) + "\n", self.path / "attackers.json", flush=True)
+
+    def keep_error(self, round: int, text: str) -> None:
+        """Write the tracebacks of a round to ``errors/round-ROUND.txt``, if there are any."""
+        if (folder := self.inside("errors")) is None or not text:
+            return
+        if not folder.exists():
+            self._made.insert(0, folder)
+        replace_text(text, make_folder(folder) / f"round-{round}.txt")
 
     def require_tables(self) -> None:
         """Refuse tables that are not the ones that the last checkpoint was written with, if any.

@@ -1,6 +1,7 @@
 """Runs that begin with another run: at a moment of it, or with its clients' trained models."""
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ from flsuite.federation.server.federation import Federation
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.folder import RunFolder
 from flsuite.runs.record import LIMITS, first_round, kept_rounds, read_settings
-from flsuite.runs.settings import WEIGHTS, refuse_mismatch
+from flsuite.runs.settings import WEIGHTS, differences, refuse_mismatch
 
 UPDATES = "updates"
 """Subfolder of a run with its clients' trained models."""
@@ -36,6 +37,7 @@ DECIDE_TRAINING = (
 """Settings that determine the result of local training in the first round."""
 
 _PRIVATE = {"DPFedAvg", "GaussianMechanism", "DPSGD", "SampleNoise"}
+_NOT_TO_FORK = ("data", "seed", "attackers", "callbacks", *WEIGHTS)
 _OF_A_SAMPLE = ("batch_size", "augment", "val_fraction", "seed")
 """Arguments of the data that do not move samples between clients."""
 _NOT_OF_THE_PARENT = (
@@ -167,6 +169,37 @@ def _classes(described: Any) -> list[str]:
     """Return the classes of a described object and of its arguments."""
     places = leaves(described)
     return [str(leaf) for place, leaf in places if place.split(".")[-1] == "class_path"]
+
+
+def forking(
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    names: Iterable[str],
+    checkpoint: Path,
+    round: int,
+) -> str:
+    """Return the command that continues a run with other settings, as what to do.
+
+    The arguments are those of :func:`~flsuite.runs.settings.refuse_mismatch`.
+
+    Args:
+        ours: The wanted settings.
+        theirs: Those of the run.
+        names: The settings that are compared.
+        checkpoint: The checkpoint of the run.
+        round: Its round.
+    """
+    ours, theirs = ({name: side.get(name) for name in names} for side in (ours, theirs))
+    options = []
+    for name, now, _ in differences(ours, theirs):
+        first, _, rest = name.partition(".")
+        if first in _NOT_TO_FORK or isinstance(now, (list, Mapping)):
+            return "start a new run"
+        key = name if first == "model" else f"trainer.{rest if first == 'client' else name}"
+        value = "null" if now is None else str(now).lower() if isinstance(now, bool) else str(now)
+        options.append(f"--{key} {shlex.quote(value)}")
+    run = shlex.quote(str(checkpoint.parent.parent))
+    return f"fork it: flsuite fork {run} --at {round} {' '.join(options)}"
 
 
 @dataclass(frozen=True)

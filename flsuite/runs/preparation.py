@@ -61,6 +61,9 @@ def make_ready(
         FlsuiteError: If model or data have the wrong type, or do not fit each other.
     """
     require_instance("fit", LightningModule, model=model)
+    if "_parameters" not in vars(model):
+        kind = type(model).__name__
+        raise FlsuiteError(f"model: {kind}.__init__ must call super().__init__() first")
     data = as_federated(datamodule)
     data.use_seed(options.seed)
     data.setup("fit")
@@ -163,6 +166,11 @@ def use_precision(trainer: Any, checkpoint: Path | None) -> None:
         set_precision(trainer, precision)
 
 
+def monitor_of(checkpoint: Path | None) -> str | None:
+    """Return the score that picks the rounds of a run that is resumed, if any."""
+    return None if checkpoint is None else load_checkpoint(checkpoint)["settings"].get("monitor")
+
+
 def set_precision(trainer: Any, precision: str | int | None) -> None:
     """Set the precision of a federated trainer and its clients."""
     trainer.client_kwargs["precision"] = precision
@@ -177,6 +185,8 @@ def worker_setup(trainer: Any, run: Run) -> WorkerSetup:
     """Return everything that a worker needs to train any client of a run."""
     federation, options = run.federation, run.options
     reads_updates = run.callbacks.read_updates or trainer.keep_updates
+    if profiler := trainer.client_kwargs.get("profiler"):
+        profiler.require_client(federation.data.clients)
     may_sum = federation.uplink.sums_parts and not trainer.schedule.declarations.is_asynchronous
     return WorkerSetup(
         model=run.evaluator.model,

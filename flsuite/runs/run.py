@@ -10,7 +10,7 @@ from torch import nn
 
 from flsuite.common.errors import FederationError
 from flsuite.common.files import replace_tensors
-from flsuite.common.messages import ClientResult, FitRequest, Outcome, Scores, Split
+from flsuite.common.messages import ClientResult, FitRequest, Outcome, Profile, Scores, Split
 from flsuite.common.state import clone
 from flsuite.federation.engines.base import Engine
 from flsuite.federation.schedules.base import Fit
@@ -57,6 +57,7 @@ class Run:
         store: The run's checkpoints.
         engine: Where its clients train, from the start of a fit on.
         pictures: The pictures of the round in progress.
+        profile: The sums over the fits since the start of the process, if they are profiled.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Run:
         )
         self.engine: Engine | None = None
         self.pictures: dict[str, Figure] = {}
+        self.profile: Profile = {}
         self._is_stopping = False
         self._improved = False
         self._moved = -1.0, 0  # virtual second, and the first round that ended at it
@@ -139,7 +141,10 @@ class Run:
     def accept(self, outcome: Outcome) -> None:
         """Check an outcome, notify the callbacks, and add its update to the round.
 
-        A client that failed or sent a faulty update is named in the log and left out.
+        A client that failed or sent a faulty update is left out, and named when the round ends.
+
+        Raises:
+            FederationError: If it failed, and ``trainer.on_client_error`` is ``raise``.
         """
         checked = self.federation.check(outcome)
         if checked is None:
@@ -149,6 +154,15 @@ class Run:
             if self.reuse and self.reuse.kept:
                 self.reuse.kept.write(checked)
             self.federation.add(checked.update)
+            for name, (calls, seconds) in checked.profile.items():
+                before = self.profile.get(name, (0, 0.0))
+                self.profile[name] = before[0] + calls, before[1] + seconds
+        elif self.options.on_client_error == "raise":
+            self._keep_tracebacks()
+            raise FederationError(
+                f"round {self.round + 1}: client {checked.client} failed: {checked.reason}; "
+                f"trainer.on_client_error is raise; the state of round {self.round} is kept"
+            )
 
     def advance(self) -> None:
         """Make the updates of the round the next version of the global model.
@@ -158,6 +172,7 @@ class Run:
             FederationError: If no usable update came back, if the next version is faulty, or if
                 virtual time is the only limit and does not advance.
         """
+        self._keep_tracebacks()
         self.federation.aggregate()
         self._refuse_standstill()
 
@@ -277,6 +292,12 @@ class Run:
             for scope, numbers in scores.items():
                 named = {f"{group}/{name}": value for name, value in numbers.items()}
                 self.folder.table.note(scope, "test", named)
+
+    def _keep_tracebacks(self) -> None:
+        """Write the tracebacks of the clients that failed in this round, one per cause."""
+        causes = self.federation.log.causes()
+        parts = [f"{line}\n\n{failure.details}" for line, failure in causes if failure.details]
+        self.folder.keep_error(self.round + 1, "\n".join(parts))
 
     def _refuse_standstill(self) -> None:
         """Stop a run that would never end because its fits take no virtual time."""

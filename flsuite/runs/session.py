@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from lightning.pytorch import LightningModule
 
 from flsuite.aggregators.part import named
 from flsuite.common.arguments import arguments
-from flsuite.common.errors import FederationError, FlsuiteError, one_line, path_of
+from flsuite.common.errors import FederationError, FlsuiteError, add_note, one_line, path_of
 from flsuite.common.files import replace_tensors
 from flsuite.common.state import plain
 from flsuite.federation.client.setup import WorkerSetup
@@ -23,7 +24,7 @@ from flsuite.runs.folder import RunFolder
 from flsuite.runs.record import first_round, read_settings
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe, described_engine
-from flsuite.runs.summary import print_summary
+from flsuite.runs.summary import print_profile, print_summary
 
 log = logging.getLogger("flsuite")
 
@@ -209,14 +210,29 @@ def _running(run: Run, is_resumed: bool) -> Iterator[Run]:
     except BaseException as error:
         run.status = "failed"
         run.store.roll_back()
+        if isinstance(error, Exception) and not isinstance(error, FlsuiteError):
+            _keep_traceback(run, error)
         # Any other error, or a later one, leaves a run to resume.
         has_trained = run.round >= first_round(run.settings)
         is_useless = isinstance(error, FlsuiteError) and not has_trained
         raise
     finally:
         _close(run, is_useless)
+    if run.profile:
+        print_profile(run.profile)
     if run.options.show:
         print_summary(run.summary, run.folder.path)
+
+
+def _keep_traceback(run: Run, error: Exception) -> None:
+    """Write the traceback of an error to the run's folder, and say so in a note."""
+    round = run.round + 1
+    if not isinstance(error, FederationError):  # which says what has happened
+        add_note(error, f"round {round} is not done")
+        run.folder.keep_error(round, "".join(traceback.format_exception(error)))
+    path = run.folder.inside(f"errors/round-{round}.txt")
+    if path is not None and path.exists():
+        add_note(error, f"the traceback is in {path}")
 
 
 def _say_finished(run: Run) -> None:

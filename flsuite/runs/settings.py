@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ WEIGHTS = ("initial_weights", "given_weights")
 ``initial_weights`` is for models that were built for other data or used in another run.
 ``given_weights`` is for modules that have their layers from the start. A seed may have drawn them.
 """
+OnClientError = Literal["continue", "raise"]
+"""What a run does about a client that fails: continue without its update, or end."""
 _UNREAD = ", content not read"
 _SCALARS = (str, int, float, bool, type(None))
 
@@ -115,6 +117,7 @@ class RunOptions(Settings):
     channels_last: bool = True
     lr_decay: LRDecay | None = None
     max_share: Fraction | None = None
+    on_client_error: OnClientError = "continue"
     show: bool = False
 
 
@@ -139,8 +142,11 @@ def run_settings(
             run's seed determines them.
         checkpoint: The checkpoint that will be resumed, if any.
     """
-    plain = {k: v for k, v in vars(options).items() if k not in ("show", "budget", "max_share")}
-    client = {k: v for k, v in trainer.client_kwargs.items() if k != "default_root_dir"}
+    apart = ("show", "budget", "max_share", "on_client_error")
+    plain = {k: v for k, v in vars(options).items() if k not in apart}
+    client = {
+        k: v for k, v in trainer.client_kwargs.items() if k not in ("default_root_dir", "profiler")
+    }
     fork = trainer.fork
     return {
         **describe({**vars(options.budget), **plain}),
@@ -262,7 +268,11 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, A
 
 
 def refuse_mismatch(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], path: Path, names: Iterable[str]
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    path: Path,
+    names: Iterable[str],
+    remedy: str = "start a new run",
 ) -> None:
     """Refuse to continue a run or a checkpoint with other settings. The message names them.
 
@@ -271,6 +281,7 @@ def refuse_mismatch(
         theirs: The settings that were saved.
         path: The run or the checkpoint that they were saved with.
         names: The settings that are compared. One that is missing on one side differs.
+        remedy: What to do, other than to use the same settings.
     """
     ours, theirs = ({name: side.get(name) for name in names} for side in (ours, theirs))
     differing = differences(ours, theirs)
@@ -278,7 +289,7 @@ def refuse_mismatch(
         more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
         raise FlsuiteError(
             f"these settings do not fit {path}: {'; '.join(named[:3])}{more}; use the run's "
-            "settings, or start a new run"
+            f"settings, or {remedy}"
         )
 
 

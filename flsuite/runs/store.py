@@ -29,6 +29,7 @@ from flsuite.runs.folder import RunFolder
 from flsuite.runs.fork import (
     Fork,
     anew,
+    forking,
     from_training,
     is_inherited,
     refuse_other_data,
@@ -211,7 +212,10 @@ class RunStore:
             # Scores need neither the parent's algorithm nor its training.
             refuse_other_data(self.settings, saved)
             names, before = {"batchnorm"}, {**before, **anew(self.settings, saved)}
-        refuse_mismatch(self.settings, saved, checkpoint, names)
+        remedy = "start a new run"
+        if to_train:
+            remedy = forking(self.settings, saved, names, checkpoint, before["clock"]["round"])
+        refuse_mismatch(self.settings, saved, checkpoint, names, remedy)
         # Settings may not describe the whole network.
         if fault := mismatch(before["state"], self.federation.state):
             raise FlsuiteError(

@@ -9,14 +9,23 @@ from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 
-from flsuite.common.score_names import lower_is_better, main_scores, score_of, shown_score
+from flsuite.common.messages import Profile
+from flsuite.common.score_names import (
+    lower_is_better,
+    main_scores,
+    score_of,
+    shown_number,
+    shown_score,
+)
 from flsuite.federation.server.arrivals import RoundLog
 from flsuite.runs.record import kept_on_disk
 
 log = logging.getLogger("flsuite")
 
+_LONGEST = 15  # steps of a profile
 _ADAPTED = {"adapted": "adapted", "unseen": "unseen", "unseen_adapted": "unseen+adapted"}
 _GUARANTEES = {"epsilon": "epsilon of a client", "sample_epsilon": "epsilon of a sample, largest"}
 
@@ -34,6 +43,8 @@ class RunSummary:
             different classes.
         bytes_up: Bytes sent by clients.
         bytes_down: Bytes received by clients.
+        fits: Fits whose outcome has arrived.
+        failed: Those that failed or sent a faulty update.
         privacy: Epsilons of the last round and their deltas, if there is a guarantee. They apply to
             the whole run, whichever round is picked.
         ends: Rounds that the run has ended with. A run that was extended has several.
@@ -45,6 +56,8 @@ class RunSummary:
         self.best: dict[str, float] = {}
         self.bytes_up = 0
         self.bytes_down = 0
+        self.fits = 0
+        self.failed = 0
         self.privacy: dict[str, float] = {}
         self.ends: list[int] = []
         self._best_value: float | None = None
@@ -94,7 +107,7 @@ class RunSummary:
             self.best = dict(self.last)
 
     def record(self, log: RoundLog, named: Mapping[str, float]) -> None:
-        """Add the bytes of a round, and the numbers that callbacks have measured in it.
+        """Add the bytes and failures of a round, and the numbers that callbacks have measured.
 
         Args:
             log: The record of the round. Bytes of unused updates count too.
@@ -102,6 +115,8 @@ class RunSummary:
         """
         self.bytes_up += log.lost_up + sum(update.bytes_up for update in log.updates)
         self.bytes_down += log.lost_down + sum(update.bytes_down for update in log.updates)
+        self.fits += len(log.updates) + len(log.failures)
+        self.failed += len(log.failures)
 
         # Both, because the last round may also be the picked one.
         noted = {n.removeprefix("test/"): v for n, v in named.items() if n.startswith("test/")}
@@ -139,7 +154,7 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
     for title, scores in columns:
         table.add_column(f"{title} ({scores.get('round', '-')})", justify="right")
     for label, names in _rows(summary.last, summary.monitor).items():
-        cells = [[f"{scores[n]:.4f}" for n in names if n in scores] for _, scores in columns]
+        cells = [[shown_number(scores[n]) for n in names if n in scores] for _, scores in columns]
         if any(cells):
             table.add_row(label, *map(" / ".join, cells))
     for name, label in _GUARANTEES.items():
@@ -148,6 +163,8 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
             table.add_row(f"{label}, delta {delta:.3g}", f"{summary.privacy[name]:.4g}")
     traffic = f"{decimal(summary.bytes_up)} / {decimal(summary.bytes_down)}"
     table.add_row("bytes sent, up / down", traffic)
+    if summary.failed:
+        table.add_row("fits failed", f"{summary.failed} of {summary.fits}")
     table.add_row("seconds", f"{summary.wall_seconds:.1f}")
 
     if folder is not None and (kept := kept_on_disk(folder))[0]:
@@ -155,8 +172,24 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
 
     console = Console()
     console.print(table)
-    if folder is not None:
-        console.print(f"run: {folder}", soft_wrap=True)
+    last = [f"run: {folder}"] if folder is not None else []
+    if summary.failed:
+        see = ", see errors/" if folder is not None and (folder / "errors").is_dir() else ""
+        last.append(f"({summary.failed} of {summary.fits} fits failed{see})")
+    if last:
+        console.print(" ".join(last), soft_wrap=True)
+
+
+def print_profile(profile: Profile) -> None:
+    """Print where the fits of the clients have spent their time, longest first."""
+    table = Table(title="seconds in the fits of clients", title_justify="left", show_edge=False)
+    table.add_column("")
+    for heading in ("calls", "seconds", "mean"):
+        table.add_column(heading, justify="right")
+    rows = sorted(profile.items(), key=lambda row: -row[1][1])[:_LONGEST]
+    for name, (calls, seconds) in rows:
+        table.add_row(escape(name), f"{calls}", f"{seconds:.4f}", f"{seconds / calls:.6f}")
+    Console().print(table)
 
 
 def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:
@@ -193,7 +226,7 @@ def print_scores(scores: Mapping[str, float], split: str, round: int, monitor: s
     named = {f"accuracy of class {name.removeprefix('accuracy/')}": name for name in scores}
     by_class = {k: (name,) for k, name in named.items() if name.startswith("accuracy/")}
     for label, names in {**_rows(scores, monitor), **by_class}.items():
-        if cell := " / ".join(f"{scores[name]:.4f}" for name in names if name in scores):
+        if cell := " / ".join(shown_number(scores[name]) for name in names if name in scores):
             table.add_row(label, cell)
     Console().print(table)
 

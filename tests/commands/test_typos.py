@@ -175,7 +175,7 @@ LIKELIEST = {
     "--trainer.aggregator Proximal": "Rule called Proximal; it is for the key objective",
     "--trainer.aggregator Unseen": "called Unseen (did you mean my_unseen.Unseen?)",
     "--data Classifier": "LightningDataModule called Classifier; it is for the key model",
-    "--trainer.engine my_typos.MyFedAvg": "my_typos.MyFedAvg is not of type EngineChoice; it is "
+    "--trainer.engine my_typos.MyFedAvg": "my_typos.MyFedAvg is not of type Engine; it is "
     "for the key aggregator",
     "--plugins [my_typos] --trainer.engine MyFedAvg": "called MyFedAvg; it is for the key aggregat",
     "--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitr x": "callbacks.monitor?",
@@ -192,6 +192,8 @@ LIKELIEST = {
     "--trainer.engine flsuite.engine.Processes": "did you mean flsuite.federation.Processes?",
     "--trainer.aggregator flsuite.aggregators.fedprox.FedPrx": "did you mean FedProx?",
     "--trainer.class_path X": "unknown key --trainer.class_path; see flsuite fit --help",
+    "--trainer.engine X": "no Engine called X; give its module too, as my_module.Name; there are: "
+    "Auto, InProcess, Processes, Ray, Vectorized",
     "--data.bogus 3": "unknown key --data.bogus; Digits takes clients, partition",
     "--bogus 3": "unknown key --bogus; see flsuite fit --help",
 }
@@ -201,6 +203,14 @@ LIKELIEST = {
 def test_the_likeliest_name_is_given(args: str, words: str) -> None:
     (line,) = typos("--config", QUICKSTART, *re.findall(r"\{.*\}|\[.*\]|\S+", args))
     assert words in line
+
+
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_a_lambda_in_a_config_is_told_what_to_write(quote: str, tmp_path: Path) -> None:
+    text = f"model: {{optimizer: {quote}lambda p: torch.optim.SGD(p, lr=0.1){quote}}}"
+    (tmp_path / "exp.yaml").write_text(f"{text}\n")
+    with pytest.raises(FlsuiteError, match="cannot hold a lambda; name a function, as my_"):
+        refuse_typos("fit", ["--config", QUICKSTART, "--config", str(tmp_path / "exp.yaml")])
 
 
 RIGHT = (

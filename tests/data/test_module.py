@@ -444,3 +444,16 @@ def test_pooled_training_leaves_out_clients_outside_the_federation() -> None:
     inside = [row for client in range(3) for row in data.train_rows(client).tolist()]
     assert sorted(data.train_rows(POOLED).tolist()) == sorted(inside)
     assert data.samples(POOLED) == len(inside)
+
+
+@pytest.mark.parametrize(("unseen", "left"), [(0.4, 3), (2, 3), (0, 5), (0.1, 4)])
+def test_clients_outside_the_federation_are_a_share_or_a_number(unseen: float, left: int) -> None:
+    module = Digits(clients=5, unseen_clients=unseen)
+    module.setup()
+    assert (module.federated.clients, module.federated.unseen) == (left, 5 - left)
+
+
+@pytest.mark.parametrize("unseen", [1.0, -1, 2.5, 5])
+def test_a_wrong_number_of_clients_outside_is_refused(unseen: float) -> None:
+    with pytest.raises(FlsuiteError, match="unseen_clients"):
+        Digits(clients=5, unseen_clients=unseen).setup()

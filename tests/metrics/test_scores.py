@@ -8,7 +8,7 @@ import torch
 from sklearn import metrics as sk
 from torch import Tensor
 
-from flsuite.common.score_names import lower_is_better, shown_score
+from flsuite.common.score_names import lower_is_better, shown_number, shown_score
 from flsuite.data.federated import DataSpec, Task
 from flsuite.metrics import class_accuracy, scores, summary
 
@@ -183,3 +183,11 @@ def test_the_last_word_that_tells_says_which_values_are_better(
 def test_figures_and_tables_show_names_for_people() -> None:
     shown = [shown_score(name) for name in ("f1_macro", "auroc", "balanced_accuracy", "dice_loss")]
     assert shown == ["macro F1", "AUROC", "balanced accuracy", "dice loss"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.12345, "0.1235"), (999999.0, "999999.0000"), (-1.5e6, "-1.5000e+06"), (np.inf, "inf")],
+)
+def test_a_number_from_a_million_on_is_in_scientific_form(value: float, text: str) -> None:
+    assert shown_number(value) == text

@@ -13,12 +13,12 @@ from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.utils._pytree import tree_leaves
 
 from flsuite.aggregators.objectives.base import Objective
-from flsuite.aggregators.part import ClientHalf
+from flsuite.aggregators.part import ClientHalf, Part
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State
 
 
-def wrong(part: ClientHalf, method: str, returned: Any, wanted: str) -> FlsuiteError:
+def wrong(part: Part, method: str, returned: Any, wanted: str) -> FlsuiteError:
     """Return the error of a function that has returned something else than it should.
 
     Args:

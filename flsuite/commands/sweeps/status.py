@@ -11,6 +11,7 @@ from rich.table import Table
 from flsuite.commands.sweeps.plan import Cell
 from flsuite.commands.sweeps.queue import CellOutcome, CellState, Queue
 from flsuite.common.files import failure_reason
+from flsuite.common.score_names import shown_number
 
 _UNDONE: tuple[CellState, ...] = ("running", "failed", "interrupted", "waiting")
 
@@ -160,15 +161,15 @@ class SweepProgress:
 
     def _print_finished(self, ended: int) -> None:
         queue = self._queue
-        for cell in queue.known():
-            if cell in self._finished or not queue.has_ended(cell):
-                continue
-            self._finished.add(cell)
+        known = (cell for cell in queue.known() if cell not in self._finished)
+        new = [cell for cell in known if queue.has_ended(cell)]
+        self._finished.update(new)
+        for number, cell in enumerate(new, start=ended - len(new) + 1):
             outcome = queue.outcome(cell)
             result = f"failed: {failure_reason(queue.run_dir(cell))}"
             if outcome:
                 result = _outcome_text(outcome, cell)
-            line = f"{ended}/{queue.size}  {_run_name(cell)}: {result}"
+            line = f"{number}/{queue.size}  {_run_name(cell)}: {result}"
             self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
@@ -202,11 +203,11 @@ def _cell_text(queue: Queue, cell: Cell) -> str:
     outcome = queue.outcome(cell)
     if outcome is None:
         return queue.state(cell)
-    return "done" if outcome.test is None else f"{outcome.test:.4f}"
+    return "done" if outcome.test is None else shown_number(outcome.test)
 
 
 def _outcome_text(outcome: CellOutcome, cell: Cell) -> str:
     # Test scores of trials are hidden on purpose.
     split, score = ("val", outcome.val) if cell.is_trial else ("test", outcome.test)
-    shown = "" if score is None else f", {split} {outcome.monitor} {score:.4f}"
+    shown = "" if score is None else f", {split} {outcome.monitor} {shown_number(score)}"
     return f"{outcome.seconds:.1f} s{shown}"

@@ -148,7 +148,9 @@ class FEMNIST(FederatedDataModule):
         folder = folder / "femnist" if (folder / "femnist").is_dir() else folder
         train, test = _find_files(folder)
         if not train:
-            raise FlsuiteError(f"FEMNIST is not in {folder}; {_REMEDY}, or set data.root")
+            raise FlsuiteError(
+                f"FEMNIST is not in {folder}; {_REMEDY}, or set data.root or FLSUITE_DATA_ROOT"
+            )
 
         parts = [part for file in train for part in _read_file(file)]
         train_samples = sum(len(labels) for _, labels, _ in parts)

@@ -137,7 +137,8 @@ class MedMNIST(FederatedDataModule):
         if not file.is_file():
             if not self.download:
                 raise FlsuiteError(
-                    f"{file.name} is not in {file.parent}; set data.download or put {url} there"
+                    f"{file.name} is not in {file.parent}, and nothing is downloaded; set "
+                    f"data.download, put {url} there, or set data.root or FLSUITE_DATA_ROOT"
                 )
             _download(file, url, md5)
         spec = _spec(info, self.size)

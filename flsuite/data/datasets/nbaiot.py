@@ -38,7 +38,7 @@ TRAFFIC = ("benign", *GAFGYT, *_MIRAI)
 _FEATURES = 115
 _REMEDY = (
     "download the set from https://archive.ics.uci.edu/dataset/442, unpack its archives too, and "
-    "set data.root to its folder"
+    "set data.root or FLSUITE_DATA_ROOT to its folder"
 )
 
 

@@ -42,7 +42,8 @@ def read_frames(path: Path) -> Frames:
     """
     if not path.exists():
         raise FlsuiteError(
-            f"there is no file or folder {path}; set data.path, which is relative to data.root"
+            f"there is no file or folder {path}; set data.path, which is relative to data.root "
+            "or FLSUITE_DATA_ROOT"
         )
 
     candidates = path.iterdir() if path.is_dir() else [path]

@@ -42,8 +42,8 @@ def _download(make: Callable[..., Any], splits: _Selections, what: str) -> None:
     ``what`` names the missing file, for the message.
     """
     remedy = (
-        "download it with torchvision where there is a network, and set data.root to its root "
-        "folder"
+        "download it with torchvision where there is a network, and set data.root, or "
+        "FLSUITE_DATA_ROOT for all sets, to its root folder"
     )
     with refused_as(f"{what} and could not be downloaded", remedy):
         for split in splits:
@@ -129,7 +129,8 @@ class _Torchvision(FederatedDataModule):
                 what = f"{name} is not in {root} ({missing[0]} is missing)"
                 if not self.download:
                     raise FlsuiteError(
-                        f"{what}; set data.download, or data.root to torchvision's root folder"
+                        f"{what}, and nothing is downloaded; set data.download, or data.root or "
+                        "FLSUITE_DATA_ROOT to torchvision's root folder"
                     )
                 _download(make, self.selections, what)
 
@@ -304,7 +305,8 @@ class CINIC10(FederatedDataModule):
         places = [f"{split}/{name}" for split in names for name in CLASSES]
         if missing := [place for place in places if not (folder / place).is_dir()]:
             raise FlsuiteError(
-                f"CINIC10 is not in {folder} ({missing[0]} is missing); {_REMEDY} under data.root"
+                f"CINIC10 is not in {folder} ({missing[0]} is missing); {_REMEDY} under data.root "
+                "or FLSUITE_DATA_ROOT"
             )
 
         splits = {name: _read(folder / name) for name in names}

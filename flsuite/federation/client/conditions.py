@@ -44,6 +44,7 @@ _IN_A_STACK = {
     **_IN_BOTH,
     "precision": (None, "32-true", "32", 32, "bf16-mixed", "bf16"),
     "plugins": (None,),
+    "profiler": (None,),
 }
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad)
 

@@ -40,8 +40,9 @@ from flsuite.federation.client.devices import on_one_gpu
 from flsuite.federation.client.entries import ResidentModel, entries_of
 from flsuite.federation.client.faults import carry_out
 from flsuite.federation.client.plain import PlainLoop
+from flsuite.federation.client.profiler import ClientProfiler
 from flsuite.federation.client.scorer import Scorer
-from flsuite.federation.client.setup import StartStates, WorkerSetup
+from flsuite.federation.client.setup import StartStates, WorkerSetup, remedy_of
 from flsuite.federation.client.stack import Stack
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models import abilities
@@ -61,6 +62,7 @@ class ClientRunner:
     def __init__(self, setup: WorkerSetup, worker: int = 0) -> None:
         self.setup = setup
         self.trainer_kwargs = on_one_gpu(setup.trainer_kwargs, worker)
+        self._profiler: ClientProfiler | None = self.trainer_kwargs.get("profiler")
         self.model = setup.model
         if setup.channels_last:
             to_channels_last(self.model)
@@ -90,12 +92,14 @@ class ClientRunner:
             self._resident.restore()
         try:
             result = self._fit(request)
+            if self._stack is not None and request.trained is None:
+                self._stack.say_fault()
             return result if request.fault is None else carry_out(request.fault, result)
         except FlsuiteError:
             raise
         except (Exception, SystemExit) as error:  # a library may call exit()
             self._trainer = None  # an exception may leave the Trainer in any state
-            reason = f"{type(error).__name__}: {with_place(error, longest=300)}"
+            reason = f"{type(error).__name__}: {with_place(error, longest=300)}{remedy_of(error)}"
             has_stepped = bool(request.trained or (self._record and self._record.losses))
             return request.failure(
                 reason, traceback.format_exc(), before_first_step=not has_stepped
@@ -197,6 +201,8 @@ class ClientRunner:
             logged = plain.fit(loader, callbacks)
         else:
             trainer.callbacks = callbacks  # type: ignore[attr-defined]
+            if profiler := self._profiler:
+                profiler.begin()
             trainer.fit(self.model, loader)
             logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
         self._resident.check()
@@ -273,7 +279,8 @@ class ClientRunner:
         }
         # Without empty parts, which a checkpoint does not need.
         own = {k: v for k, v in memory.items() if v}
-        return ClientResult(packed, own, trained.metrics, trained.epochs)
+        profile = self._profiler.taken(client.id) if self._profiler else {}
+        return ClientResult(packed, own, trained.metrics, trained.epochs, profile)
 
     def _rewound_trainer(self, epochs: int = 0) -> tuple[ClientTrainer, FederatedData]:
         """Return a Trainer rewound for some epochs, or for its own, and the data on its device.

@@ -1,6 +1,7 @@
 """What a worker receives once, and what each fit derives from it."""
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,10 @@ from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader, batch_bounds
 from flsuite.federation.client.callbacks import LRDecay
 from flsuite.federation.client.entries import BatchNorm, Entries
+from flsuite.federation.client.profiler import ClientProfiler
 from flsuite.models.abilities import extra_epochs
+
+log = logging.getLogger("flsuite")
 
 _ALL_SAMPLES = (
     "has no effect, because scores use all samples; remove it, and for fewer samples set "
@@ -45,19 +49,16 @@ _REFUSED: dict[str, tuple[_Accepted, str]] = {
     ),
     "num_nodes": ((None, 1), f"must be 1, {_WORKERS}"),
     "num_sanity_val_steps": ((None, 0), "has no effect in a federation; remove it"),
-    "profiler": (
-        (None,),
-        "would report every client's fit; leave it out, or profile one fit with a plain Lightning "
-        "Trainer",
-    ),
     "strategy": ((None, "auto"), f"must be auto, {_WORKERS}"),
     "val_check_interval": ((None,), "has no effect; set trainer.evaluate_every instead"),
 }
 _PRECISIONS = ("32-true", "32", "bf16-mixed", "bf16", "16-mixed", "16", "transformer-engine")
 _FEDERATION_CALLBACKS = {
     Checkpoint: "the federation writes checkpoints/last.ckpt and best.ckpt itself",
+}
+_STAND_INS = {
     ProgressBar: "RoundProgress shows the whole federation's progress",
-    LearningRateMonitor: "clients have no logger; trainer.lr_decay logs lr_factor",
+    LearningRateMonitor: "clients have no logger, and trainer.lr_decay logs lr_factor",
 }
 
 
@@ -190,6 +191,13 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         if name in kwargs and kwargs[name] not in accepted:
             raise FlsuiteError(f"trainer: {name} {what}")
 
+    profiler = kwargs.get("profiler")
+    profiler = ClientProfiler() if profiler == "simple" else profiler
+    if not isinstance(profiler, ClientProfiler | None):
+        raise FlsuiteError(
+            "trainer: profiler must be simple, which sums over clients, or a ClientProfiler, which "
+            f"may name one, got {kwargs['profiler']!r}"
+        )
     require("trainer", PositiveInt | None, max_epochs=kwargs.get("max_epochs"))
     require("trainer", PositiveFloat | None, limit_train_batches=kwargs.get("limit_train_batches"))
     require("trainer", NonNegativeFloat | None, gradient_clip_val=kwargs.get("gradient_clip_val"))
@@ -197,7 +205,8 @@ def client_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     require("trainer", PositiveInt | None, accumulate_grad_batches=batches)
     if kwargs.get("max_steps") not in (None, -1):  # -1 means no limit
         require("trainer", PositiveInt, max_steps=kwargs["max_steps"])
-    return {name: value for name, value in kwargs.items() if name not in _REFUSED}
+    own = {name: value for name, value in kwargs.items() if name not in _REFUSED}
+    return own | ({"profiler": profiler} if profiler else {})
 
 
 def fit_samples(
@@ -234,6 +243,27 @@ def epoch_batches(trainer_kwargs: Mapping[str, Any], batches: int) -> int:
     return int(batches * limit) if isinstance(limit, float) else min(batches, limit)
 
 
+def remedy_of(error: BaseException) -> str:
+    """Return what to use instead of a callback that has failed in a client's fit, if known."""
+    is_early = str(error).startswith("Early stopping conditioned on metric")
+    return "; RoundEarlyStopping stops by the scores of the rounds" if is_early else ""
+
+
+def without_replaced(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks without those that a part of the federation stands in for.
+
+    The log names each, and what stands in for it.
+    """
+    used = []
+    for callback in callbacks:
+        stand_ins = (text for kind, text in _STAND_INS.items() if isinstance(callback, kind))
+        if text := next(stand_ins, ""):
+            log.info("trainer.callbacks: %s is left out: %s", type(callback).__name__, text)
+        else:
+            used.append(callback)
+    return used
+
+
 def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
     """Refuse Lightning callbacks that do not work in a client's fit.
 
@@ -247,7 +277,7 @@ def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
                 f"trainer.callbacks: EarlyStopping waits for {stops}, but a client's fit has no "
                 "validation; use RoundEarlyStopping"
             )
-        for kind, instead in _FEDERATION_CALLBACKS.items():
+        for kind, instead in (_FEDERATION_CALLBACKS | _STAND_INS).items():
             if isinstance(callback, kind):
                 raise FlsuiteError(
                     f"trainer.callbacks: {type(callback).__name__} belongs to a single fit, but "

@@ -73,6 +73,7 @@ class Stack:
         self._algorithm, self._nothing = setup.uplink.aggregator.halves, Halves([])
         self._state_check = StateCheck(setup.uplink.aggregator)
         self._level = logging.WARNING
+        self._fault: tuple[int, str, str] | None = None
         keep_freed_memory()
 
     def train_all(
@@ -118,9 +119,15 @@ class Stack:
             except (Exception, SystemExit) as error:
                 # Which client it is shows when each trains by itself.
                 names = type(error).__name__, with_place(error, longest=160)
-                text = "a stack of %d clients could not train, so each trains by itself (%s: %s)"
-                self._say(text, len(members), *names)
+                self._fault = len(members), *names
         return [replace(one, trained=fits.get(one.number, one.trained)) for one in requests]
+
+    def say_fault(self) -> None:
+        """Say why a stack could not train, once one of its clients has trained by itself."""
+        if self._fault is not None:
+            text = "a stack of %d clients could not train, so each trains by itself (%s: %s)"
+            self._say(text, *self._fault)
+            self._fault = None
 
     def _say(self, text: str, *arguments: Any) -> None:
         """Log why clients train by themselves, once as a warning."""

@@ -1,12 +1,13 @@
 """Checks of arriving client updates, and the record of a round."""
 
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from flsuite.aggregators.exchange.secure import SumReport
 from flsuite.aggregators.uplink import Uplink
-from flsuite.common.errors import FederationError, FlsuiteError
+from flsuite.common.errors import FederationError, FlsuiteError, add_note, some
 from flsuite.common.messages import (
     ClientFailure,
     ClientResult,
@@ -77,6 +78,25 @@ class RoundLog:
         counts = {"clients": len(self.updates), "failed": len(self.failures)}
         yield "global", {**means, **self.server, **totals, **counts, **self._staleness()}
 
+    def causes(self) -> list[tuple[str, ClientFailure]]:
+        """Return a line per cause of failures, with its first client's failure.
+
+        Reasons that differ only in numbers, such as the size of a batch, are alike.
+        """
+        alike: dict[tuple[str, str], list[ClientFailure]] = {}
+        for failure in self.failures:
+            text, _, place = failure.reason.rpartition(" (")
+            alike.setdefault((re.sub(r"\d+", "0", text), place), []).append(failure)
+        return [(self._line(failures), failures[0]) for failures in alike.values()]
+
+    def _line(self, failures: list[ClientFailure]) -> str:
+        """Return the line of clients that failed alike."""
+        first, many, fits = failures[0], len(failures), len(self.updates) + len(self.failures)
+        if many == 1:
+            return f"round {first.round}: client {first.client} failed: {first.reason}"
+        names = f" ({some([str(one.client) for one in failures], 10)})" if many < fits else ""
+        return f"round {self.round}: {many} of {fits} clients failed alike{names}: {first.reason}"
+
     def count(self, report: SumReport) -> None:
         """Add the costs of secure aggregation."""
         recorded = {update.client: update for update in self.updates}
@@ -143,7 +163,7 @@ class Arrivals:
     def receive(self, outcome: Outcome, record: RoundLog) -> tuple[FitRequest, Outcome] | None:
         """Return an expected outcome as the server reads it, with its request.
 
-        A faulty update becomes a failure. The log names the client and the reason.
+        A faulty update becomes a failure.
 
         Args:
             outcome: An outcome that arrives.
@@ -167,9 +187,6 @@ class Arrivals:
             record.lost_down += start.broadcast.bytes
             _count_refused(sender, record)
             record.failures.append(outcome)
-            where = outcome.round, outcome.client
-            log.warning("round %s: client %s failed: %s", *where, outcome.reason)
-            log.debug("%s", outcome.details)
         else:
             update = outcome.update
             # 0 in a synchronous round, because its updates arrive before it ends.
@@ -182,13 +199,23 @@ class Arrivals:
     def require_updates(self, record: RoundLog) -> None:
         """Refuse a round in which no usable update arrived, unless its cohort may be empty.
 
+        The log names the clients that failed, and the reasons.
+
         Raises:
             FlsuiteError: If no client can train with the user's settings.
             FederationError: Otherwise.
         """
+        error = None
         may_be_empty = self.schedule.declarations.may_be_empty and not record.failures
         if not record.updates and not may_be_empty:
-            raise self._failure(record)
+            error = self._failure(record)
+        for line, failure in record.causes():
+            if failure.reason not in str(error):  # the error says it
+                log.warning("%s", line)
+            if failure.details:
+                log.debug("%s", failure.details)
+        if error is not None:
+            raise error
 
     def _is_awaited(self, sender: ClientUpdate | ClientFailure, record: RoundLog) -> bool:
         """Return whether the server waits for a message.
@@ -223,14 +250,15 @@ class Arrivals:
 
         first = failures[0]
         if record.is_first and all(failure.before_first_step for failure in failures):
-            return FlsuiteError(
+            error = FlsuiteError(
                 f"no client can train: client {first.client} failed before its first step with "
                 f"{first.reason}"
             )
-        return FederationError(
-            f"round {record.round}: all {len(failures)} clients failed, client {first.client} "
-            f"with: {first.reason}; the state of round {record.round - 1} is kept"
-        )
+            add_note(error, "--debug prints the traceback")
+            return error
+        lines = [line for line, _ in record.causes()][:3]
+        kept = f"the state of round {record.round - 1} is kept"
+        return FederationError("; ".join([*lines, kept]))
 
 
 def _count_refused(sender: ClientUpdate | ClientFailure, record: RoundLog) -> None:

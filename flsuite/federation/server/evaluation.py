@@ -2,14 +2,17 @@
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import get_args
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
-from flsuite.common.errors import FlsuiteError, require_one_of
+from flsuite.common.errors import FlsuiteError, require_one_of, some, with_place
 from flsuite.common.messages import (
     Broadcast,
     ClientResult,
@@ -19,7 +22,7 @@ from flsuite.common.messages import (
     Scores,
     Split,
 )
-from flsuite.common.score_names import OF_CLASSES, lower_is_better, score_name
+from flsuite.common.score_names import OF_CLASSES, lower_is_better, score_name, usual_score
 from flsuite.common.state import State
 from flsuite.data.federated import DataSplit, FederatedData
 from flsuite.data.loader import SplitLoader
@@ -34,6 +37,7 @@ from flsuite.models.modes import evaluating
 log = logging.getLogger("flsuite")
 
 GLOBAL = "global"
+_OF_SHAPES = re.compile(r"shape|size|bound|dimension|channel|broadcast")
 _MAIN = ("accuracy", "f1_macro", "balanced_accuracy", "loss")
 
 
@@ -56,8 +60,7 @@ class Evaluator(Scorer):
 
         Args:
             monitor: Its name, or the name of its mean or worst value over clients, such as
-                ``accuracy_client_mean``. Default: accuracy, else the loss, else the first metric
-                that the model logs.
+                ``accuracy_client_mean``. Default: :func:`~flsuite.common.score_names.usual_score`.
             has_own_models: Whether clients have models of their own. The default is then the mean
                 over clients, if clients have validation samples.
 
@@ -70,10 +73,17 @@ class Evaluator(Scorer):
         of_clients = [n for n in dict.fromkeys(self.names) if n in names] if has_parts else []
         if monitor is not None:
             statistics = [f"{n}_client_{what}" for n in of_clients for what in ("mean", "worst")]
-            require_one_of("trainer", names + statistics, monitor=score_name(monitor))
             chosen = score_name(monitor)
+            if chosen not in (known := [*names, *statistics]):
+                require_one_of("trainer", known, monitor=monitor)
         else:
-            chosen = next((name for name in ("accuracy", "loss") if name in names), names[0])
+            chosen = usual_score(names)
+            if chosen == "loss" and (others := [name for name in names if name != chosen]):
+                log.info(
+                    "rounds are picked by loss; also logged: %s (--trainer.monitor %s)",
+                    some(others, 5),
+                    others[0],
+                )
             if has_own_models and chosen in of_clients:
                 chosen = f"{chosen}_client_mean"
         if lower_is_better(chosen) is None:
@@ -92,22 +102,57 @@ class Evaluator(Scorer):
     def _rehearsed(self) -> list[str]:
         """Return the names of the scores that can pick a round.
 
-        They are found by scoring a few samples of both splits if necessary. With validation data,
-        only its scores count.
+        A few samples of both splits are scored, so that an error of the model shows before a round
+        of training. With validation data, only its scores count.
+
+        Raises:
+            FlsuiteError: If the model cannot be scored. The message has the shapes of its samples
+                and outputs, if they may be at fault.
         """
         picking = "test" if self._samples("val") is None else "val"
         is_usual = self._steps is None and self.data.spec.task != "other"
         names = dict.fromkeys(OF_CLASSES if self.has_classes else ())
-        for split in () if is_usual else get_args(Split):
+        for split in get_args(Split):
             samples = self._samples(split)
             if samples is None:
                 continue
-            few = samples.take(torch.arange(min(len(samples), self.data.batch_size)))
-            with self._seeded(split):
-                # An error in the model's own step shows up here, before a round of training.
-                own = self._whole(few, split)[0]
+            most = 2 if is_usual else self.data.batch_size
+            few = samples.take(torch.arange(min(len(samples), most)))
+            try:
+                with self._seeded(split):
+                    own = {} if is_usual else self._whole(few, split)[0]
+                    self._refuse_other_outputs(few if is_usual else None)
+            except FlsuiteError:
+                raise
+            except Exception as error:
+                text = f"model: {type(error).__name__}: {with_place(error, longest=300)}"
+                raise FlsuiteError(text + self._shapes(error, few)) from error
             names |= dict.fromkeys(own if split == picking else ())
         return list(names)
+
+    def _refuse_other_outputs(self, samples: DataSplit | None) -> None:
+        """Refuse a model with another number of class scores than there are classes."""
+        scores = None if samples is None else self.outputs(samples).get("scores")
+        classes = self.data.spec.num_classes
+        if scores is not None and scores.shape[1:] != (classes,):
+            raise FlsuiteError(
+                f"model: {type(self.model).__name__} has {_times(scores.shape[1:])} outputs per "
+                f"sample, but the data has {classes} classes; change the size of its last layer"
+            )
+
+    def _shapes(self, error: Exception, samples: DataSplit) -> str:
+        """Return the shapes of the model's samples and outputs, if an error may be about them."""
+        if not _OF_SHAPES.search(str(error)):
+            return ""
+        spec, returned = self.data.spec, ""
+        text = f"; a sample is {_times(spec.shape)}"
+        with suppress(Exception), evaluating(self.model), torch.inference_mode():
+            batch = next(iter(SplitLoader(self.data, samples, 1)))
+            x = move_data_to_device(batch, self.device)[0]
+            outputs = (self._logits or self.model)(x)
+            returned = f", the model returns {_times(outputs.shape[1:])} numbers for it"
+        classes = f", and there are {spec.num_classes} classes" if spec.task != "other" else ""
+        return text + returned + classes
 
     def scores(
         self,
@@ -220,6 +265,11 @@ class Evaluator(Scorer):
                 for chunk in x.split(self.batch_size)
             ]
             return torch.cat([chunk.float().cpu() for chunk in latents])
+
+
+def _times(shape: Iterable[int]) -> str:
+    """Return a shape as text, such as ``3 x 32 x 32``."""
+    return " x ".join(map(str, shape)) or "1"
 
 
 def of_own_models(clients: Mapping[int, OwnScores], names: Sequence[str]) -> Scores:

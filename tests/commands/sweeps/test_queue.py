@@ -197,6 +197,16 @@ def test_the_bar_counts_failed_cells_and_those_that_are_tried_again_anew(
         screen.truncate(0)
 
 
+def test_cells_that_end_together_are_counted_one_by_one(tmp_path: Path, capsys: Capture) -> None:
+    queue = Queue(replace(SWEEP, grid={}), tmp_path)
+    with SweepProgress(queue):
+        for cell in queue.known()[:2]:
+            queue.begin(cell)
+            queue.finish(cell, outcome())
+    counted = re.findall(r"^(\d)/4  ", capsys.readouterr().err, re.MULTILINE)
+    assert counted == ["1", "2"]
+
+
 def words(capsys: Capture) -> str:
     """Return what was printed, without the lines and widths of tables."""
     return " ".join(re.sub("[┃│]", " ", capsys.readouterr().out).split())

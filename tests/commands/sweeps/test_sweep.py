@@ -18,6 +18,8 @@ from flsuite.commands.cells import check
 from flsuite.commands.sweeps.plan import fit_arguments, samples_of
 from flsuite.commands.sweeps.queue import CellOutcome, Queue
 from flsuite.commands.sweeps.reading import Sweep, read_sweep
+from flsuite.common.errors import FlsuiteError
+from flsuite.data import Digits
 from flsuite.data.federated import FederatedData
 from tests.commands.command import Capture, cli, files, refused
 from tests.commands.sweeps.sweeping import (
@@ -231,7 +233,7 @@ def refused_lines(sweep: Sweep, folder: Path) -> list[str]:
 def checked(patch: pytest.MonkeyPatch, refused: Callable[[Sweep, Path], list[str]]) -> None:
     """Check sweeps in this process, which cannot run them."""
 
-    def answer(sweep: Sweep, folder: Path) -> Any:
+    def answer(sweep: Sweep, folder: Path, is_dry: bool) -> Any:
         lines = {"workers": 1, "refused": refused(sweep, folder)}
         return nullcontext(SimpleNamespace(check=lambda: lines))
 
@@ -336,6 +338,26 @@ def test_of_many_that_cannot_begin_the_first_are_named(
     assert begin == "checking that 22 experiments can start"
     assert lines == [f"method M{n}" for n in range(20)]
     assert "22 experiments cannot start, for the reasons above and 2 more" in end
+
+
+def test_data_that_is_missing_is_one_line_and_a_dry_run_downloads_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def load(self: Digits) -> Any:
+        assert not self.download, "a dry run may not download"
+        raise FlsuiteError(f"{type(self).__name__} is not here: set FLSUITE_DATA_ROOT")
+
+    monkeypatch.setattr(Digits, "load", load)
+    name = write_sweep("s.yaml", "{A: {}, B: {trainer.aggregator: FedProx}}")
+    sweep = read_sweep(name)
+    checked(
+        monkeypatch,
+        lambda *_: list(check(sweep, tmp_path, samples_of(sweep), True)["refused"].values()),
+    )
+    assert cli("sweep", "--config", name, "--dry-run") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    reason = "Digits is not here: set FLSUITE_DATA_ROOT"
+    assert line == f"flsuite: error: sweep: 2 experiments cannot start: {reason}"
 
 
 @pytest.mark.long

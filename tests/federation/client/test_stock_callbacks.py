@@ -1,5 +1,6 @@
 """Ordinary Lightning callbacks: honored in every fit, on every engine, or refused."""
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import (
     LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
+    RichProgressBar,
     StochasticWeightAveraging,
     TQDMProgressBar,
 )
@@ -22,7 +24,7 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import clone
 from flsuite.data import IID
 from flsuite.data.loader import TrainLoader
-from flsuite.federation import InProcess, Processes
+from flsuite.federation import ClientProfiler, InProcess, Processes, Vectorized
 from flsuite.models import MLP, Classifier
 from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
 
@@ -154,8 +156,6 @@ def test_clients_see_a_callbacks_state_of_the_start_of_their_round() -> None:
     ("callback", "instead"),
     [
         (ModelCheckpoint, "last.ckpt"),
-        (TQDMProgressBar, "RoundProgress"),
-        (LearningRateMonitor, "lr_factor"),
         (partial(EarlyStopping, "val_loss"), "RoundEarlyStopping"),
     ],
 )
@@ -163,3 +163,55 @@ def test_what_belongs_to_a_single_fit_is_refused(callback: Any, instead: str) ->
     name = type(callback()).__name__
     with pytest.raises(FlsuiteError, match=rf"trainer\.callbacks: {name}.*{instead}"):
         trainer(callbacks=[callback()])
+
+
+@pytest.mark.parametrize(
+    ("callback", "instead"),
+    [
+        (TQDMProgressBar, "RoundProgress shows"),
+        (RichProgressBar, "RoundProgress shows"),
+        (LearningRateMonitor, "trainer.lr_decay logs lr_factor"),
+    ],
+)
+def test_what_has_a_stand_in_is_left_out_with_a_line(
+    callback: Any, instead: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="flsuite"):
+        made = trainer(callbacks=[callback()])
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith(f"trainer.callbacks: {callback.__name__} is left out: ")
+    assert instead in line
+    assert not any(isinstance(one, callback) for one in made.callbacks)
+
+
+def test_a_profile_sums_the_steps_of_clients_and_changes_no_weight(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fitted(profiler: Any, engine: Any) -> Any:
+        made = trainer(rounds=2, engine=engine, profiler=profiler)
+        made.fit(classifier(), digits(3))
+        return made
+
+    plain = fitted(None, InProcess())
+    assert not plain.run.profile and "seconds in the fits" not in capsys.readouterr().out
+    whole, one = fitted("simple", InProcess()), fitted(ClientProfiler(1), Processes(workers=2))
+    steps = [row for row in plain.run.folder.table.rows if row[7] == "steps"]
+    by_client = {row[5]: sum(r[8] for r in steps if r[5] == row[5]) for row in steps}
+    name = "[Strategy]SingleDeviceStrategy.training_step"
+    assert whole.run.profile[name][0] == by_client["global"]
+    assert one.run.profile[name][0] == by_client["1"] < by_client["global"]
+    assert all(seconds > 0 for _, seconds in whole.run.profile.values())
+    for profiled in (whole, one):
+        assert equal_states(profiled.federation.state, plain.federation.state)
+        assert profiled.run.settings == plain.run.settings
+    assert capsys.readouterr().out.count("seconds in the fits of clients") == 2
+
+
+def test_a_profile_of_a_stranger_or_of_stacks_is_refused() -> None:
+    for profiler, engine, words in (
+        (ClientProfiler(9), InProcess(), "there is no client 9; there are 0 to 2"),
+        ("simple", Vectorized(), "trainer.profiler is ClientProfiler; set trainer.engine"),
+    ):
+        made = trainer(profiler=profiler, engine=engine)
+        with pytest.raises(FlsuiteError, match=words):
+            made.fit(classifier(), digits(3))

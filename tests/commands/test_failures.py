@@ -1,0 +1,207 @@
+"""Code of a user that fails: one line says what, where and in which round."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from flsuite.runs.record import read_settings
+from tests.commands.command import QUICKSTART, Capture, cli
+
+OWN = "tests.commands.own_code"
+ENGINES = ["InProcess", pytest.param("Processes", marks=pytest.mark.long), "Vectorized"]
+FIT = ("fit", "--config", QUICKSTART, "--run_dir", "run", "--trainer.rounds", "2")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # The command adds a handler, which would keep the stderr of the first test.
+    logger = logging.getLogger("flsuite")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logger.level)
+
+
+def fit(model: str, *args: str) -> int:
+    """Run the quickstart with an own model of :mod:`tests.commands.own_code`."""
+    text = Path(QUICKSTART).read_text("utf-8")
+    config = re.sub(r"(?ms)^model:\n.*?^(?=data:)", f"model: {{class_path: {OWN}.{model}}}\n", text)
+    Path("own.yaml").write_text(config, "utf-8")
+    return cli("fit", "--config", "own.yaml", *FIT[3:], "--trainer.max_epochs", "1", *args)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_clients_that_fail_alike_are_one_line(engine: str, capsys: Capture) -> None:
+    assert fit("FailsAlways", "--trainer.engine", engine) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    cause = r"10 of 10 clients failed alike: ValueError: batch of 16 \(own_code.py, line \d+, in "
+    assert re.match(rf"flsuite: error: round 1: {cause}FailsAlways.training_step\); ", line)
+    assert line.endswith("the state of round 0 is kept; the traceback is in run/errors/round-1.txt")
+    kept = Path("run/errors/round-1.txt").read_text("utf-8")
+    assert kept.count("Traceback") == 1 and "ValueError: batch of 16\n" in kept
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_with_failures_ends_with_0_and_says_so(engine: str, capsys: Capture) -> None:
+    assert fit("FailsAtTwo", "--trainer.engine", engine) == 0
+    said = capsys.readouterr()
+    alike = r"2 of 10 clients failed alike \(3, 4\): ValueError: no scanner \(own_code.py, line"
+    failed = [line for line in said.err.splitlines() if re.match(rf"round [12]: {alike}", line)]
+    assert len(failed) == 2
+    assert re.search(r"fits failed +│ +4 of 20 │", said.out)
+    assert said.out.splitlines()[-1] == "run: run (4 of 20 fits failed, see errors/)"
+    kept = [path.read_text("utf-8") for path in sorted(Path("run/errors").iterdir())]
+    assert [text.count("ValueError: no scanner\n") for text in kept] == [1, 1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_first_failure_may_end_a_run(engine: str, capsys: Capture) -> None:
+    settings = "--trainer.engine", engine, "--trainer.on_client_error"
+    assert fit("FailsAtTwo", *settings, "raise") == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"error: round 1: client 3 failed: ValueError: no scanner", line)
+    assert "trainer.on_client_error is raise" in line and "run/errors/round-1.txt" in line
+    assert fit("FailsAtTwo", *settings, "continue", "--ckpt_path", "last") == 0
+
+
+def test_debug_prints_the_traceback(capsys: Capture) -> None:
+    assert fit("FailsAlways", "--debug") == 1
+    said = capsys.readouterr().err
+    assert said.count("ValueError: batch of 16\n") == 1 and "in training_step" in said
+    assert said.splitlines()[-1].startswith("flsuite: error: round 1: 10 of 10 clients")
+    assert logging.getLogger("flsuite").level != logging.DEBUG
+
+
+def test_the_usual_score_of_a_model_picks_the_round(capsys: Capture) -> None:
+    assert fit("Net") == 0
+    said = capsys.readouterr()
+    assert "val/acc" in said.err and "picked by" not in said.err
+    assert read_settings(Path("run"))["monitor"] == "acc"
+    assert fit("ScoredByKappa", "--run_dir", "other") == 0
+    line = "rounds are picked by loss; also logged: kappa (--trainer.monitor kappa)"
+    assert capsys.readouterr().err.count(line) == 1
+
+
+def test_a_resumed_run_keeps_its_monitor(capsys: Capture) -> None:
+    assert fit("Net", "--trainer.monitor", "loss") == 0
+    config = Path("run/config.yaml")
+    config.write_text(config.read_text("utf-8").replace("monitor: loss", "monitor: null"), "utf-8")
+    assert cli("resume", "run", "--trainer.rounds", "3") == 0
+    assert read_settings(Path("run"))["monitor"] == "loss"
+
+
+def test_an_unknown_monitor_is_quoted_as_typed(capsys: Capture) -> None:
+    assert fit("Net", "--trainer.monitor", "val/accc") == 2
+    assert capsys.readouterr().err.strip().endswith("acc_client_worst, got 'val/accc'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["Net", "--model.width", "63"],
+            r"\(own_code.py, line \d+, in Net.forward\); a sample is 1 x 8 x 8, and there are 10 ",
+        ),
+        (
+            ["Net", "--model.classes", "5"],
+            "Net.evaluate.; a sample is 1 x 8 x 8, the model returns 5 numbers for it, and there ",
+        ),
+        (["WithLogits", "--model.classes", "5"], "the model returns 5 numbers for it, and there"),
+        (["WithLogits", "--model.classes", "12"], "WithLogits has 12 outputs .* 10 classes"),
+        (["FailsInValidation"], r"KeyError: 'a mask' \(own_code.py, line \d+, in FailsInVali"),
+    ],
+)
+def test_what_a_model_cannot_score_is_refused(
+    arguments: list[str], words: str, capsys: Capture
+) -> None:
+    assert fit(*arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("flsuite: error: model: ") and re.search(words, line)
+    assert not Path("run").exists()
+
+
+def test_a_step_that_fails_in_a_run_is_one_line(capsys: Capture) -> None:
+    assert fit("FailsWhenTrained", "--trainer.engine", "InProcess") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(
+        r"KeyError: 'a mask' \(own_code.py, line \d+, in FailsWhenT.*test_step\)", line
+    )
+    assert line.endswith("round 1 is not done; the traceback is in run/errors/round-1.txt")
+    assert "in test_step" in Path("run/errors/round-1.txt").read_text("utf-8")
+
+
+def transform(name: str) -> tuple[str, ...]:
+    return "--trainer.aggregator", "FedAvg", "--trainer.aggregator.transforms", f"[{OWN}.{name}]"
+
+
+def objective(name: str) -> tuple[str, ...]:
+    return "--trainer.aggregator", "FedAvg", "--trainer.aggregator.objective", f"{OWN}.{name}"
+
+
+FAULTY: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "combine": (
+        ("--trainer.aggregator", f"{OWN}.RaisesInCombine"),
+        1,
+        r"ValueError: no model \(own_code.py, line \d+, in RaisesInCombine.combine\); round 1 is ",
+    ),
+    "terms": (("--trainer.aggregator", f"{OWN}.NoTerms"), 2, "NoTerms.terms returned None; return"),
+    "no encode": (transform("NoEncode"), 2, "NoEncode.encode returned None; return a Payload"),
+    "encode": (
+        transform("RaisesInEncode"),
+        1,
+        r"round 1: 10 of 10 .* no code \(own_code.py, line \d+, in RaisesInEncode.encode\); the ",
+    ),
+    "no decode": (transform("NoDecode"), 2, "NoDecode.decode returned None; return a Payload"),
+    "decode": (
+        transform("RaisesInDecode"),
+        1,
+        r"round 1: .*\(KeyError: 'no code' \(own_code.py, line \d+, in RaisesInDecode.decode\)",
+    ),
+    "template": (transform("NoTemplate"), 2, "NoTemplate.template returned None; return a Payload"),
+    "aggregate": (transform("NoAggregate"), 1, "round 1: NoAggregate returned a faulty state"),
+    "misspelt": (
+        objective("Misspelt"),
+        2,
+        "Misspelt.gradiant is never called; did you mean gradient?",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "status", "words"), FAULTY.values(), ids=FAULTY)
+def test_a_part_with_a_mistake_is_one_line(
+    arguments: tuple[str, ...], status: int, words: str, capsys: Capture
+) -> None:
+    assert fit("Net", *arguments) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"flsuite: error: {words}", line)
+
+
+@pytest.mark.parametrize("model", ["WithoutSuper", "WithoutSuperOrLayers"])
+def test_a_model_without_super_is_told_so(model: str, capsys: Capture) -> None:
+    assert fit(model) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "super().__init__() first" in line and f"{model}.__init__" in line
+
+
+def test_a_method_may_have_nothing_to_change_in_a_skipped_batch(capsys: Capture) -> None:
+    assert fit("SkipsBatches", *objective("Sharp")) == 0
+    assert "failed" not in capsys.readouterr().err
+
+
+def test_a_resume_with_another_rate_names_the_fork(capsys: Capture) -> None:
+    assert fit("Net") == 0
+    assert cli("resume", "run", "--model.lr", "0.05", "--trainer.gradient_clip_val", "2") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    command = "fork run --at 2 --trainer.gradient_clip_val 2 --model.lr 0.05"
+    assert line.endswith(f"or fork it: flsuite {command}")
+    assert cli(*command.split(), "--run_dir", "fork", "--trainer.rounds", "3") == 0
+    assert cli("resume", "run", "--data.clients", "5") == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("or start a new run")
+
+
+def test_a_run_without_a_config_is_named_as_in_python(capsys: Capture) -> None:
+    plain = ("fit", "--model", f"{OWN}.Net", "--data", "Digits", "--data.clients", "3")
+    assert cli(*plain, "--trainer.rounds", "1") == 0
+    (run,) = Path("runs/digits-fedavg").iterdir()
+    assert str(run) in capsys.readouterr().out
