@@ -12,6 +12,7 @@ from flsuite.analysis.cross import cross_figure, cross_markdown, cross_matrices,
 from flsuite.analysis.curves import curves_figure, gamma_figure, run_figure
 from flsuite.analysis.groups import find_runs, group_runs
 from flsuite.analysis.latent import flow_figure, latent_figure, load_model
+from flsuite.analysis.latex import latex_table
 from flsuite.analysis.listing import list_runs
 from flsuite.analysis.partition import (
     forgetting_figure,
@@ -45,6 +46,7 @@ __all__ = [
     "group_runs",
     "label_skew",
     "latent_figure",
+    "latex_table",
     "list_runs",
     "load",
     "load_model",

@@ -43,7 +43,7 @@ def compare(
     Raises:
         FlsuiteError: If the score or method does not exist.
     """
-    scores = _seed_scores(results, metric, score)
+    scores = seed_scores(results, metric, score)
     methods = list(dict.fromkeys(scores["method"]))
     if against is not None and against not in methods:
         raise FlsuiteError(
@@ -68,7 +68,7 @@ def compare(
     return table
 
 
-def _seed_scores(results: pd.DataFrame, metric: str, score: Score | None) -> pd.DataFrame:
+def seed_scores(results: pd.DataFrame, metric: str, score: Score | None) -> pd.DataFrame:
     """Return one test score per run: columns ``method, partition, seed, value``.
 
     The arguments are the same as for :func:`compare`. Runs without the score are left out.

@@ -21,6 +21,7 @@ from flsuite.analysis.comparison import (
 from flsuite.analysis.cross import cross_figure, cross_markdown, cross_matrices, cross_table
 from flsuite.analysis.curves import MOST_SCORES, curves_figure
 from flsuite.analysis.groups import Group, find_runs, group_runs
+from flsuite.analysis.latex import latex_table
 from flsuite.analysis.listing import (
     apart,
     finished,
@@ -30,7 +31,7 @@ from flsuite.analysis.listing import (
     undefined,
     uneven,
 )
-from flsuite.analysis.panels import AXES
+from flsuite.analysis.panels import AXES, save_figure
 from flsuite.analysis.publish.page.page import PageRequest, require_page, write_page
 from flsuite.analysis.report import (
     amount_cell,
@@ -236,7 +237,7 @@ def _write(
 ) -> None:
     """Write the tables and the picture to a folder."""
     folder = make_folder(Path(request.output))
-    written = ["report.csv", "report.md", "report.png"]
+    written = ["report.csv", "report.md", "report.tex", "report.png", "report.pdf"]
     replace_text(csv_of(table), folder / "report.csv")
     pages = [_markdown(table, targets, request)]
     pages += [
@@ -244,13 +245,20 @@ def _write(
         for name, own in comparisons.items()
     ]
     (folder / "report.md").write_text("\n".join(filter(None, pages)), encoding="utf-8")
+    tex = latex_table(results, request.metric, request.against)
+    (folder / "report.tex").write_text(tex, encoding="utf-8")
     for metric in request.metric:
         for line in apart(groups, metric, request.split, request.x):
             console.print(line)
     figure = curves_figure(
-        results, request.metric, split=request.split, x=request.x, target=request.target
+        results,
+        request.metric,
+        split=request.split,
+        x=request.x,
+        target=request.target,
+        band=request.band,
     )
-    figure.savefig(folder / "report.png")
+    save_figure(figure, folder / "report")
 
     for file, tables in (("comparison.csv", comparisons), ("target.csv", targets)):
         parts = [own.assign(metric=name) for name, own in tables.items() if len(own)]
@@ -282,10 +290,11 @@ def _print_cross(
     folder = make_folder(Path(request.output))
     replace_text(csv_of(table), folder / "cross.csv")
     (folder / "cross.md").write_text(cross_markdown(table), encoding="utf-8")
-    pictures = {f"cross-{metric.replace('/', '-')}.png": metric for metric in metrics}
-    for name, metric in pictures.items():
-        cross_figure(table, metric).savefig(folder / name)
-    print("\n".join(f"{folder}/{name}" for name in ("cross.csv", "cross.md", *pictures)))
+    written = [folder / "cross.csv", folder / "cross.md"]
+    for metric in metrics:
+        stem = folder / f"cross-{metric.replace('/', '-')}"
+        written += save_figure(cross_figure(table, metric), stem)
+    print("\n".join(map(str, written)))
 
 
 def _shown_cross(matrix: pd.DataFrame, title: str) -> Table:

@@ -51,7 +51,8 @@ def sweep(args: list[str]) -> None:
         return
     queue = Queue(content, folder)
     if queue.is_complete():
-        queue.note_tuning()  # the file may have fewer trials than before
+        queue.note_methods()  # the file may have another order than before
+        queue.note_tuning()  # ... and fewer trials
         print(f"nothing to do: {queue.size} of {queue.size} cells are done")
         _print_end(queue)
         return
@@ -63,6 +64,7 @@ def sweep(args: list[str]) -> None:
             print_cells(queue)
             return
         make_folder(folder)
+        queue.note_methods()
         queue.note_tuning()
         _run(queue, process)
     _print_end(queue)
