@@ -123,6 +123,7 @@ def test_the_command_prints_and_writes_the_tables(
     assert "runs per cell: 2" in printed
     assert sorted(path.name for path in out.iterdir()) == [
         "cross-accuracy.png",
+        "cross-accuracy.pdf",
         "cross.csv",
         "cross.md",
     ]
