@@ -21,12 +21,14 @@ from flsuite.analysis.partition import (
     partitions_figure,
     task_plan_figure,
 )
+from flsuite.analysis.ranking import Ranks, ranks, ranks_figure
 from flsuite.analysis.report import report_markdown, report_table, target_figure, target_table
 from flsuite.analysis.results import Results, load
 from flsuite.analysis.runs import read_metrics, read_partition
 from flsuite.analysis.timeline import read_timeline, timeline_figure
 
 __all__ = [
+    "Ranks",
     "Results",
     "client_gains",
     "clients_figure",
@@ -52,6 +54,8 @@ __all__ = [
     "load_model",
     "partition_figure",
     "partitions_figure",
+    "ranks",
+    "ranks_figure",
     "read_metrics",
     "read_partition",
     "read_timeline",

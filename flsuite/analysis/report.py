@@ -167,7 +167,7 @@ def target_points(
     Raises:
         FlsuiteError: If no run has the score, or it is unknown whether it should be low.
     """
-    lower = _is_lower_better(metric)
+    lower = is_lower_better(metric)
     only(results, metric, split)
     rows = []
     for table in run_tables(results):
@@ -314,10 +314,11 @@ def first_to_target(table: pd.DataFrame, goal: str, x: str = "round") -> str | N
     )
 
 
-def _is_lower_better(metric: str) -> bool:
+def is_lower_better(metric: str) -> bool:
+    """Return whether a score should be low, and refuse one of unknown direction."""
     lower = lower_is_better(metric)
     if lower is None:
         raise FlsuiteError(
-            f"target: it is unknown whether {metric!r} should be high or low; choose another metric"
+            f"it is unknown whether {metric!r} should be high or low; choose another metric"
         )
     return lower

@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
@@ -33,6 +34,7 @@ from flsuite.analysis.listing import (
 )
 from flsuite.analysis.panels import AXES, save_figure
 from flsuite.analysis.publish.page.page import PageRequest, require_page, write_page
+from flsuite.analysis.ranking import Ranks, ranks, ranks_figure
 from flsuite.analysis.report import (
     amount_cell,
     averaged_text,
@@ -52,7 +54,7 @@ from flsuite.commands.parsers import parser_of
 from flsuite.common.arguments import PositiveInt, require
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import csv_of, make_folder, replace_text
-from flsuite.common.score_names import shown_score
+from flsuite.common.score_names import lower_is_better, shown_score
 
 
 def report(args: list[str]) -> None:
@@ -97,6 +99,9 @@ def report(args: list[str]) -> None:
         if metric in targets:
             _print_target(console, targets[metric], _goal(metric, request), request.x)
         _print_comparison(console, comparisons[metric], results, metric)
+    ranked = _ranked(results, request.metric)
+    for metric, own in ranked.items():
+        console.print(own.line(metric))
     tuning = read_tuning(request.folders)
     if tuning is not None:
         console.print(_shown_tuning(tuning))
@@ -107,7 +112,7 @@ def report(args: list[str]) -> None:
         console.print(line)
 
     if request.output:
-        _write(request, groups, table, targets, results, comparisons, console)
+        _write(request, groups, table, targets, results, comparisons, ranked, console)
     if request.html:
         path = Path(request.html)
         make_folder(path.parent)
@@ -203,6 +208,16 @@ def _print_comparison(console: Console, table: pd.DataFrame, results: Results, m
     console.print(comparison_note(table, metric, default_score(results, metric)[0]))
 
 
+def _ranked(results: Results, metrics: Sequence[str]) -> dict[str, Ranks]:
+    """Return the ranks by score, if three methods or more are compared on three partitions."""
+    known = [metric for metric in metrics if lower_is_better(metric) is not None]
+    if results["partition"].nunique() < 3 or results["method"].nunique() < 3:
+        return {}
+    with suppress(FlsuiteError):  # the methods do not share the partitions
+        return {metric: ranks(results, metric) for metric in known}
+    return {}
+
+
 def _shown_tuning(tuning: pd.DataFrame) -> Table:
     """Return a table with each method's number of tuning trials and the chosen values."""
     shown = Table(title="budget of the tuning, on validation data", title_justify="left")
@@ -233,6 +248,7 @@ def _write(
     targets: dict[str, pd.DataFrame],
     results: Results,
     comparisons: dict[str, pd.DataFrame],
+    ranked: dict[str, Ranks],
     console: Console,
 ) -> None:
     """Write the tables and the picture to a folder."""
@@ -244,6 +260,7 @@ def _write(
         comparison_markdown(own, name, default_score(results, name)[0])
         for name, own in comparisons.items()
     ]
+    pages += [own.line(metric) + "\n" for metric, own in ranked.items()]
     (folder / "report.md").write_text("\n".join(filter(None, pages)), encoding="utf-8")
     tex = latex_table(results, request.metric, request.against)
     (folder / "report.tex").write_text(tex, encoding="utf-8")
@@ -260,7 +277,12 @@ def _write(
     )
     save_figure(figure, folder / "report")
 
-    for file, tables in (("comparison.csv", comparisons), ("target.csv", targets)):
+    for metric in ranked:
+        stem = folder / f"ranks-{metric.replace('/', '-')}"
+        written += [path.name for path in save_figure(ranks_figure(results, metric), stem)]
+    of_ranks = {metric: own.table for metric, own in ranked.items()}
+    all_tables = {"comparison.csv": comparisons, "target.csv": targets, "ranks.csv": of_ranks}
+    for file, tables in all_tables.items():
         parts = [own.assign(metric=name) for name, own in tables.items() if len(own)]
         if parts:
             replace_text(csv_of(pd.concat(parts)), folder / file)
