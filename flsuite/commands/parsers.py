@@ -210,6 +210,12 @@ def _sweep(parser: CommandParser) -> None:
     add("--folder", metavar="FOLDER", help=how)
     how = "cells that run at the same time; default: workers of FILE, else 1"
     add("--workers", metavar="N", type=int, help=how)
+    how = (
+        "add seeds after those of FILE until every method's paired difference from the first one "
+        "is clear: its interval, corrected for looking (alpha spending), excludes zero, or is at "
+        "most until.width of FILE wide, or there are until.seeds of FILE (20)"
+    )
+    add("--until", choices=("decided",), help=how)
     how = "print each cell's score or state, failures and the time left; run nothing"
     add("--status", action="store_true", help=how)
     how = "build every method once, print the cells and the time left; run nothing"

@@ -50,6 +50,7 @@ from flsuite.analysis.report import (
 )
 from flsuite.analysis.results import Results, results_of
 from flsuite.analysis.runs import read_tuning
+from flsuite.analysis.sequential import stopping_of
 from flsuite.commands.parsers import parser_of
 from flsuite.common.arguments import PositiveInt, require
 from flsuite.common.errors import FlsuiteError
@@ -105,14 +106,15 @@ def report(args: list[str]) -> None:
     tuning = read_tuning(request.folders)
     if tuning is not None:
         console.print(_shown_tuning(tuning))
-    notes = [*left_out, *uneven(groups), *repeated(groups), *measured(groups, request.x)]
+    stopping = stopping_of(request.folders)
+    notes = [*stopping, *left_out, *uneven(groups), *repeated(groups), *measured(groups, request.x)]
     notes += undefined(groups, request.metric)
     notes += own_models(groups, request.metric, request.split)
     for line in notes:
         console.print(line)
 
     if request.output:
-        _write(request, groups, table, targets, results, comparisons, ranked, console)
+        _write(request, groups, table, targets, results, comparisons, ranked, stopping, console)
     if request.html:
         path = Path(request.html)
         make_folder(path.parent)
@@ -249,6 +251,7 @@ def _write(
     results: Results,
     comparisons: dict[str, pd.DataFrame],
     ranked: dict[str, Ranks],
+    stopping: Sequence[str],
     console: Console,
 ) -> None:
     """Write the tables and the picture to a folder."""
@@ -261,8 +264,10 @@ def _write(
         for name, own in comparisons.items()
     ]
     pages += [own.line(metric) + "\n" for metric, own in ranked.items()]
+    pages += ["".join(f"- {line}\n" for line in stopping)]
     (folder / "report.md").write_text("\n".join(filter(None, pages)), encoding="utf-8")
     tex = latex_table(results, request.metric, request.against)
+    tex += "".join(f"% {line}\n" for line in stopping)
     (folder / "report.tex").write_text(tex, encoding="utf-8")
     for metric in request.metric:
         for line in apart(groups, metric, request.split, request.x):

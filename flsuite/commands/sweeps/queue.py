@@ -27,7 +27,7 @@ from flsuite.common.files import (
     make_folder,
     replace_text,
 )
-from flsuite.runs.record import SWEEP, TUNING_COLUMNS, read_settings
+from flsuite.runs.record import TUNING_COLUMNS, read_settings
 
 CellState = Literal["done", "failed", "running", "interrupted", "waiting"]
 
@@ -221,10 +221,6 @@ class Queue:
         replace_text(f"{line}\n", self.run_dir(cell) / FAILED)
         if cell.is_trial:
             self.note_tuning()
-
-    def note_methods(self) -> None:
-        """Write the order of the methods for reports."""
-        replace_text(json.dumps({"methods": [*self.sweep.methods]}) + "\n", self.folder / SWEEP)
 
     def note_tuning(self) -> None:
         """Write ``tuning.csv``, if there is tuning: each trial, its score and whether it is chosen.
