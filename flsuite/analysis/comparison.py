@@ -69,14 +69,14 @@ def compare(
 
 
 def seed_scores(results: pd.DataFrame, metric: str, score: Score | None) -> pd.DataFrame:
-    """Return one test score per run: columns ``method, partition, seed, value``.
+    """Return one test score per run: columns ``run, method, partition, seed, value``.
 
     The arguments are the same as for :func:`compare`. Runs without the score are left out.
     """
     default, monitor = default_score(results, metric)
     score = score or default
     require_one_of("compare", get_args(Score), score=score)
-    rows, names = [], ["method", "partition", "seed"]
+    rows, names = [], ["run", "method", "partition", "seed"]
     for table in run_tables(results):
         scores = run_scores(table, metric, monitor, last=1)
         if score in scores:

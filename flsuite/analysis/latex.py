@@ -1,12 +1,15 @@
 """A table of scores for a paper, in LaTeX with booktabs."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from flsuite.analysis.comparison import Score, compare, default_score, seed_scores
 from flsuite.analysis.report import score_cell
 from flsuite.common.score_names import lower_is_better, shown_score
+from flsuite.runs.record import read_sweep_record
 
 _SPECIAL = str.maketrans(
     {character: f"\\{character}" for character in "&%$#_{}"}
@@ -29,7 +32,8 @@ def latex_table(
     Rows are methods, the baseline first, and columns are metrics and partitions. A cell is
     ``mean ± standard deviation`` over seeds. The best mean of a column is bold. A star marks a
     difference from the baseline with ``p < 0.05`` in the paired t-test, with Holm's correction over
-    all methods and partitions of the metric.
+    all methods and partitions of the metric. Where a sweep has added seeds until it was decided,
+    a star marks what it has decided, because the t-test is not corrected for looking.
 
     Args:
         results: A table from :func:`~flsuite.analysis.load`.
@@ -49,14 +53,14 @@ def latex_table(
         tests = compare(results, metric, score, baseline)
         for partition, rows in of_seeds.groupby("partition", sort=False):
             of_column = tests[(tests["partition"] == partition) & (tests["p_holm"] < _LEVEL)]
-            columns[shown_score(metric), str(partition)] = _column(
-                rows, metric, set(of_column["method"])
-            )
+            marked = _without_looking(set(of_column["method"]), rows, metric, baseline)
+            columns[shown_score(metric), str(partition)] = _column(rows, metric, marked)
             seeds |= set(rows.groupby("method").size())
     table = pd.DataFrame(columns)
     table = table.loc[[baseline, *table.index.drop(baseline)]].fillna("--")
 
-    caption = _caption([*map(shown_score, metrics)], score, seeds, _escaped(baseline))
+    has_looked = any(map(_stopping_of, results["run"].unique()))
+    caption = _caption([*map(shown_score, metrics)], score, seeds, _escaped(baseline), has_looked)
     single = [level for level in (0, 1) if table.columns.get_level_values(level).nunique() == 1]
     table.columns = table.columns.droplevel(single[-1:])
     table = table.rename(index=_escaped, columns=_escaped)
@@ -85,14 +89,38 @@ def _column(rows: pd.DataFrame, metric: str, marked: set[str]) -> pd.Series:
     return pd.Series(cells)
 
 
-def _caption(metrics: Sequence[str], score: Score, seeds: set[int], baseline: str) -> str:
+def _without_looking(marked: set[str], rows: pd.DataFrame, metric: str, baseline: str) -> set[str]:
+    """Return the methods that differ, for those of a stopped sweep as far as it has decided so."""
+    runs = rows.groupby("method", sort=False)["run"].first()
+    for method, run in runs.items():
+        if until := _stopping_of(run):
+            is_decided = any(
+                (pair["folder"], pair["metric"], pair["baseline"], pair["look"]["because"])
+                == (Path(run).parent.name, metric, baseline, "zero")
+                for pair in until["pairs"]
+            )
+            marked = marked | {str(method)} if is_decided else marked - {str(method)}
+    return marked
+
+
+def _stopping_of(run: str) -> dict[str, Any]:
+    """Return how the sweep of a run was stopped, or nothing if it has not added seeds."""
+    return read_sweep_record(Path(run).parent.parent).get("until", {})
+
+
+def _caption(
+    metrics: Sequence[str], score: Score, seeds: set[int], baseline: str, has_looked: bool
+) -> str:
     """Return what the cells are, as LaTeX."""
     names = _escaped(" and ".join(metrics))
     number = f"{min(seeds)}" if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)}"
+    test = rf"$p < {_LEVEL}$, paired $t$-test over common seeds with Holm's correction over the "
+    test += f"comparisons with {baseline}"
+    if has_looked:
+        test = "paired intervals after every seed, corrected by Pocock-type alpha spending"
     return (
         rf"Test {names} {_PLACES[score]}: mean $\pm$ standard deviation over {number} seeds. Bold: "
-        rf"the best mean. $^{{*}}$: differs from {baseline} ($p < {_LEVEL}$, paired $t$-test over "
-        f"common seeds with Holm's correction over the comparisons with {baseline})."
+        rf"the best mean. $^{{*}}$: differs from {baseline} ({test})."
     )
 
 

@@ -7,7 +7,7 @@ error may have been made. It stops early if a difference is clear.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -112,11 +112,19 @@ class Decision:
     """The state of one pair of methods of a sweep that adds seeds until it is decided.
 
     Attributes:
-        pair: The difference, such as ``FedProx - FedAvg alpha=0.3``.
+        metric: The test score.
+        method: The method.
+        baseline: The method that is subtracted.
+        point: The grid point, empty without a grid.
+        folder: Name of the folder with the method's runs at this point.
         look: What the seeds say.
     """
 
-    pair: str
+    metric: str
+    method: str
+    baseline: str
+    point: str
+    folder: str
     look: Look
 
     def __str__(self) -> str:
@@ -128,30 +136,28 @@ class Decision:
             None: "open",
         }
         interval = f"({own.low:+.4f} to {own.high:+.4f})"
+        pair = f"{self.method} - {self.baseline} {self.point}".strip()
         return (
-            f"{self.pair}: {own.difference:+.4f} {interval} after {own.seeds} seeds, "
-            f"{ends[own.because]}"
+            f"{pair}: {own.difference:+.4f} {interval} after {own.seeds} seeds, {ends[own.because]}"
         )
 
 
-def record_of(
-    decisions: Sequence[Decision], most: int, alpha: float, width: float | None
-) -> dict[str, Any]:
-    """Return what a report reads about the decisions of a sweep."""
-    pairs = [{"pair": decision.pair, **asdict(decision.look)} for decision in decisions]
-    return {"seeds": most, "alpha": alpha, "width": width, "pairs": pairs}
-
-
 def stopping_lines(record: Mapping[str, Any]) -> list[str]:
-    """Return how a sweep was stopped, from :func:`record_of`: a line for all, and one per pair."""
-    pairs = [dict(pair) for pair in record["pairs"]]
-    decisions = [Decision(pair.pop("pair"), Look(**pair)) for pair in pairs]
+    """Return how a sweep was stopped, a line for all, and one per pair.
+
+    Args:
+        record: ``seeds``, the maximum, ``alpha``, ``width``, and ``pairs``, the decisions as
+            dictionaries.
+    """
+    pairs = record["pairs"]
+    decisions = [Decision(**{**pair, "look": Look(**pair["look"])}) for pair in pairs]
     width = "" if record["width"] is None else f", or its interval was at most {record['width']:g}"
     together = f" over {len(pairs)} pairs" if len(pairs) > 1 else ""
     return [
-        f"seeds were added until each difference excluded zero{width}, up to {record['seeds']}; "
-        f"the intervals are corrected for looking after every seed (alpha spending by Lan and "
-        f"DeMets, Pocock's type, alpha {record['alpha']:g}{together}); the paired t-tests are not",
+        f"seeds were added until each difference of test {decisions[0].metric} excluded "
+        f"zero{width}, up to {record['seeds']}; the intervals are corrected for looking after "
+        "every seed (alpha spending by Lan and DeMets, Pocock's type, alpha "
+        f"{record['alpha']:g}{together}); the paired t-tests are not",
         *map(str, decisions),
     ]
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from matplotlib.colors import to_rgba
 
 from flsuite.analysis import curves_figure, latex_table, load, report_table
+from flsuite.analysis.sequential import Decision, Look
 from flsuite.common.errors import FlsuiteError
 from flsuite.runs.record import SWEEP
 from tests.analysis.made_runs import made_run, settings
@@ -46,6 +48,21 @@ def test_the_table_by_hand(sweep: Path) -> None:
     assert list(cells(latex_table(load(sweep), against="Adam"))) == ["Adam", r"Prox\_1", "FedAvg"]
     with pytest.raises(FlsuiteError, match="no method 'Fed'"):
         latex_table(load(sweep), against="Fed")
+
+
+def test_a_star_is_what_a_sweep_has_decided(sweep: Path) -> None:
+    """The t-test marks FedAvg, but is not corrected for looking at it after every seed."""
+    open_, differs = (Look(3, 0.1, 0.1, 0.1, because) for because in ("seeds", "zero"))
+    pairs = [
+        Decision("accuracy", "FedAvg", "Prox_1", "", "FedAvg-00000001", open_),
+        Decision("accuracy", "Adam", "Prox_1", "", "Adam-00000002", differs),
+    ]
+    until = {"seeds": 3, "alpha": 0.05, "width": None, "pairs": [*map(asdict, pairs)]}
+    (sweep / SWEEP).write_text(json.dumps({"methods": [*SCORES], "until": until}))
+    tex = latex_table(load(sweep))
+    marked = {method for method, own in cells(tex).items() if "*" in own[0]}
+    assert marked == {"Adam"} and "alpha spending" in tex and "Holm" not in tex
+    assert "*" not in cells(latex_table(load(sweep), against="FedAvg"))["Adam"][0]
 
 
 def test_the_table_can_be_compiled(sweep: Path) -> None:

@@ -1,6 +1,7 @@
 """Tests after every seed: against Student's t, and by simulation."""
 
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ from flsuite.analysis.sequential import (
     Decision,
     critical_values,
     look,
-    record_of,
     stopping_lines,
 )
 
@@ -65,7 +65,9 @@ def test_what_has_no_interval_is_open_until_the_last_seed(values: list[float]) -
 
 
 def test_the_lines_of_a_report() -> None:
-    decisions = [Decision("B - A", look([1.0, 1.1, 0.9], 3, 3))]
-    first, second = stopping_lines(record_of(decisions, 3, 0.05, 0.2))
+    decision = Decision("loss", "B", "A", "", "B-0", look([1.0, 1.1, 0.9], 3, 3))
+    record = {"seeds": 3, "alpha": 0.05, "width": 0.2, "pairs": [asdict(decision)]}
+    first, second = stopping_lines(record)
+    assert "of test loss excluded" in first
     assert "interval was at most 0.2, up to 3" in first and "Lan and DeMets" in first
     assert second.startswith("B - A: +1.0000 (+0.7") and second.endswith("after 3 seeds, differs")

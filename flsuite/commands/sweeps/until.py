@@ -2,12 +2,12 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flsuite.commands.sweeps.plan import label_of
+from flsuite.commands.sweeps.plan import Cell, Search, label_of
 from flsuite.commands.sweeps.queue import Queue
 from flsuite.commands.sweeps.reading import Sweep
 from flsuite.common.errors import FlsuiteError
@@ -44,10 +44,7 @@ def note_sweep(sweep: Sweep, folder: Path, decisions: "list[Decision]") -> None:
     """Write the order of the methods, and how the sweep was stopped, for reports."""
     content: dict[str, object] = {"methods": [*sweep.methods]}
     if sweep.until and decisions:
-        from flsuite.analysis.sequential import record_of
-
-        until = sweep.until
-        content["until"] = record_of(decisions, until.seeds, until.alpha, until.width)
+        content["until"] = {**asdict(sweep.until), "pairs": [*map(asdict, decisions)]}
     replace_text(json.dumps(content) + "\n", folder / SWEEP)
 
 
@@ -55,41 +52,51 @@ def _decisions(queue: Queue, first: int) -> "list[Decision]":
     """Return the state of each method against the first one, at each grid point."""
     from flsuite.analysis.sequential import Decision, look
 
-    until, scores = queue.sweep.until, _scores(queue)
+    until, metric = queue.sweep.until, _metric(queue)
     assert until is not None
     baseline = next(iter(queue.sweep.methods))
-    pairs = [(method, point) for method, point in scores if method != baseline]
+    theirs = {s.name: _scores(queue, s) for s in queue.searches if s.method == baseline}
+    others = [search for search in queue.searches if search.method != baseline]
     decisions = []
-    for method, point in pairs:
-        both = zip(scores[method, point], scores[baseline, point], strict=True)
+    for search in others:
+        point = label_of(search.point)
+        both = zip(_scores(queue, search), theirs[f"{baseline} {point}".strip()], strict=True)
         # Bonferroni's correction, because any pair may be wrong.
-        own = look(
-            [ours - theirs for ours, theirs in both],
-            first,
-            until.seeds,
-            until.alpha / len(pairs),
-            until.width,
-        )
-        decisions.append(Decision(f"{method} - {baseline} {point}".strip(), own))
+        alpha = until.alpha / len(others)
+        own = look([a - b for a, b in both], first, until.seeds, alpha, until.width)
+        place = _results(queue, search)[0].folder.parent.name
+        decisions.append(Decision(metric, search.method, baseline, point, place, own))
     return decisions
 
 
-def _scores(queue: Queue) -> dict[tuple[str, str], list[float]]:
-    """Return the test scores of the seeds, by method and grid point. A missing one is NaN.
+def _results(queue: Queue, search: Search) -> list[Cell]:
+    results = queue.results(search)
+    assert results is not None, "all cells are done"
+    return results
+
+
+def _scores(queue: Queue, search: Search) -> list[float]:
+    """Return the test scores of the seeds. A missing one is NaN."""
+    outcomes = [queue.outcome(cell) for cell in _results(queue, search)]
+    return [math.nan if o is None or o.test is None else o.test for o in outcomes]
+
+
+def _metric(queue: Queue) -> str:
+    """Return the score by which all methods pick their rounds.
 
     Raises:
-        FlsuiteError: If methods pick their rounds by different scores.
+        FlsuiteError: If they pick by different ones.
     """
-    scores, methods = {}, dict[str, str]()
-    for search in queue.searches:
-        outcomes = [o for cell in queue.results(search) or [] if (o := queue.outcome(cell))]
-        methods |= {outcome.monitor: search.method for outcome in outcomes}
-        tests = [math.nan if outcome.test is None else outcome.test for outcome in outcomes]
-        scores[search.method, label_of(search.point)] = tests
+    methods = {
+        outcome.monitor: search.method
+        for search in queue.searches
+        for cell in _results(queue, search)
+        if (outcome := queue.outcome(cell))
+    }
     if len(methods) > 1:
-        names = ", ".join(f"{monitor} of {method}" for monitor, method in methods.items())
+        names = ", ".join(f"{metric} of {method}" for metric, method in methods.items())
         raise FlsuiteError(
             f"until compares one score, but the rounds are picked by {names}; set trainer.monitor "
             "under overrides, in a new folder"
         )
-    return scores
+    return next(iter(methods))

@@ -106,7 +106,7 @@ def test_the_file_says_the_maximum_and_the_seeds_of_the_tuning_are_passed_over(
     results = {Path(folder).name for folder in ended if not folder.startswith("tuning")}
     assert results == {"seed-1", "seed-2", "seed-4", "seed-5"}
     (pair,) = json.loads(Path("out", SWEEP).read_text())["until"]["pairs"]
-    assert pair["because"] == "seeds" and pair["seeds"] == 4
+    assert pair["look"]["because"] == "seeds" and pair["look"]["seeds"] == 4
 
 
 def test_methods_without_a_common_score_are_refused(
