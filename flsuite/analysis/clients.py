@@ -320,7 +320,7 @@ def confusion_matrix(run_dir: str | Path, client: int | None = None) -> pd.DataF
 def _of_client(table: pd.DataFrame, client: int | None, folder: Path) -> pd.DataFrame:
     """Return the rows of a client, or of all test data, in a table of predictions."""
     if "model" not in table:  # from before clients were named
-        table = table.assign(client=pd.NA, model="global")
+        table = table.assign(client=np.nan, model="global")
     is_whole = table["model"].isin(["global", "mean"])
     if client is None:
         return table[is_whole]

@@ -80,12 +80,12 @@ def _column(rows: pd.DataFrame, metric: str, marked: set[str]) -> pd.Series:
     means, spreads, lower = values.mean(), values.std(), lower_is_better(metric)
     best = None if lower is None else means.min() if lower else means.max()
     cells = {}
-    for method, mean in means.items():
-        number, *spread = score_cell({"m": mean, "m_std": spreads[method]}, "m").split(" ± ")
+    for method, mean, spread in zip(means.index, means, spreads, strict=True):
+        number, *rest = score_cell({"m": mean, "m_std": spread}, "m").split(" ± ")
         shown = rf"\mathbf{{{number}}}" if mean == best else number
         # The star takes no room, so that the numbers stay below each other.
         star = r"\rlap{$^{*}$}" if method in marked else ""
-        cells[method] = f"${_PLUS_MINUS.join([shown, *spread])}${star}"
+        cells[method] = f"${_PLUS_MINUS.join([shown, *rest])}${star}"
     return pd.Series(cells)
 
 

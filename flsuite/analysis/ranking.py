@@ -3,7 +3,7 @@
 Demšar 2006, Statistical Comparisons of Classifiers over Multiple Data Sets, section 3.2.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -117,8 +117,8 @@ def ranks_figure(
         row = first_row + (number if is_left else len(names) - 1 - number)
         side = left if is_left else right
         panel.plot([rank, rank, side], [0, row, row], color="0.2", linewidth=0.9)
-        text = {"ha": "right", "x": side - 0.05} if is_left else {"ha": "left", "x": side + 0.05}
-        panel.text(y=row, s=f"{name} ({rank:.2f})", va="center", fontsize=9, **text)
+        x, ha = (side - 0.05, "right") if is_left else (side + 0.05, "left")
+        panel.text(x, row, f"{name} ({rank:.2f})", ha=ha, va="center", fontsize=9)
     panel.set(xlim=(left, right), ylim=(height, -2.2))
     panel.set_axis_off()
     return figure
@@ -131,7 +131,7 @@ def _draw_ruler(panel: Axes, methods: int, result: Ranks) -> None:
         panel.plot([rank, rank], [0, -0.25], color="black", linewidth=1)
         panel.text(rank, -0.35, f"{rank}", ha="center", va="bottom", fontsize=9)
     end = 1 + result.critical
-    look = {"color": "black", "linewidth": 1.2, "markersize": 7, "clip_on": False}
+    look: dict[str, Any] = {"color": "black", "linewidth": 1.2, "markersize": 7, "clip_on": False}
     panel.plot([1, end], [-1.5, -1.5], "|-", **look)  # it may be longer than the axis
     text = f"critical difference {result.critical:.2f}"
     panel.text(end + 0.06, -1.5, text, va="center", fontsize=8)

@@ -20,6 +20,10 @@ from flsuite.runs.record import SWEEP, read_sweep_record
 _PATHS = 200_000  # the standard error of an error of 0.05 is 0.0005
 
 
+Because = Literal["zero", "width", "seeds"]
+"""Why a difference is decided."""
+
+
 @dataclass(frozen=True)
 class Look:
     """What the seeds so far say about a paired difference.
@@ -37,7 +41,7 @@ class Look:
     difference: float
     low: float
     high: float
-    because: Literal["zero", "width", "seeds"] | None
+    because: Because | None
 
 
 def look(
@@ -66,6 +70,7 @@ def look(
         half = critical[seeds] * spread / math.sqrt(seeds)
         # Equal differences say nothing about their spread, and NaN is a run without a score.
         is_known = bool(half > 1e-12 * np.abs(values[:seeds]).max())
+        because: Because | None
         if is_known and half < abs(mean):
             because = "zero"
         elif is_known and width is not None and 2 * half <= width:
