@@ -12,7 +12,7 @@ from flsuite.commands.sweeps.queue import Queue
 from flsuite.commands.sweeps.reading import Sweep
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import replace_text
-from flsuite.runs.record import SWEEP, read_sweep_record
+from flsuite.runs.record import SWEEP
 
 if TYPE_CHECKING:  # imported late: pandas and matplotlib are not needed by other sweeps
     from flsuite.analysis.sequential import Decision
@@ -45,8 +45,9 @@ def note_sweep(sweep: Sweep, folder: Path, decisions: "list[Decision]") -> None:
     content: dict[str, object] = {"methods": [*sweep.methods]}
     if sweep.until and decisions:
         content["until"] = {**asdict(sweep.until), "pairs": [*map(asdict, decisions)]}
-    if read_sweep_record(folder) != json.loads(text := json.dumps(content)):
-        replace_text(f"{text}\n", folder / SWEEP)
+    path, text = folder / SWEEP, json.dumps(content) + "\n"
+    if not path.is_file() or path.read_bytes() != text.encode():
+        replace_text(text, path)
 
 
 def _decisions(queue: Queue, first: int) -> "list[Decision]":
