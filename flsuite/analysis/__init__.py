@@ -12,6 +12,7 @@ from flsuite.analysis.cross import cross_figure, cross_markdown, cross_matrices,
 from flsuite.analysis.curves import curves_figure, gamma_figure, run_figure
 from flsuite.analysis.groups import find_runs, group_runs
 from flsuite.analysis.latent import flow_figure, latent_figure, load_model
+from flsuite.analysis.latex import latex_table
 from flsuite.analysis.listing import list_runs
 from flsuite.analysis.partition import (
     forgetting_figure,
@@ -20,12 +21,14 @@ from flsuite.analysis.partition import (
     partitions_figure,
     task_plan_figure,
 )
+from flsuite.analysis.ranking import Ranks, ranks, ranks_figure
 from flsuite.analysis.report import report_markdown, report_table, target_figure, target_table
 from flsuite.analysis.results import Results, load
 from flsuite.analysis.runs import read_metrics, read_partition
 from flsuite.analysis.timeline import read_timeline, timeline_figure
 
 __all__ = [
+    "Ranks",
     "Results",
     "client_gains",
     "clients_figure",
@@ -45,11 +48,14 @@ __all__ = [
     "group_runs",
     "label_skew",
     "latent_figure",
+    "latex_table",
     "list_runs",
     "load",
     "load_model",
     "partition_figure",
     "partitions_figure",
+    "ranks",
+    "ranks_figure",
     "read_metrics",
     "read_partition",
     "read_timeline",

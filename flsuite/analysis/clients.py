@@ -242,7 +242,7 @@ def _against(axes: Axes, values: pd.DataFrame, names: Sequence[str]) -> None:
         axes.legend(fontsize=7)
 
 
-def confusion_figure(results: pd.DataFrame) -> Figure:
+def confusion_figure(results: pd.DataFrame, clients: Sequence[int] | None = None) -> Figure:
     """Draw the share of each class that is predicted as each class, one panel per method.
 
     Counts are summed over seeds.
@@ -250,15 +250,19 @@ def confusion_figure(results: pd.DataFrame) -> Figure:
     Args:
         results: A table from :func:`~flsuite.analysis.load`. The runs need predictions, which
             ``flsuite predict`` writes.
+        clients: Draw a panel per method and client: the client's part of the test data, by its own
+            model if it has one. Default: all test data.
 
     Raises:
-        FlsuiteError: If a run has no predictions, or a sample has several labels.
+        FlsuiteError: If a run or client has no predictions, or a sample has several labels.
     """
     require_results(results)
     totals = {}
     for title, rows in by_experiment(results).items():
-        counts = [confusion_matrix(run) for run in rows["run"].unique()]
-        totals[title] = sum(counts[1:], counts[0])
+        for client in [None] if clients is None else clients:
+            counts = [confusion_matrix(run, client) for run in rows["run"].unique()]
+            name = title if client is None else f"{title}, client {client}"
+            totals[name] = sum(counts[1:], counts[0])
     return draw_confusion(totals)
 
 
@@ -280,13 +284,18 @@ def draw_confusion(counts: Mapping[str, pd.DataFrame]) -> Figure:
     return figure
 
 
-def confusion_matrix(run_dir: str | Path) -> pd.DataFrame:
+def confusion_matrix(run_dir: str | Path, client: int | None = None) -> pd.DataFrame:
     """Return the number of test samples by true class and predicted class.
 
     Rows are the classes, and columns are the predictions, by name.
 
+    Args:
+        run_dir: The run's folder.
+        client: Count the client's part of the test data, by its own model if it has one. Default:
+            all test data, by the global model or the mean over the clients' models.
+
     Raises:
-        FlsuiteError: If the run has no predictions, or a sample has several labels.
+        FlsuiteError: If the run or client has no predictions, or a sample has several labels.
     """
     folder = Path(run_dir)
     if not (folder / "predictions.csv").is_file():
@@ -294,7 +303,8 @@ def confusion_matrix(run_dir: str | Path) -> pd.DataFrame:
             f"{folder} has no predictions.csv: write it with flsuite predict --config "
             f"{folder / 'config.yaml'}"
         )
-    table = read_table(folder / "predictions.csv", {"target": "str", "prediction": "str"})
+    words = dict.fromkeys(("model", "target", "prediction"), "str")
+    table = _of_client(read_table(folder / "predictions.csv", words), client, folder)
     try:
         target, prediction = (table[name].astype(int) for name in ("target", "prediction"))
     except ValueError as error:
@@ -305,6 +315,23 @@ def confusion_matrix(run_dir: str | Path) -> pd.DataFrame:
 
     names = list(read_partition(folder)["class"].unique())
     return count_pairs(target.to_numpy(), prediction.to_numpy(), names)
+
+
+def _of_client(table: pd.DataFrame, client: int | None, folder: Path) -> pd.DataFrame:
+    """Return the rows of a client, or of all test data, in a table of predictions."""
+    if "model" not in table:  # from before clients were named
+        table = table.assign(client=np.nan, model="global")
+    is_whole = table["model"].isin(["global", "mean"])
+    if client is None:
+        return table[is_whole]
+    own = table[table["client"] == client]
+    if own.empty:
+        raise FlsuiteError(
+            f"{folder / 'predictions.csv'} has no samples of client {client}; name a client with "
+            "test data, or repeat flsuite predict if the file is from an older version"
+        )
+    by_own_model = own[own["model"] == str(client)]
+    return by_own_model if len(by_own_model) else own[is_whole]
 
 
 def count_pairs(targets: np.ndarray, predictions: np.ndarray, names: list[str]) -> pd.DataFrame:

@@ -43,7 +43,7 @@ def compare(
     Raises:
         FlsuiteError: If the score or method does not exist.
     """
-    scores = _seed_scores(results, metric, score)
+    scores = seed_scores(results, metric, score)
     methods = list(dict.fromkeys(scores["method"]))
     if against is not None and against not in methods:
         raise FlsuiteError(
@@ -68,15 +68,15 @@ def compare(
     return table
 
 
-def _seed_scores(results: pd.DataFrame, metric: str, score: Score | None) -> pd.DataFrame:
-    """Return one test score per run: columns ``method, partition, seed, value``.
+def seed_scores(results: pd.DataFrame, metric: str, score: Score | None) -> pd.DataFrame:
+    """Return one test score per run: columns ``run, method, partition, seed, value``.
 
     The arguments are the same as for :func:`compare`. Runs without the score are left out.
     """
     default, monitor = default_score(results, metric)
     score = score or default
     require_one_of("compare", get_args(Score), score=score)
-    rows, names = [], ["method", "partition", "seed"]
+    rows, names = [], ["run", "method", "partition", "seed"]
     for table in run_tables(results):
         scores = run_scores(table, metric, monitor, last=1)
         if score in scores:

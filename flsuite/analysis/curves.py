@@ -5,7 +5,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any, Literal, get_args
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -29,7 +31,12 @@ from flsuite.common.errors import FlsuiteError, require_one_of
 from flsuite.common.score_names import shown_score
 from flsuite.runs.record import read_settings
 
-_LINES = ("-", "--", ":", "-.")
+_DASHES = ("-", "--", ":", "-.")
+_MARKERS = ("", "o", "s", "^", "D", "v", "x")
+_MOST_MARKS = 8  # on a line
+
+Band = Literal["range", "std", "95", "none"]
+"""What a band around a mean covers: all seeds, one standard deviation, or a 95 % interval."""
 
 
 def curves_figure(
@@ -38,23 +45,29 @@ def curves_figure(
     split: str = "test",
     x: str = "round",
     target: float | None = None,
+    band: Band = "range",
 ) -> Figure:
     """Draw the global scores of runs, one panel per metric.
 
+    Lines differ in color, and in dash or marker for print in black and white.
+
     Args:
         runs: A table from :func:`~flsuite.analysis.load`, or a mapping from label to run folder.
-            For a table, each method has a line (the mean over seeds) and a band (their range). Each
-            partition has a row of panels, or one panel if there is one metric.
+            For a table, each method has a line (the mean over seeds) and a band. Each partition has
+            a row of panels, or one panel if there is one metric.
         metrics: Names of scores.
         split: ``val`` or ``test``.
         x: The horizontal axis: ``round``, ``virtual_s``, ``wall_s``, ``client_updates`` or
             ``bytes``.
         target: A value of the first metric, drawn as a dashed line.
+        band: ``range`` of the seeds, ``std`` for one standard deviation around the mean, ``95`` for
+            the 95 % interval of the mean (of Student's t), or ``none``.
 
     Raises:
-        FlsuiteError: If the axis does not exist.
+        FlsuiteError: If the axis or the band does not exist.
     """
     require_one_of("curves_figure", AXES, x=x)
+    require_one_of("curves_figure", get_args(Band), band=band)
     metrics = [metrics] if isinstance(metrics, str) else metrics
     if isinstance(runs, pd.DataFrame):
         by_partition = _from_table(runs, metrics, split, x)
@@ -71,8 +84,8 @@ def curves_figure(
     names = dict.fromkeys(
         label for line in by_partition.values() for lines in line.values() for label in lines
     )
-    # Some labels have no score in a panel. The others must keep their colors there.
-    looks = {label: (f"C{n % 10}", _LINES[n // 10 % len(_LINES)]) for n, label in enumerate(names)}
+    # Some labels have no score in a panel. The others must keep their looks there.
+    looks = {label: _look(n) for n, label in enumerate(names)}
     several = isinstance(runs, pd.DataFrame) and runs["partition"].nunique() > 1
     drawn: dict[str, Line2D] = {}
     for line, (partition, by_metric) in zip(panels, by_partition.items(), strict=True):
@@ -83,7 +96,7 @@ def curves_figure(
                 panel.set_axis_off()
             for label, curves in lines.items():
                 look = looks[label]
-                drawn[textwrap.fill(label, 60)] = _draw_band(panel, curves, label, x, *look)
+                drawn[textwrap.fill(label, 60)] = _draw_band(panel, curves, label, x, look, band)
             if target is not None and metric == metrics[0]:
                 panel.axhline(target, color="0.4", linestyle="--", linewidth=0.8)
     _add_legend(figure, drawn)
@@ -153,33 +166,55 @@ def seed_curves(rows: pd.DataFrame, x: str) -> pd.DataFrame:
     return aligned(curves, x)
 
 
+def _look(number: int) -> dict[str, Any]:
+    """Return color, dash and marker of a line. The first 28 differ in dash or marker."""
+    rest, dash = divmod(number, len(_DASHES))
+    marker = _MARKERS[rest % len(_MARKERS)]
+    return {"color": f"C{number % 10}", "linestyle": _DASHES[dash], "marker": marker}
+
+
 def _draw_band(
-    panel: Axes, curves: pd.DataFrame, label: str, x: str, color: str, style: str = "-"
+    panel: Axes,
+    curves: pd.DataFrame,
+    label: str,
+    x: str,
+    look: Mapping[str, Any],
+    band: Band = "range",
 ) -> Line2D:
-    """Draw the mean of curves, and their range as a band, and return the line.
+    """Draw the mean of curves with a band, and return the line.
 
     Args:
         panel: The panel to draw in.
         curves: One column per run, indexed by the axis.
         label: The label.
         x: The axis.
-        color: The color.
-        style: The style of the line.
+        look: Color, dash and marker of the line.
+        band: What the band covers, see :func:`curves_figure`.
     """
     points = curves.index * AXES[x].scale
     line = panel.plot(
-        points,
-        curves.mean(axis=1),
-        style,
-        label=textwrap.fill(label, 40),
-        color=color,
-        linewidth=1.6,
-        marker="o" if len(points) == 1 else None,  # a line of one point is invisible
+        points, curves.mean(axis=1), label=textwrap.fill(label, 40), linewidth=1.6, **look
     )[0]
-    if curves.shape[1] > 1:
-        low, high = curves.min(axis=1), curves.max(axis=1)
+    line.set(markersize=4, markevery=-(-max(len(points), 1) // _MOST_MARKS))
+    if len(points) == 1 and not look.get("marker"):
+        line.set_marker("o")  # a line of one point is invisible
+    if curves.shape[1] > 1 and band != "none":
+        low, high = _limits(curves, band)
         panel.fill_between(points, low, high, color=line.get_color(), alpha=0.15, lw=0)
     return line
+
+
+def _limits(curves: pd.DataFrame, band: Band) -> tuple[pd.Series, pd.Series]:
+    """Return the limits of the band around the mean of curves."""
+    if band == "range":
+        return curves.min(axis=1), curves.max(axis=1)
+    mean, spread = curves.mean(axis=1), curves.std(axis=1)
+    if band == "95":
+        from scipy.stats import t  # late, because it takes a while to import
+
+        seeds = curves.count(axis=1)
+        spread = spread * t.ppf(0.975, seeds - 1) / np.sqrt(seeds)
+    return mean - spread, mean + spread
 
 
 def label_axes(panel: Axes, metric: str, split: str, x: str) -> None:
@@ -221,11 +256,11 @@ def gamma_figure(results: pd.DataFrame, x: str = "round") -> Figure:
         )
     figure, panels = panel_grid(len(parts), (3.8, 2.9))
     for panel, name in zip(panels, parts, strict=True):
-        # Only fused models have all parts. The number keeps their color in all panels.
+        # Only fused models have all parts. The number keeps their look in all panels.
         for n, (label, rows) in enumerate(by_experiment(results).items()):
             own = score_rows(rows, name, "train")
             if len(own):
-                _draw_band(panel, seed_curves(own, x), label, x, f"C{n % 10}")
+                _draw_band(panel, seed_curves(own, x), label, x, _look(n))
         label_axes(panel, name, "train", x)
         panel.set_ylabel(GAMMA[name])
         if (score_rows(results, name, "train")["value"] > 0).all():
@@ -244,7 +279,7 @@ def gamma_parts(results: pd.DataFrame) -> list[str]:
 
 MOST_SCORES = 4
 """Number of scores that are shown by default."""
-_STYLES = {"test": ("test", "C0", "-"), "val": ("validation", "C1", "--")}
+_STYLES = {"test": ("test", _look(0)), "val": ("validation", _look(1))}
 
 
 def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
@@ -270,9 +305,9 @@ def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
 
     figure, panels = panel_grid(len(names), (4.6, 3.2))
     for panel, name in zip(panels, names, strict=True):
-        for split, (label, color, style) in _STYLES.items():
+        for split, (label, look) in _STYLES.items():
             if len(scores := curve(table, name, split, x=x)):
-                _draw_band(panel, scores.to_frame(), label, x, color, style)
+                _draw_band(panel, scores.to_frame(), label, x, look)
         if picked is not None:
             _mark(panel, table, name, int(picked), x)
         label_axes(panel, name, "", x)

@@ -12,7 +12,7 @@ import yaml
 
 from flsuite.analysis.runs import is_metrics, read_metrics
 from flsuite.common.errors import FlsuiteError
-from flsuite.runs.record import read_settings
+from flsuite.runs.record import read_settings, read_sweep_record
 
 Flat = dict[str, Any]
 """Settings by path: ``model`` is a class, ``model.lr`` one of its parameters."""
@@ -256,6 +256,8 @@ def find_runs(places: Iterable[str | Path]) -> list[Path]:
 def group_runs(folders: Iterable[Path]) -> list[Group]:
     """Group runs by their settings, and label each group with its differing settings.
 
+    Groups are sorted by label. Methods of a sweep keep the order of its file.
+
     Raises:
         FlsuiteError: If a folder is not a run, or no run has a finished round.
     """
@@ -279,7 +281,7 @@ def group_runs(folders: Iterable[Path]) -> list[Group]:
         group.method = method_of(group.settings, variation)
         group.partition = partition_of(group.settings, variation)
     _take_names_of_sweep(groups, variation)
-    return sorted(groups, key=lambda group: group.label)
+    return sorted(groups, key=lambda group: (_place_in_sweep(group), group.label))
 
 
 def monitor_of(settings: Mapping[str, Any]) -> str:
@@ -319,6 +321,13 @@ def _cell_of(group: Group) -> tuple[str, str] | None:
     if len(matches) != 1 or any(not f.name.startswith("seed-") for f in group.runs):
         return None
     return matches[0]["method"], matches[0]["point"] or ""
+
+
+def _place_in_sweep(group: Group) -> int:
+    """Return the position of a group's method in the file of its sweep, and 0 outside of sweeps."""
+    cell, folder = _cell_of(group), next(iter(group.runs))
+    methods = read_sweep_record(folder.parent.parent).get("methods", []) if cell else []
+    return methods.index(cell[0]) if cell and cell[0] in methods else 0
 
 
 def _text(settings: Any) -> str:

@@ -1,12 +1,13 @@
 """Comparison of experiments: mean and spread over their runs, and when they reach a target."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from flsuite.analysis.groups import Group, tables_of
+from flsuite.analysis.groups import Group, find_runs, group_runs, tables_of
 from flsuite.analysis.panels import AXES, by_experiment, panel_grid, tidy
 from flsuite.analysis.results import only, run_tables
 from flsuite.analysis.runs import curve, logged, logged_scores, of_last_task, run_scores, score_rows
@@ -31,7 +32,9 @@ def default_metrics(groups: Sequence[Group], splits: Sequence[str], most: int) -
 
 
 def report_table(
-    groups: Sequence[Group], metrics: Sequence[str] = ("accuracy",), last: int = 10
+    groups: Sequence[Group] | str | Path,
+    metrics: Sequence[str] = ("accuracy",),
+    last: int = 10,
 ) -> pd.DataFrame:
     """Return one row per group and metric, with mean and spread over its runs.
 
@@ -39,7 +42,7 @@ def report_table(
     :func:`run_scores`. The spread is the standard deviation with ddof 1, empty for a single run.
 
     Args:
-        groups: The experiments.
+        groups: The experiments, or a folder with their runs, such as ``runs/comparison``.
         metrics: Names of test scores.
         last: Number of evaluations in ``mean_last``. A shorter run lowers it for all. ``averaged``
             is the number used.
@@ -47,6 +50,8 @@ def report_table(
     Raises:
         FlsuiteError: If no run has one of the metrics.
     """
+    groups = group_runs(find_runs([groups])) if isinstance(groups, (str, Path)) else groups
+    metrics = [metrics] if isinstance(metrics, str) else metrics
     rows: list[dict[str, Any]] = []
     for metric in metrics:
         require_score(groups, metric, "test")
@@ -162,7 +167,7 @@ def target_points(
     Raises:
         FlsuiteError: If no run has the score, or it is unknown whether it should be low.
     """
-    lower = _is_lower_better(metric)
+    lower = is_lower_better(metric)
     only(results, metric, split)
     rows = []
     for table in run_tables(results):
@@ -309,10 +314,11 @@ def first_to_target(table: pd.DataFrame, goal: str, x: str = "round") -> str | N
     )
 
 
-def _is_lower_better(metric: str) -> bool:
+def is_lower_better(metric: str) -> bool:
+    """Return whether a score should be low, and refuse one of unknown direction."""
     lower = lower_is_better(metric)
     if lower is None:
         raise FlsuiteError(
-            f"target: it is unknown whether {metric!r} should be high or low; choose another metric"
+            f"it is unknown whether {metric!r} should be high or low; choose another metric"
         )
     return lower

@@ -236,6 +236,15 @@ def of_last_task(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["round"].isin(tasks.index[tasks == tasks.max()])] if len(tasks) else table
 
 
+def files_of_sweeps(places: Iterable[str | Path], name: str) -> list[Path]:
+    """Return the files with a name in the folders of sweeps in or above ``places``."""
+    roots = [Path(place).resolve() for place in places]
+    # A sweep's folder holds its cells, and a cell holds its runs.
+    above = [folder / name for root in roots for folder in list(root.parents)[:2]]
+    below = [path for root in roots for path in root.rglob(name)]
+    return sorted({*below, *(path for path in above if path.is_file())})
+
+
 def read_tuning(places: Iterable[str | Path]) -> pd.DataFrame | None:
     """Return the number of trials of each method at each grid point, and the chosen values.
 
@@ -249,16 +258,7 @@ def read_tuning(places: Iterable[str | Path]) -> pd.DataFrame | None:
     Raises:
         FlsuiteError: If a table of the tuning has other columns.
     """
-    roots = [Path(place).resolve() for place in places]
-    # A sweep's folder holds its cells, and a cell holds its runs.
-    paths = {path for root in roots for path in root.rglob("tuning.csv")}
-    paths |= {
-        folder / "tuning.csv"
-        for root in roots
-        for folder in list(root.parents)[:2]
-        if (folder / "tuning.csv").is_file()
-    }
-    tables = [_budget(path) for path in sorted(paths)]
+    tables = [_budget(path) for path in files_of_sweeps(places, "tuning.csv")]
     return pd.concat(tables, ignore_index=True) if tables else None
 
 

@@ -272,6 +272,6 @@ def confusion_counts(run: Run) -> "pd.DataFrame | None":
 
     from flsuite.analysis.clients import count_pairs
 
-    probabilities = class_probabilities(federation, run.evaluator)
+    probabilities, _ = class_probabilities(federation, run.evaluator)
     run.evaluator.load(federation.client_state(None))  # the resident model is the global one again
     return count_pairs(targets.numpy(), probabilities.argmax(1).numpy(), list(data.spec.names))

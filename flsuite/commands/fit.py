@@ -1,6 +1,7 @@
 """``flsuite fit | validate | test | predict``: a LightningCLI around the federated trainer."""
 
 import logging
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from flsuite.common.errors import FlsuiteError, one_line, require_extra
 from flsuite.common.exports import import_names
 from flsuite.common.files import parse_yaml
 from flsuite.runs.folder import new_run_dir
+from flsuite.runs.record import read_sweep_record
 from flsuite.trainer import FederatedTrainer
 
 log = logging.getLogger("flsuite")
@@ -176,7 +178,7 @@ class _FederatedCLI(LightningCLI):
             super()._run_subcommand(subcommand)
 
     def after_fit(self) -> None:
-        """Write pictures of the curves, partition and timeline to the run's folder."""
+        """Write pictures of the curves, partition and timeline, and print what may come next."""
         # Imported late: pandas and matplotlib are not needed earlier.
         from flsuite.analysis.curves import run_figure
         from flsuite.analysis.partition import partition_figure
@@ -200,6 +202,16 @@ class _FederatedCLI(LightningCLI):
                 draw().savefig(folder / name)
             except (OSError, FlsuiteError) as error:  # the run itself is complete
                 log.warning("%s was not written: %s", name, one_line(error))
+        self._print_next(folder)
+
+    def _print_next(self, folder: Path) -> None:
+        """Print commands for this run, but not for the cells of a sweep, which has its own end."""
+        run = self.trainer.run
+        if run is None or not run.options.show or read_sweep_record(folder.parent.parent):
+            return
+        name, half = shlex.quote(str(folder)), run.round // 2
+        print(f"next: flsuite report {name} --output report   # tables and figures for a paper")
+        print(f"      flsuite fork {name} --at {half} --without 0   # the same without client 0")
 
     def _default_run_dir(self, config: Any) -> Path:
         """Return a new folder for a new run, else the folder of the existing run.

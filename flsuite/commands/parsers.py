@@ -227,6 +227,12 @@ def _sweep(parser: CommandParser) -> None:
     add("--folder", metavar="FOLDER", help=how)
     how = "cells that run at the same time; default: workers of FILE, else 1"
     add("--workers", metavar="N", type=int, help=how)
+    how = (
+        "add seeds after those of FILE until every method's paired difference from the first one "
+        "is clear: its interval, corrected for looking (alpha spending), excludes zero, or is at "
+        "most until.width of FILE wide, or there are until.seeds of FILE (20)"
+    )
+    add("--until", choices=("decided",), help=how)
     how = "print each cell's score or state, failures and the time left; run nothing"
     add("--status", action="store_true", help=how)
     how = "build every method once, print the cells and the time left; run nothing"
@@ -261,6 +267,11 @@ def _report(parser: CommandParser) -> None:
     how = "axis of the picture and of --target (bytes in MB); default round"
     axes = "round", "virtual_s", "wall_s", "client_updates", "bytes"
     add("--x", choices=axes, default="round", help=how)
+    how = (
+        "band around the mean curves: the range of the seeds (default), std (one standard "
+        "deviation), 95 (the 95 %% interval of the mean) or none"
+    )
+    add("--band", choices=("range", "std", "95", "none"), default="range", help=how)
     how = "data of the picture and of --target; default test"
     add("--split", choices=("test", "val"), default="test", help=how)
     how = (
@@ -280,8 +291,8 @@ def _report(parser: CommandParser) -> None:
     add("--rows", metavar="SETTING", help=how)
     add("--columns", metavar="SETTING", help="see --rows")
     how = (
-        "write report.csv, report.md (with the pairs), report.png (curves with their range), "
-        "comparison.csv (pairs) and target.csv there"
+        "write report.csv, report.md (with the pairs), report.tex (a table for a paper), "
+        "report.png and report.pdf (curves), comparison.csv (pairs) and target.csv there"
     )
     add("--output", metavar="FOLDER", help=how)
     how = (

@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from flsuite.analysis.comparison import (
 from flsuite.analysis.cross import cross_figure, cross_markdown, cross_matrices, cross_table
 from flsuite.analysis.curves import MOST_SCORES, curves_figure
 from flsuite.analysis.groups import Group, find_runs, group_runs
+from flsuite.analysis.latex import latex_table
 from flsuite.analysis.listing import (
     apart,
     finished,
@@ -32,8 +34,9 @@ from flsuite.analysis.listing import (
     undefined,
     uneven,
 )
-from flsuite.analysis.panels import AXES
+from flsuite.analysis.panels import AXES, save_figure
 from flsuite.analysis.publish.page.page import PageRequest, require_page, write_page
+from flsuite.analysis.ranking import Ranks, ranks, ranks_figure
 from flsuite.analysis.report import (
     amount_cell,
     averaged_text,
@@ -49,11 +52,12 @@ from flsuite.analysis.report import (
 )
 from flsuite.analysis.results import Results, results_of
 from flsuite.analysis.runs import read_tuning
+from flsuite.analysis.sequential import stopping_of
 from flsuite.commands.parsers import parser_of
 from flsuite.common.arguments import PositiveInt, require
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import csv_of, make_folder, plain_rows, replace_text
-from flsuite.common.score_names import shown_score
+from flsuite.common.score_names import lower_is_better, shown_score
 
 
 def report(args: list[str]) -> dict[str, Any]:
@@ -98,17 +102,21 @@ def report(args: list[str]) -> dict[str, Any]:
         if metric in targets:
             _print_target(console, targets[metric], _goal(metric, request), request.x)
         _print_comparison(console, comparisons[metric], results, metric)
+    ranked = _ranked(results, request.metric)
+    for metric, own in ranked.items():
+        console.print(own.line(metric))
     tuning = read_tuning(request.folders)
     if tuning is not None:
         console.print(_shown_tuning(tuning))
-    notes = [*left_out, *uneven(groups), *repeated(groups), *measured(groups, request.x)]
+    stopping = stopping_of(request.folders)
+    notes = [*stopping, *left_out, *uneven(groups), *repeated(groups), *measured(groups, request.x)]
     notes += undefined(groups, request.metric)
     notes += own_models(groups, request.metric, request.split)
     for line in notes:
         console.print(line)
 
     if request.output:
-        _write(request, groups, table, targets, results, comparisons, console)
+        _write(request, groups, table, targets, results, comparisons, ranked, stopping, console)
     if request.html:
         path = Path(request.html)
         make_folder(path.parent)
@@ -222,6 +230,16 @@ def _print_comparison(console: Console, table: pd.DataFrame, results: Results, m
     console.print(comparison_note(table, metric, default_score(results, metric)[0]))
 
 
+def _ranked(results: Results, metrics: Sequence[str]) -> dict[str, Ranks]:
+    """Return the ranks by score, if three methods or more are compared on three partitions."""
+    known = [metric for metric in metrics if lower_is_better(metric) is not None]
+    if results["partition"].nunique() < 3 or results["method"].nunique() < 3:
+        return {}
+    with suppress(FlsuiteError):  # the methods do not share the partitions
+        return {metric: ranks(results, metric) for metric in known}
+    return {}
+
+
 def _shown_tuning(tuning: pd.DataFrame) -> Table:
     """Return a table with each method's number of tuning trials and the chosen values."""
     shown = Table(title="budget of the tuning, on validation data", title_justify="left")
@@ -252,27 +270,44 @@ def _write(
     targets: dict[str, pd.DataFrame],
     results: Results,
     comparisons: dict[str, pd.DataFrame],
+    ranked: dict[str, Ranks],
+    stopping: Sequence[str],
     console: Console,
 ) -> None:
     """Write the tables and the picture to a folder."""
     folder = make_folder(Path(request.output))
-    written = ["report.csv", "report.md", "report.png"]
+    written = ["report.csv", "report.md", "report.tex", "report.png", "report.pdf"]
     replace_text(csv_of(table), folder / "report.csv")
     pages = [_markdown(table, targets, request)]
     pages += [
         comparison_markdown(own, name, default_score(results, name)[0])
         for name, own in comparisons.items()
     ]
+    pages += [own.line(metric) + "\n" for metric, own in ranked.items()]
+    pages += ["".join(f"- {line}\n" for line in stopping)]
     (folder / "report.md").write_text("\n".join(filter(None, pages)), encoding="utf-8")
+    tex = latex_table(results, request.metric, request.against)
+    tex += "".join(f"% {line}\n" for line in stopping)
+    (folder / "report.tex").write_text(tex, encoding="utf-8")
     for metric in request.metric:
         for line in apart(groups, metric, request.split, request.x):
             console.print(line)
     figure = curves_figure(
-        results, request.metric, split=request.split, x=request.x, target=request.target
+        results,
+        request.metric,
+        split=request.split,
+        x=request.x,
+        target=request.target,
+        band=request.band,
     )
-    figure.savefig(folder / "report.png")
+    save_figure(figure, folder / "report")
 
-    for file, tables in (("comparison.csv", comparisons), ("target.csv", targets)):
+    for metric in ranked:
+        stem = folder / f"ranks-{metric.replace('/', '-')}"
+        written += [path.name for path in save_figure(ranks_figure(results, metric), stem)]
+    of_ranks = {metric: own.table for metric, own in ranked.items()}
+    all_tables = {"comparison.csv": comparisons, "target.csv": targets, "ranks.csv": of_ranks}
+    for file, tables in all_tables.items():
         parts = [own.assign(metric=name) for name, own in tables.items() if len(own)]
         if parts:
             replace_text(csv_of(pd.concat(parts)), folder / file)
@@ -304,10 +339,11 @@ def _print_cross(
     folder = make_folder(Path(request.output))
     replace_text(csv_of(table), folder / "cross.csv")
     (folder / "cross.md").write_text(cross_markdown(table), encoding="utf-8")
-    pictures = {f"cross-{metric.replace('/', '-')}.png": metric for metric in metrics}
-    for name, metric in pictures.items():
-        cross_figure(table, metric).savefig(folder / name)
-    print("\n".join(f"{folder}/{name}" for name in ("cross.csv", "cross.md", *pictures)))
+    written = [folder / "cross.csv", folder / "cross.md"]
+    for metric in metrics:
+        stem = folder / f"cross-{metric.replace('/', '-')}"
+        written += save_figure(cross_figure(table, metric), stem)
+    print("\n".join(map(str, written)))
     return result
 
 

@@ -23,6 +23,7 @@ from flsuite.commands.sweeps.status import (
     print_status,
     strangers,
 )
+from flsuite.commands.sweeps.until import grown, note_sweep
 from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.common.files import make_folder
 from flsuite.federation.engines.forkserver import interrupts_ignored
@@ -41,31 +42,48 @@ def sweep(args: list[str]) -> None:
         FederationError: If cells have failed. All others are done.
     """
     request, rest = parser_of("sweep").parse_known_args(args)
-    content = read_sweep(request.config, _overrides(rest), request.workers)
-    folder = Path(request.folder or Path("runs", content.name))
+    plan = read_sweep(request.config, _overrides(rest), request.workers, request.until)
+    folder = Path(request.folder or Path("runs", plan.name))
     if folder.is_file():
         raise FlsuiteError(f"sweep: {folder} is a file; name another folder with --folder")
 
+    content, decisions = grown(plan, folder)
     if request.status:
         print_status(Queue(content, folder, retries=False))
+        print(*map(str, decisions), sep="\n", end="\n" if decisions else "")
         return
     queue = Queue(content, folder)
     if queue.is_complete():
         queue.note_tuning()  # the file may have fewer trials than before
         print(f"nothing to do: {queue.size} of {queue.size} cells are done")
-        _print_end(queue)
-        return
+    while not queue.is_complete():
+        if not _run_all(queue, is_dry=request.dry_run):
+            return
+        content, decisions = grown(plan, folder)
+        if content == queue.sweep:  # done, or cells have failed
+            break
+        print(f"undecided: seed {content.seeds[-1]} is added", file=sys.stderr)
+        queue = Queue(content, folder)
+    note_sweep(content, folder, decisions)
+    print(*map(str, decisions), sep="\n", end="\n" if decisions else "")
+    _print_end(queue)
+
+
+def _run_all(queue: Queue, is_dry: bool) -> bool:
+    """Check the cells of a queue and run them, or print them. Return whether they were run."""
+    content, folder = queue.sweep, queue.folder
     if (number := len(samples_of(content))) > _MOST_LINES:
         print(f"checking that {number} experiments can start", file=sys.stderr)
-    with _CellProcess(content, folder, request.dry_run) as process:
+    with _CellProcess(content, folder, is_dry) as process:
         _require_ready(content, process.check())
-        if request.dry_run:
+        if is_dry:
             print_cells(queue)
-            return
+            return False
         make_folder(folder)
+        note_sweep(content, folder, [])
         queue.note_tuning()
         _run(queue, process)
-    _print_end(queue)
+    return True
 
 
 def _overrides(args: list[str]) -> Overrides:

@@ -1,6 +1,7 @@
 """Facts about a run, read from its folder."""
 
 import csv
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ LIMITS = {
 """The limits of a run, and the columns of its table that they limit."""
 TUNING_COLUMNS = ("method", "grid point", "trial", "values", "score", "chosen")
 """The columns of a sweep's ``tuning.csv``, a row per trial."""
+SWEEP = "sweep.json"
+"""The file in a sweep's folder with its methods, in the order of the sweep's file."""
 _PARTS = ("model", "data", "aggregator", "schedule")  # settings of every run
 
 
@@ -40,6 +43,22 @@ def read_settings(run: Path) -> dict[str, Any]:
             f"{path} does not hold the settings of a run; restore it or leave it out"
         )
     return {str(name): renewed(value) for name, value in content.items()}
+
+
+def read_sweep_record(folder: Path) -> dict[str, Any]:
+    """Read what a sweep notes in its folder: its ``methods``. It is empty outside of sweeps.
+
+    Raises:
+        FlsuiteError: If the file is damaged.
+    """
+    path = folder / SWEEP
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {**content, "methods": list(content["methods"])}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError, KeyError) as error:
+        raise FlsuiteError(f"{path} is damaged; the sweep's command writes it again") from error
 
 
 def _is_object(value: object) -> bool:

@@ -216,28 +216,34 @@ def predict(
             f"predict: {type(evaluator.model).__name__} offers no class probabilities; add a "
             "predict_step, or logits(x) for data whose targets are classes"
         )
-    probabilities = class_probabilities(federation, evaluator)
+    probabilities, by_client = class_probabilities(federation, evaluator)
     predictions = probabilities if own is None else own
     if folder is None:
         return predictions, []
 
-    paths = [_write_probabilities(make_folder(folder), probabilities, federation.data)]
+    paths = [_write_probabilities(make_folder(folder), probabilities, by_client, federation.data)]
     for name, grid in _pictures(federation, evaluator).items():
         paths.append(folder / f"{name}.png")
         _labelled(grid).save(paths[-1])
     return predictions, paths
 
 
-def class_probabilities(federation: Federation, evaluator: Evaluator) -> Tensor:
+def class_probabilities(
+    federation: Federation, evaluator: Evaluator
+) -> tuple[Tensor, dict[int, Tensor]]:
     """Return the class probabilities ``(n, classes)`` of the test data.
 
-    They are those of the global model, or the mean over the clients' models.
+    The first are those of the global model, or the mean over the clients' models. The others are
+    those of each client's own model on the client's part, if clients have models of their own.
     """
-    total, clients = torch.zeros(()), _models(federation)
+    total, clients, by_client = torch.zeros(()), _models(federation), {}
     for client in clients:
         evaluator.load(federation.client_state(client))
-        total = total + evaluator.outputs(federation.data.test)["scores"]
-    return total / len(clients)
+        scores = evaluator.outputs(federation.data.test)["scores"]
+        total = total + scores
+        if client is not None:
+            by_client[client] = scores[federation.data.test.rows[client]]
+    return total / len(clients), by_client
 
 
 def _models(federation: Federation) -> Sequence[int | None]:
@@ -266,28 +272,55 @@ def _write_own(predictions: Any, folder: Path) -> list[Path]:
     return [path]
 
 
-def _write_probabilities(folder: Path, probabilities: Tensor, data: FederatedData) -> Path:
-    """Write ``predictions.csv``: sample, target, prediction, and a probability per class.
+def _write_probabilities(
+    folder: Path, probabilities: Tensor, by_client: Mapping[int, Tensor], data: FederatedData
+) -> Path:
+    """Write ``predictions.csv``, a row per sample and model.
 
-    Classes are numbers. For multi-label samples, the cells list the labels that are set.
+    Its columns are ``sample, client, model, target, prediction``, and a probability per class.
+    ``client`` is the one whose part of the test data has the sample, empty for none. ``model`` is
+    ``global``, ``mean`` over the clients' models, or the number of the client whose model it is.
+
+    Args:
+        folder: The folder.
+        probabilities: Of all samples.
+        by_client: Of the samples of each client, by its own model.
+        data: The data.
     """
     import pandas as pd  # not needed during a run
+
+    clients = pd.Series(data.test.rows.client_of(len(data.test)), dtype="Int64")
+    clients = clients.where(clients >= 0)
+    tables = []
+
+    def add(model: int | str, rows: Tensor, scores: Tensor) -> None:
+        columns = [f"p_{c}" for c in range(data.spec.num_classes)]
+        table = pd.DataFrame(scores.double().cpu().numpy(), rows.tolist(), columns)
+        target, prediction = _predicted(data.test.y[rows], scores)
+        names = {"client": clients[table.index], "model": model}
+        tables.append(table.assign(**names, target=target, prediction=prediction))
+
+    add("mean" if by_client else "global", torch.arange(len(data.test)), probabilities)
+    for client, scores in by_client.items():
+        add(client, data.test.rows[client], scores)
+    table = pd.concat(tables)
+    names = ["client", "model", "target", "prediction"]
+    path = folder / "predictions.csv"
+    table[[*names, *table.columns.drop(names)]].to_csv(
+        path, index_label="sample", float_format="%.6f"
+    )
+    return path
+
+
+def _predicted(targets: Tensor, probabilities: Tensor) -> tuple[list[Any], list[Any]]:
+    """Return targets and predictions as numbers of classes, or as lists of the labels set."""
+    if targets.ndim == 1:
+        return targets.tolist(), probabilities.argmax(1).tolist()
 
     def set_labels(samples: Tensor) -> list[str]:
         return [" ".join(map(str, row.nonzero().flatten().tolist())) for row in samples]
 
-    targets, probabilities = data.test.y, probabilities.cpu()
-    columns = [f"p_{c}" for c in range(data.spec.num_classes)]
-    table = pd.DataFrame(probabilities.double().numpy(), columns=columns)
-    if targets.ndim > 1:
-        cells = [set_labels(targets), set_labels(probabilities >= 0.5)]
-    else:
-        cells = [targets.tolist(), probabilities.argmax(1).tolist()]
-    table.insert(0, "target", cells[0])
-    table.insert(1, "prediction", cells[1])
-    path = folder / "predictions.csv"
-    table.to_csv(path, index_label="sample", float_format="%.6f")
-    return path
+    return set_labels(targets), set_labels(probabilities >= 0.5)
 
 
 def _pictures(federation: Federation, evaluator: Evaluator) -> dict[str, dict[str, Tensor]]:

@@ -122,6 +122,7 @@ def test_the_command_prints_and_writes_the_tables(
     assert "test accuracy, fraction=0.25" in printed
     assert "runs per cell: 2" in printed
     assert sorted(path.name for path in out.iterdir()) == [
+        "cross-accuracy.pdf",
         "cross-accuracy.png",
         "cross.csv",
         "cross.md",

@@ -124,7 +124,11 @@ def test_predictions(run_folder: Path) -> None:
     assert cli("predict", "--config", str(run_folder / "config.yaml")) == 0
     table = pd.read_csv(run_folder / "predictions.csv")
     probabilities = [f"p_{c}" for c in range(10)]
-    assert list(table.columns) == ["sample", "target", "prediction", *probabilities]
+    assert list(table.columns) == [
+        *("sample", "client", "model", "target", "prediction"),
+        *probabilities,
+    ]
+    assert set(table["model"]) == {"global"} and table["client"].nunique() > 1
     assert len(table) == 360 and table["sample"].tolist() == list(range(360))
     assert np.allclose(table[probabilities].sum(axis=1), 1, atol=1e-4)
     assert (table["prediction"] == table[probabilities].to_numpy().argmax(axis=1)).mean() > 0.99

@@ -181,7 +181,8 @@ def test_the_command_prints_and_writes(runs: Path, tmp_path: Path, capsys: Captu
     write(tmp_path / "shorter", settings(9, "FedYogi", rounds=1), [0.3])
     assert ": mean" not in ran(capsys, str(runs))
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"comparison.csv", "report.csv", "report.md", "report.png"}
+    reports = {f"report.{kind}" for kind in ("csv", "md", "tex", "png", "pdf")}
+    assert names == {"comparison.csv", *reports}
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
 """A run's folder in place of options: test, validate, predict and resume."""
 
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
 from flsuite.analysis import read_metrics
+from flsuite.commands.parsers import parser_of
 from flsuite.commands.parsing import config_name
 from flsuite.commands.request import require_run, with_run_folder
 from flsuite.common.errors import FlsuiteError
+from flsuite.runs.record import SWEEP
 from tests.commands.command import QUICKSTART, Capture, cli, refused
 from tests.conftest import classifier, digits, trainer
 
@@ -107,3 +110,20 @@ def test_the_default_name_is_that_of_the_config_or_of_the_run(tmp_path: Path) ->
     assert config_name([deep / "config.yaml"], "") == "digits"
     assert config_name([flat / "config.yaml"], "") == "first-again"
     assert config_name([tmp_path / "config.yaml"], "") == "config", "not that of a run"
+
+
+def test_a_fit_ends_with_what_comes_next_unless_it_is_a_cell(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    assert cli(*FIT, "--run_dir", "my runs/one") == 0
+    *_, report, fork = capsys.readouterr().out.splitlines()
+    assert report.startswith("next: flsuite report 'my runs/one' --output report ")
+    assert fork.lstrip().startswith("flsuite fork 'my runs/one' --at 0 --without 0 ")
+    for line in (report, fork):  # both can be typed as they are
+        _, command, *args = shlex.split(line.removeprefix("next:"), comments=True)
+        parser_of(command).parse_args(args)
+
+    Path("s").mkdir()
+    Path("s", SWEEP).write_text('{"methods": ["A"]}')
+    assert cli(*FIT, "--run_dir", "s/A-00000000/seed-1") == 0
+    assert "next:" not in capsys.readouterr().out

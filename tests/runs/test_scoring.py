@@ -9,7 +9,9 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from flsuite.analysis import read_metrics
+from flsuite.aggregators import LocalOnly
+from flsuite.analysis import confusion_figure, confusion_matrix, load, read_metrics
+from flsuite.analysis.results import only
 from flsuite.callbacks import FederationCallback
 from flsuite.common.errors import FlsuiteError
 from flsuite.trainer import FederatedTrainer
@@ -183,3 +185,21 @@ def test_a_model_that_cannot_predict_is_told_what_to_add() -> None:
     made = predictor(Net)
     with pytest.raises(FlsuiteError, match="add a predict_step, or logits"):
         made.predict()
+
+
+def test_a_client_is_predicted_by_its_own_model(tmp_path: Path) -> None:
+    made = trainer(rounds=1, run_dir=str(tmp_path), aggregator=LocalOnly())
+    made.fit(classifier(), digits())
+    made.predict()
+    table = pd.read_csv(tmp_path / "predictions.csv")
+    assert (table["model"] == "mean").sum() == table["sample"].nunique()
+    own = table[table["model"] == table["client"].astype("Int64").astype(str)]
+    assert len(own) == (table["model"] != "mean").sum()
+
+    for scope in own["model"].unique():
+        counts = confusion_matrix(tmp_path, int(scope)).to_numpy()
+        scored = only(load(tmp_path), "accuracy", "test", scope)["value"].iloc[-1]
+        assert counts.trace() / counts.sum() == pytest.approx(scored)
+    assert len(confusion_figure(load(tmp_path), clients=[0, 1]).axes) == 3, "and the bar"
+    with pytest.raises(FlsuiteError, match="no samples of client 77"):
+        confusion_matrix(tmp_path, 77)

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from flsuite.commands.request import read_config
-from flsuite.common.arguments import NonNegativeInt, PositiveInt, Settings
+from flsuite.common.arguments import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+    SmallProbability,
+)
 from flsuite.common.errors import FlsuiteError, likeliest
 
 Overrides = dict[str, Any]
@@ -15,7 +21,18 @@ Overrides = dict[str, Any]
 Choices = dict[str, list[Any]]
 """A mapping from dotted keys of a config, without ``init_args``, to lists of values."""
 
-_KEYS = ("config", "seeds", "methods", "grid", "tune", "overrides", "workers", "updates_from")
+_KEYS = (
+    "config",
+    "seeds",
+    "methods",
+    "grid",
+    "tune",
+    "overrides",
+    "workers",
+    "updates_from",
+    "until",
+)
+_UNTIL_KEYS = ("seeds", "width", "alpha")
 _TUNING_KEYS = ("trials", "seeds", "seed", "common", "overrides")
 # The sweep itself sets these keys, one value per run.
 _SWEEP_KEYS = ("config", "seed_everything", "run_dir", "ckpt_path", "trainer.run_dir")
@@ -44,6 +61,26 @@ class Tuning(Settings):
 
 
 @dataclass(frozen=True)
+class Until(Settings):
+    """When a sweep has enough seeds.
+
+    It adds seeds until the interval of each method's paired difference from the first method
+    excludes zero, corrected for looking after every seed.
+
+    Attributes:
+        seeds: Maximum number of seeds.
+        width: Also stop when the interval is at most this wide.
+        alpha: Probability of any wrong decision that a method differs.
+    """
+
+    owner = "until"
+
+    seeds: PositiveInt = 20
+    width: PositiveFloat | None = None
+    alpha: SmallProbability = 0.05
+
+
+@dataclass(frozen=True)
 class Sweep(Settings):
     """The content of a sweep's file.
 
@@ -59,6 +96,7 @@ class Sweep(Settings):
         tuning: How methods are tuned, if they are.
         updates_from: The method that trains the clients' models for all. The others merge the same
             models, of its cell with the same seed and grid point.
+        until: When there are enough seeds, if seeds are added.
     """
 
     owner = "sweep"
@@ -73,6 +111,7 @@ class Sweep(Settings):
     workers: PositiveInt = 1
     tuning: Tuning | None = None
     updates_from: str | None = None
+    until: Until | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,6 +119,14 @@ class Sweep(Settings):
             raise FlsuiteError(
                 f"updates_from must be one of the methods, got {self.updates_from!r}"
             )
+        if self.until is not None:
+            if len(self.methods) < 2:
+                raise FlsuiteError("until needs two methods, because it compares them")
+            if self.until.seeds < max(2, len(self.seeds)):
+                raise FlsuiteError(
+                    f"until.seeds is {self.until.seeds}, but there are {len(self.seeds)} seeds "
+                    "already; it is the maximum, at least 2"
+                )
         places = {f"methods.{name}": keys for name, keys in self.methods.items()}
         places["overrides"] = self.shared
         if self.tuning is not None:
@@ -95,7 +142,10 @@ class Sweep(Settings):
 
 
 def read_sweep(
-    path: str | Path, overrides: Mapping[str, Any] | None = None, workers: int | None = None
+    path: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    workers: int | None = None,
+    until: str | None = None,
 ) -> Sweep:
     """Read a sweep's file.
 
@@ -103,6 +153,7 @@ def read_sweep(
         path: The file.
         overrides: More changes for all cells. They win over the file.
         workers: Cells that run at the same time. Default: as in the file, else one.
+        until: ``decided`` to add seeds. Default: as in the file.
 
     Raises:
         FlsuiteError: If the file has an error. The message names the place.
@@ -128,6 +179,7 @@ def read_sweep(
             workers=content.get("workers", 1) if workers is None else workers,
             tuning=_tuning(content.get("tune"), methods),
             updates_from=content.get("updates_from"),
+            until=_until(content.get("until", until)),
         )
     except FlsuiteError as error:
         raise FlsuiteError(f"{path}: {error}") from error
@@ -206,6 +258,19 @@ def _list(content: Any, place: str, of: str) -> list[Any]:
         if value in content[:position]:
             raise FlsuiteError(f"{place} has {value!r} twice")
     return content
+
+
+def _until(content: Any) -> Until | None:
+    if content is None:
+        return None
+    if content == "decided":
+        return Until()
+    if not isinstance(content, dict):
+        raise FlsuiteError(
+            f"until must be decided, or a mapping with {', '.join(_UNTIL_KEYS)}, got {content!r}"
+        )
+    _require_keys(content, _UNTIL_KEYS, (), "until")
+    return Until(**content)
 
 
 def _tuning(content: Any, methods: Collection[str]) -> Tuning | None:

@@ -18,6 +18,7 @@ from flsuite.commands.cells import check
 from flsuite.commands.sweeps.plan import fit_arguments, samples_of
 from flsuite.commands.sweeps.queue import CellOutcome, Queue
 from flsuite.commands.sweeps.reading import Sweep, read_sweep
+from flsuite.commands.sweeps.until import note_sweep
 from flsuite.common.errors import FlsuiteError
 from flsuite.data import Digits
 from flsuite.data.federated import FederatedData
@@ -64,6 +65,7 @@ def folder(tmp_path: Path) -> Path:
             assert cell is not None
             queue.begin(cell)
             queue.finish(cell, CellOutcome(2.0, "accuracy", False, 0.5, 0.4))
+    note_sweep(queue.sweep, folder, [])
     return folder
 
 

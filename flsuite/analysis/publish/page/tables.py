@@ -27,7 +27,7 @@ class Entry:
     Attributes:
         text: The text.
         value: The number to sort by. ``None`` sorts by the text.
-        bar: Width of the bar behind the number, in percent. ``None`` draws no bar.
+        bar: Width of the bar below the number, in percent. ``None`` draws no bar.
         is_best: Whether it is the best in its column and partition.
         link: The anchor that the cell links to.
     """
