@@ -229,7 +229,7 @@ def test_manual_optimization_on_every_engine() -> None:
 
 
 class Lacking(LightningModule):
-    """Has no way to be scored."""
+    """Has no scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,9 +270,11 @@ class OtherScores(Net):
         self.log("test_acc", 0.5)
 
 
-class Silent(Lacking):
+class Silent(Net):
+    """Has a test step without scores."""
+
     def test_step(self, batch, batch_idx):
-        self.layer(batch[0])
+        self(batch[0])
 
 
 def AllFrozen() -> Net:  # noqa: N802
@@ -296,11 +298,8 @@ class OldStyle(ClientModel):
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (Lacking, "Lacking cannot be scored; add a test_step"),
-        (OldStyle, r"OldStyle cannot be scored"),
         (NoStep, "NoStep has no training_step"),
         (NoOptimizer, "NoOptimizer has no configure_optimizers"),
-        (Silent, "test_step of Silent logs nothing"),
         (AllFrozen, "all parameters of Net are frozen"),
         (LazySizes, "Net has lazy layers"),
         (InSetup, "a fit of InSetup makes new layers"),
@@ -336,6 +335,18 @@ def test_samples_that_are_no_pairs_train_a_flattening_model_unless_a_rule_needs_
     for aggregator in (OTFusion(), PFNM()):
         with pytest.raises(FlsuiteError, match=r"layer\.0 does not take what comes before it"):
             trainer(rounds=1, aggregator=aggregator).fit(Flat(), triples())
+
+
+def test_a_step_without_scores_is_like_a_missing_one() -> None:
+    scores = [once(kind()).test() for kind in (Silent, net)]
+    assert scores[0] == scores[1] and scores[0][0]["accuracy"] > 0
+
+
+@pytest.mark.parametrize("kind", [Lacking, OldStyle])
+def test_a_model_without_steps_trains_by_its_loss_alone(kind: type[LightningModule]) -> None:
+    made = once(kind())
+    assert {row.split for row in made.run.folder.table.rows} == {"train"}
+    assert made.run.settings["monitor"] == "loss"
 
 
 def test_a_client_model_may_be_scored_by_its_own_steps() -> None:

@@ -285,7 +285,8 @@ _STYLES = {"test": ("test", _look(0)), "val": ("validation", _look(1))}
 def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
     """Draw the global scores of a run, with the round that was picked on validation data.
 
-    There is a panel for the run's monitor, and for up to three other logged scores.
+    There is a panel for the run's monitor, and for up to three other logged scores, or for the
+    training loss if there are no scores.
 
     Args:
         run_dir: The run's folder.
@@ -296,7 +297,10 @@ def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
     """
     table, monitor = read_metrics(run_dir), monitor_of(read_settings(Path(run_dir)))
     require_one_of("run_figure", AXES, x=x)
-    names = logged_scores([table], monitor)[:MOST_SCORES]
+    names, styles = logged_scores([table], monitor)[:MOST_SCORES], _STYLES
+    if not names:
+        names = [name for name in logged_scores([table], "loss", ["train"]) if name == "loss"]
+        styles = {"train": ("training", _look(2))}
     if not names:
         raise FlsuiteError(f"{run_dir} has no scores yet")
     # The monitor itself may have no test scores.
@@ -305,7 +309,7 @@ def run_figure(run_dir: str | Path, x: str = "round") -> Figure:
 
     figure, panels = panel_grid(len(names), (4.6, 3.2))
     for panel, name in zip(panels, names, strict=True):
-        for split, (label, look) in _STYLES.items():
+        for split, (label, look) in styles.items():
             if len(scores := curve(table, name, split, x=x)):
                 _draw_band(panel, scores.to_frame(), label, x, look)
         if picked is not None:

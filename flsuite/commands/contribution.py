@@ -107,7 +107,7 @@ class RetrainedUtility(Utility):
     def __init__(self, run: Path, metric: str, at: int, output: Path) -> None:
         super().__init__(run, metric, at, output)
         prepared = self._prepared
-        scores = prepared.evaluator.scores(prepared.federation, "test", range(0))["global"]
+        scores = prepared.evaluator.scores(prepared.federation, "test", range(0)).get("global", {})
         if metric not in scores:
             raise FlsuiteError(
                 f"contribution: {run} has no score {metric}; there are {', '.join(sorted(scores))}"

@@ -55,7 +55,7 @@ def _content(data: FederatedData) -> str:
     # Samples held out by clients are in the training split.
     val = None if data.val is None or len(data.val.rows) else data.val
     for split in (data.train, data.test, val, data.server):
-        if split is None:
+        if split is None or not len(split):
             continue
         _add(digest, [len(split), split.classes])
         _add(digest, [split.x, split.y] if split.in_memory else _probe(split))

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    IterableDataset,
     Subset,
     TensorDataset,
     default_collate,
@@ -22,6 +24,7 @@ from torch.utils.data import (
 
 from flsuite.common.errors import FlsuiteError, one_line
 from flsuite.common.random import seed_cpu, torch_generator
+from flsuite.common.state import raw_bytes
 from flsuite.data.federated import DataSplit, unchanged
 
 log = logging.getLogger("flsuite")
@@ -141,6 +144,12 @@ _CHUNK = 64  # samples read in one call
 def require_map_style(owner: str, **datasets: Any) -> None:
     """Refuse a dataset that is not map-style, or is empty."""
     for name, dataset in datasets.items():
+        if isinstance(dataset, IterableDataset):
+            raise FlsuiteError(
+                f"{owner}: {name} is an IterableDataset, whose samples cannot be divided over "
+                "clients, because they have no numbers; give a map-style dataset, or set cache: "
+                "true to read it once, if it ends"
+            )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise FlsuiteError(
                 f"{owner}: {name} must be a map-style dataset, with __len__ and __getitem__, got "
@@ -153,6 +162,45 @@ def require_map_style(owner: str, **datasets: Any) -> None:
                 f"{owner}: {name} must be a dataset of samples, got a tuple of tensors or arrays; "
                 "wrap tensors in torch.utils.data.TensorDataset(x, y)"
             )
+
+
+def listed(dataset: Any) -> Any:
+    """Return the samples of an ``IterableDataset``, which must end, or another dataset as it is."""
+    if not isinstance(dataset, IterableDataset):
+        return dataset
+    with isolate_rng(include_cuda=False):
+        seed_cpu(0)
+        return list(dataset)
+
+
+def read_once(dataset: Any) -> list[Any]:
+    """Return all samples of a map-style dataset.
+
+    Raises:
+        FlsuiteError: If samples are random, because a list would freeze one draw of each.
+    """
+    probed = list(range(min(_PROBED, len(dataset))))
+    if not _are_equal(*(_seeded(dataset, probed, seed) for seed in (0, 1))):
+        raise FlsuiteError(
+            f"data.cache: samples of {type(dataset).__name__} differ from one reading to the next, "
+            "as random transforms do, and a cache would freeze them; leave cache out"
+        )
+    return list(_samples(dataset))
+
+
+def _are_equal(ours: Any, theirs: Any) -> bool:
+    """Return whether nested data are the same, bit for bit."""
+    (own, structure), (other, its) = tree_flatten(ours), tree_flatten(theirs)
+    return structure == its and all(map(_is_equal, own, other))
+
+
+def _is_equal(ours: Any, theirs: Any) -> bool:
+    if not isinstance(ours, (Tensor, np.ndarray)):
+        return bool(ours == theirs)
+    if type(ours) is not type(theirs) or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    both = [raw_bytes(x) if isinstance(x, Tensor) else x.tobytes() for x in (ours, theirs)]
+    return both[0] == both[1]
 
 
 def read_split(

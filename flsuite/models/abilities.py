@@ -263,7 +263,7 @@ def class_outputs(model: LightningModule, spec: DataSpec) -> Callable[[Any], Ten
     return method if callable(method) and spec.task != "other" else None
 
 
-def require_trainable(model: LightningModule, spec: DataSpec) -> None:
+def require_trainable(model: LightningModule) -> None:
     """Refuse a model that lacks something that a federation requires, before training.
 
     Raises:
@@ -273,13 +273,6 @@ def require_trainable(model: LightningModule, spec: DataSpec) -> None:
     for name in _OVERRIDES:
         if not has_step(model, name):
             raise FlsuiteError(f"model: {kind} has no {name}; add one, as for Lightning's Trainer")
-    has_steps = scores_by_columns(model) or scores_by_steps(model)
-    if not has_steps and class_outputs(model, spec) is None:
-        own = "an evaluation_step(batch), " if isinstance(model, ClientModel) else ""
-        raise FlsuiteError(
-            f"model: {kind} cannot be scored; add {own}a test_step and a validation_step that call "
-            "self.log, or logits(x) for data with classes"
-        )
     parameters, fault = list(model.parameters()), ""
     if not parameters:
         fault = (

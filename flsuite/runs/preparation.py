@@ -84,7 +84,7 @@ def make_ready(
 
     if attack is not None:
         attack.configure(data.federated, options.seed)
-    require_trainable(model, data.federated.spec)
+    require_trainable(model)
     if options.channels_last:
         to_channels_last(model)
     return data, weights

@@ -240,6 +240,8 @@ class Run:
     def _score(self, split: Split, details: bool = False) -> None:
         """Score the round, note whether it is the best so far, and tell the callbacks."""
         scores = self._scores(split, details)
+        if split == "test":
+            self.summary.score(self.round, scores.get(GLOBAL, {}), self._improved)
         if not scores:
             return
         for scope, numbers in scores.items():
@@ -248,8 +250,6 @@ class Run:
             # Scores after different tasks cover different classes and cannot be compared.
             stage = self.federation.data.at(self.round).stage
             self._improved = self.summary.is_best(scores[GLOBAL], stage.task if stage else None)
-        else:
-            self.summary.score(self.round, scores[GLOBAL], self._improved)
         self.callbacks.notify("on_evaluation_end", self, self.round, split, scores)
 
     def _score_all_clients(self) -> None:

@@ -185,7 +185,10 @@ class ScoringTrainer(Trainer, ABC):
         with left_on_cpu(run.evaluator.model):
             scores = run.evaluator.scores(federation, split, federation.present(), details=True)
         if not scores:
-            raise FlsuiteError("there is no validation data: set data.val_fraction above 0")
+            raise FlsuiteError(
+                f"there is no {split} data, or the model has no scores: set data.val_fraction "
+                "above 0, or add a validation_step that returns a loss"
+            )
         whole = scores.pop(GLOBAL)
         self._scores |= {f"{split}/{name}": value for name, value in whole.items()}
         if run.options.show and verbose:

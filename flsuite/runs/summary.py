@@ -27,6 +27,7 @@ log = logging.getLogger("flsuite")
 
 _LONGEST = 15  # steps of a profile
 _ADAPTED = {"adapted": "adapted", "unseen": "unseen", "unseen_adapted": "unseen+adapted"}
+_SPLITS = {"train": "training", "val": "validation"}
 _GUARANTEES = {"epsilon": "epsilon of a client", "sample_epsilon": "epsilon of a sample, largest"}
 
 
@@ -120,6 +121,8 @@ class RunSummary:
 
         # Both, because the last round may also be the picked one.
         noted = {n.removeprefix("test/"): v for n, v in named.items() if n.startswith("test/")}
+        if not noted:  # the table then has the losses, or the scores on validation data
+            noted = {n: named[n] for n in ("train/loss", f"val/{self.monitor}") if n in named}
         for scores in (self.last, self.best):
             if scores.get("round") == log.round:
                 scores.update(noted)
@@ -149,7 +152,9 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
     if summary.best:
         columns.append(("picked on validation", summary.best))
 
-    table = Table(title="test scores", title_justify="left", show_edge=False)
+    has_scores = any("/" not in name for name in summary.last if name != "round")
+    title = "test scores" if has_scores else "without test scores"
+    table = Table(title=title, title_justify="left", show_edge=False)
     table.add_column("")
     for title, scores in columns:
         table.add_column(f"{title} ({scores.get('round', '-')})", justify="right")
@@ -199,7 +204,7 @@ def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:
     main = main_scores(known, monitor)
     # If clients have models of their own, the score is the mean over them.
     plain = "models' {}, mean" if f"{monitor}_worst" in known else "global {}"
-    rows: dict[str, tuple[str, ...]] = {plain.format(shown_score(n)): (n,) for n in main}
+    rows: dict[str, tuple[str, ...]] = {_label(name, plain): (name,) for name in main}
     for name in [name for name in main if name in (monitor, "accuracy", "loss")]:
         shown = shown_score(name)
         rows[f"clients' {shown}, mean/worst"] = f"{name}_client_mean", f"{name}_client_worst"
@@ -215,6 +220,14 @@ def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:
         f"all clients: models' {shown}, worst": (f"{stem}_worst",),
         f"all clients: {shown}, mean/worst": (f"{stem}_client_mean", f"{stem}_client_worst"),
     }
+
+
+def _label(name: str, plain: str) -> str:
+    """Return the label of a test score, or of a number of another split."""
+    split, _, metric = name.partition("/")
+    if split in _SPLITS:
+        return f"{_SPLITS[split]} {shown_score(metric)}"
+    return plain.format(shown_score(name))
 
 
 def print_scores(scores: Mapping[str, float], split: str, round: int, monitor: str) -> None:

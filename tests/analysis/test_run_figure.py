@@ -90,9 +90,15 @@ def test_the_last_tick_is_the_last_round(rounds: int, tmp_path: Path) -> None:
 
 
 def test_a_run_without_scores_is_named(tmp_path: Path) -> None:
-    folder = made_run(tmp_path / "run", settings("FedAvg", 1), REGRESSION[-1:])
+    folder = made_run(tmp_path / "run", settings("FedAvg", 1), REGRESSION[5:6])
     with pytest.raises(FlsuiteError, match="has no scores yet"):
         run_figure(folder)
+
+
+def test_without_scores_the_training_loss_is_drawn(tmp_path: Path) -> None:
+    figure = run_figure(made_run(tmp_path / "run", settings("FedAvg", 1), REGRESSION[-1:]))
+    ((line,),) = [panel.lines for panel in figure.axes]
+    assert line.get_label() == "training" and list(line.get_ydata()) == [1.0, 1.0, 1.0]
 
 
 def test_a_report_of_one_experiment_has_the_runs_scores(tmp_path: Path, capsys: Capture) -> None:

@@ -144,11 +144,18 @@ def test_arguments_that_a_class_does_not_store_are_settings(capsys: Capture) -> 
     assert cli(*again) == 0
 
 
+def test_a_model_without_scores_trains_by_the_command(capsys: Capture) -> None:
+    own = ("--model", "my_package.Unscored", "--data", "my_package.Untested", *FAST[:2])
+    assert cli("fit", *own, "--trainer.rounds", "1", "--run_dir", "run") == 0
+    out = capsys.readouterr().out
+    assert "without test scores" in out and "training loss" in out
+    assert Path("run/curves.png").is_file(), "of the training loss"
+    assert "no run has the test score 'loss'" in refused(capsys, "report", "run")
+
+
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (("--model", "my_package.Unscored", *OWN[2:]), "Unscored cannot be scored; add"),
-        ((*OWN[:2], "--data", "my_package.Untested"), "Untested has no test_dataloader; add one"),
         (("--model", "my_package.Nett", *OWN[2:]), "has no class Nett (did you mean Net?)"),
         (("--model", "my_package.Faulty", *OWN[2:]), "is not defined (my_package.py, line"),
         (OWN[:2], "there is no data; add data to the config, or give --data"),

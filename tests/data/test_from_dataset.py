@@ -364,7 +364,12 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a dataset of a stream": (
         lambda: FromDataset(Stream(), Pairs(2)),
-        "train must be a map-style dataset",
+        "train is an IterableDataset, whose samples cannot be divided",
+    ),
+    "no numbers": (lambda: FromDataset(iter(()), Pairs(2)), "train must be a map-style dataset"),
+    "random samples kept": (
+        lambda: FromDataset(Pairs(9, noise=1.0), Pairs(2), cache=True),
+        "samples of Pairs differ from one reading to the next",
     ),
     "nothing": (lambda: FromDataset(Pairs(0), Pairs(2)), "train has no samples"),
     "not in memory": (
@@ -383,8 +388,6 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "one bin": (lambda: FromDataset(slope(9, 0), slope(9, 0), bins=1), "bins must be at least 2"),
     "no train loader": (lambda: FromDataModule(LightningDataModule()), "has no train_dataloader"),
-    "no test loader": (lambda: FromDataModule(NoTest()), "NoTest has no test_dataloader"),
-    "not yet": (lambda: FromDataModule(Unfinished()), "Unfinished has no test_dataloader"),
     "two tensors": (
         lambda: FromDataset((torch.ones(4, 1), torch.ones(4)), Pairs(2)),  # type: ignore[arg-type]
         r"wrap tensors in torch\.utils\.data\.TensorDataset",
@@ -434,6 +437,13 @@ def test_without_a_test_loader_validation_samples_are_for_testing(
     assert "Two has no test_dataloader" in caplog.text
     data = module.federated
     assert len(data.test) == 40 and len(data.val) == len(data.val.rows.values) == 16
+
+
+@pytest.mark.parametrize("data", [NoTest, Unfinished])
+def test_without_both_loaders_there_are_no_test_data(data: type[LightningDataModule]) -> None:
+    module = FromDataModule(data(), clients=2)
+    module.setup()
+    assert len(module.federated.test) == 0 and module.federated.val is not None
 
 
 def test_a_random_split_of_a_data_module_follows_the_seed() -> None:

@@ -26,7 +26,9 @@ from flsuite.data.map_style import (
     Field,
     fetch,
     is_pair,
+    listed,
     read_field,
+    read_once,
     read_split,
     readable,
     require_map_style,
@@ -53,6 +55,8 @@ class MapStyleModule(FederatedDataModule):
         in_memory: Whether to keep samples in memory as tensors. Default: if each is a pair of a
             tensor or array and a number, tensor or array, all have one shape and are the same on
             every reading, and they take less than 2 GiB.
+        cache: Whether to read each sample once and keep it as it is, for samples that are not such
+            pairs, and for an ``IterableDataset`` that ends. Random samples are refused.
         **kwargs: Arguments of ``FederatedDataModule``. ``resize`` and ``rgb`` are refused, and
             ``standardize`` has no effect: the datasets transform their samples themselves.
     """
@@ -64,6 +68,7 @@ class MapStyleModule(FederatedDataModule):
         bins: Annotated[int, at_least(2)] | None = None,
         workers: NonNegativeInt = 0,
         in_memory: bool | None = None,
+        cache: bool | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -78,6 +83,7 @@ class MapStyleModule(FederatedDataModule):
         self.bins = bins
         self.workers = workers
         self.in_memory = in_memory
+        self.cache = cache
         check_init(self, MapStyleModule)
 
     def described(self) -> dict[str, Any]:
@@ -87,12 +93,16 @@ class MapStyleModule(FederatedDataModule):
     def _published(
         self, given: Mapping[str, Any], collate: Callable[[list[Any]], Any] | None
     ) -> PublishedSplits:
-        """Return the splits of the datasets ``train`` and ``test``, and of ``val`` if given."""
+        """Return the splits of the datasets. Without ``test``, that split is empty."""
         datasets = {name: dataset for name, dataset in given.items() if dataset is not None}
+        if self.cache:
+            datasets = {name: listed(dataset) for name, dataset in datasets.items()}
         require_map_style(type(self).__name__, **datasets)
+        # Labels may be an attribute of a dataset, which a list of its samples lacks.
+        kept = {name: read_once(one) for name, one in datasets.items()} if self.cache else datasets
         splits = {
             name: read_split(dataset, collate, self.workers, self.in_memory)
-            for name, dataset in datasets.items()
+            for name, dataset in kept.items()
         }
 
         if splits["train"].x.dtype == torch.float64 != torch.get_default_dtype():
@@ -108,9 +118,10 @@ class MapStyleModule(FederatedDataModule):
             name: _with(split, classes[name], self._owners(datasets[name], name), task)
             for name, split in splits.items()
         }
+        done.setdefault("test", done["train"].take(torch.arange(0)))
 
         with readable():
-            (first,) = fetch(datasets["train"], [0])
+            (first,) = fetch(kept["train"], [0])
         shape = getattr(first[0], "shape", ()) if is_pair(first) else ()
         return PublishedSplits(DataSpec(tuple(shape), len(names), task, names), **done)
 
@@ -207,6 +218,7 @@ class FromDataModule(MapStyleModule):
     The collate function and the number of workers come from its training loader. Its samplers are
     not used, because every client shuffles its own samples. Without a ``test_dataloader``, the
     samples of ``val_dataloader`` are the test data, and clients hold out samples for validation.
+    Without both, there are no test data.
 
     Args:
         data: The data module.
@@ -240,9 +252,7 @@ class FromDataModule(MapStyleModule):
         train = loaders["train"]
         if train is None:
             raise FlsuiteError(f"data: {kind} has no train_dataloader; add one")
-        if loaders["test"] is None:
-            if loaders["val"] is None:
-                raise FlsuiteError(f"data: {kind} has no test_dataloader; add one")
+        if loaders["test"] is None and loaders["val"] is not None:
             log.warning(
                 "%s has no test_dataloader: the samples of its val_dataloader are the test data; "
                 "a part of each client's training samples is for validation",

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from flsuite.aggregators.attacks.base import Attack
-from flsuite.common.errors import FlsuiteError
 from flsuite.common.lightning_internals import make_slim
 from flsuite.common.messages import OwnScores, Scores, Split
 from flsuite.common.random import seed_process
@@ -39,11 +38,34 @@ _SCORING_ARGUMENTS = (  # Lightning Trainer arguments that affect scoring
 )
 
 
+_RETURNED = "flsuite/returned_loss"
+
+
+class _ReturnedLoss(Callback):
+    """Logs the loss that a step returns, so that Lightning averages it like a logged one."""
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            pl_module.log(_RETURNED, loss)
+
+    on_test_batch_end = on_validation_batch_end
+
+
 class _EvaluationSteps:
     """Runs a model's own evaluation steps, and returns what they log.
 
     Lightning reduces the logged values as usual: by a mean over batches weighted by their sizes, by
-    a metric's own reduction, or in the model's hooks.
+    a metric's own reduction, or in the model's hooks. If a step logs nothing, the loss that it
+    returns counts.
 
     Args:
         model: The resident model.
@@ -51,6 +73,7 @@ class _EvaluationSteps:
 
     Attributes:
         names: The names of all logged values, in order, as keys.
+        silent: The splits that no step has logged anything of.
     """
 
     def __init__(self, model: LightningModule, trainer_kwargs: Mapping[str, Any]) -> None:
@@ -58,19 +81,26 @@ class _EvaluationSteps:
         self._kwargs = {k: v for k, v in trainer_kwargs.items() if k in _SCORING_ARGUMENTS}
         self._trainer: Trainer | None = None
         self.names: dict[str, None] = {}
+        self.silent: set[Split] = set()
 
     def metrics(self, split: Split, batches: SplitLoader) -> dict[str, float]:
         """Return the values that the step logs, with the same names for both splits.
 
         Args:
-            split: ``test`` runs ``test_step``, and ``val`` runs ``validation_step``. If a model
-                lacks one of them, the other is used.
+            split: ``test`` runs ``test_step``, and ``val`` runs ``validation_step``. If one of them
+                is missing or logs nothing, the other is used.
             batches: The samples.
-
-        Raises:
-            FlsuiteError: If the step logs nothing.
         """
-        trainer, step = self._started_trainer(), self._step(split)
+        logged = next(filter(None, (self._logged(s, split, batches) for s in self._of(split))), {})
+        if not logged:
+            self.silent.add(split)
+        self.names.update(dict.fromkeys(logged))
+        # Exclude values that are undefined on these samples, like flsuite's own scores.
+        return {name: value for name, value in logged.items() if not math.isnan(value)}
+
+    def _logged(self, step: str, split: Split, batches: SplitLoader) -> dict[str, float]:
+        """Return the values that a step logs, or the loss that it returns."""
+        trainer = self._started_trainer()
         run = trainer.test if step == "test_step" else trainer.validate
         # Neither modes nor values collected by a step must leak into the next fit.
         resident = ResidentModel(self.model)
@@ -78,19 +108,13 @@ class _EvaluationSteps:
             run(self.model, dataloaders=batches, verbose=False)
         resident.restore()
 
-        logged: dict[str, float] = {}
-        for name, value in trainer.callback_metrics.items():
+        values, logged = dict(trainer.callback_metrics), {}
+        returned = values.pop(_RETURNED, None)
+        for name, value in values.items():
             # If a score has several names, such as loss and val_loss, the split's own one counts.
             if score_name(name) not in logged or name.startswith(split):
                 logged[score_name(name)] = float(value)
-        if not logged:
-            raise FlsuiteError(
-                f"model: {step} of {type(self.model).__name__} logs nothing to score by; call "
-                "self.log in it"
-            )
-        self.names.update(dict.fromkeys(logged))
-        # Exclude values that are undefined on these samples, like flsuite's own scores.
-        return {name: value for name, value in logged.items() if not math.isnan(value)}
+        return logged if logged or returned is None else {"loss": float(returned)}
 
     def predictions(self, batches: SplitLoader) -> list[Any]:
         """Return what the model's ``predict_step`` returns for each batch."""
@@ -100,17 +124,17 @@ class _EvaluationSteps:
         resident.restore()
         return predictions or []
 
-    def _step(self, split: Split) -> str:
-        own, other = "test_step", "validation_step"
-        if split == "val":
-            own, other = other, own
-        return own if has_step(self.model, own) else other
+    def _of(self, split: Split) -> list[str]:
+        """Return the model's own steps for a split, the preferred one first."""
+        steps = ["test_step", "validation_step"]
+        return [s for s in steps[:: 1 if split == "test" else -1] if has_step(self.model, s)]
 
     def _started_trainer(self) -> Trainer:
         if self._trainer is None:
             quiet_lightning()
             self._trainer = Trainer(
                 **self._kwargs,
+                callbacks=[_ReturnedLoss()],
                 logger=False,
                 enable_checkpointing=False,
                 enable_progress_bar=False,
@@ -170,7 +194,7 @@ class Scorer:
     ) -> OwnScores | None:
         """Score one client's own model.
 
-        Returns ``None`` if there is no such split.
+        Returns ``None`` if the split is not scored.
         """
         samples = self._samples(split)
         if samples is None:
@@ -179,6 +203,8 @@ class Scorer:
         self.load(state)
         with self._seeded(split, client):
             whole, outputs = self._whole(samples, split)
+            if not self._is_scored(split):
+                return None
             local = self._local(outputs, samples, [client], split)
         classes = self._class_rows(outputs, samples) if details else {}
         return OwnScores(whole, local.get(str(client), {}), classes)
@@ -207,8 +233,15 @@ class Scorer:
             return self._outputs(samples)
 
     def _samples(self, split: Split) -> DataSplit | None:
-        """Return the samples of a split, or ``None`` if there is no validation data."""
-        return self.data.test if split == "test" else self.data.val
+        """Return the samples of a split, or ``None`` if there are none, or no scores of them."""
+        samples = self.data.test if split == "test" else self.data.val
+        return samples if samples is not None and len(samples) and self._is_scored(split) else None
+
+    def _is_scored(self, split: Split) -> bool:
+        """Return whether the model has scores of a split, as far as its steps have run."""
+        if self._steps is None:
+            return self._has_columns
+        return self._has_columns or split not in self._steps.silent
 
     @property
     def _has_columns(self) -> bool:

@@ -3,6 +3,7 @@
 import copy
 import logging
 import re
+from bdb import BdbQuit
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -64,10 +65,15 @@ class Evaluator(Scorer):
             has_own_models: Whether clients have models of their own. The default is then the mean
                 over clients, if clients have validation samples.
 
+        Returns:
+            Its name. A model without scores is followed by its training loss.
+
         Raises:
             FlsuiteError: If there is no such score. The message lists the available ones.
         """
         names, val = self._rehearsed(), self.data.val
+        if not names:
+            return self._unscored(monitor)
         # Without parts of their own, clients have no validation scores.
         has_parts = val is not None and len(val.rows) > 0
         of_clients = [n for n in dict.fromkeys(self.names) if n in names] if has_parts else []
@@ -103,15 +109,15 @@ class Evaluator(Scorer):
         """Return the names of the scores that can pick a round.
 
         A few samples of both splits are scored, so that an error of the model shows before a round
-        of training. With validation data, only its scores count.
+        of training. Scores of validation data alone count if there are any.
 
         Raises:
             FlsuiteError: If the model cannot be scored. The message has the shapes of its samples
                 and outputs, if they may be at fault.
         """
-        picking = "test" if self._samples("val") is None else "val"
         is_usual = self._steps is None and self.data.spec.task != "other"
-        names = dict.fromkeys(OF_CLASSES if self.has_classes else ())
+        usual = OF_CLASSES if self.has_classes else ()
+        by_split = []
         for split in get_args(Split):
             samples = self._samples(split)
             if samples is None:
@@ -122,13 +128,33 @@ class Evaluator(Scorer):
                 with self._seeded(split):
                     own = {} if is_usual else self._whole(few, split)[0]
                     self._refuse_other_outputs(few if is_usual else None)
-            except FlsuiteError:
+            except (FlsuiteError, BdbQuit):
                 raise
             except Exception as error:
                 text = f"model: {type(error).__name__}: {with_place(error, longest=300)}"
                 raise FlsuiteError(text + self._shapes(error, few)) from error
-            names |= dict.fromkeys(own if split == picking else ())
-        return list(names)
+            by_split.append(list(dict.fromkeys([*usual, *own])))
+        return next(filter(None, by_split), [])
+
+    def _unscored(self, monitor: str | None) -> str:
+        """Return the monitor of a run without scores, and say what to add for some."""
+        if self.data.val is None and not len(self.data.test):
+            who, remedy = "the data", "a val_dataloader or a test_dataloader"
+        else:
+            who = type(self.model).__name__
+            remedy = "a validation_step and a test_step that return a loss or call self.log"
+        if monitor is not None:
+            raise FlsuiteError(
+                f"trainer.monitor: {who} has no scores, got {monitor!r}; add {remedy}, or leave "
+                "monitor out"
+            )
+        log.warning(
+            "%s has no scores: the final table has the training loss, and the last round is the "
+            "picked one; for scores, add %s",
+            who,
+            remedy,
+        )
+        return "loss"
 
     def _refuse_other_outputs(self, samples: DataSplit | None) -> None:
         """Refuse a model with another number of class scores than there are classes."""
@@ -164,7 +190,7 @@ class Evaluator(Scorer):
     ) -> Scores:
         """Score a federation in its current state, and these clients.
 
-        Returns no scores if the data has no such split.
+        Returns no scores of a split that is not scored.
 
         Args:
             federation: The federation whose models are scored.
@@ -194,6 +220,8 @@ class Evaluator(Scorer):
         self.load(state)
         with self._seeded(split):
             whole, outputs = self._whole(samples, split)
+            if not self._is_scored(split):
+                return {}
             by_scope: Scores = {GLOBAL: whole}
             if details:
                 by_scope[GLOBAL] |= self._class_rows(outputs, samples)
