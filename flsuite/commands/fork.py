@@ -79,17 +79,32 @@ def fork(args: list[str]) -> None:
 
     gone = sorted({*own.without, *(read_settings(parent).get("without") or ())})
     changes = [*(["--trainer.without", str(gone)] if gone else []), *rest]
-    if _must_replay(parent, own.at):
+    if _must_replay("fork", parent, own.at):
         trainer, model, data = build(repetition(parent, None, *changes))
         trainer.prepare(model, data)  # a wrong key or client is refused before the replay
-        folder = RunFolder(parent)
-        with folder.locked():  # a running parent would remove the replay's files
-            folder.require_tables()  # the kept round takes them over
-            _keep(parent, own.at)
+    keep("fork", parent, own.at)
     dispatch("fit", repetition(parent, own.at, *changes))
 
 
-def _must_replay(parent: Path, at: int) -> bool:
+def keep(owner: str, parent: Path, at: int) -> None:
+    """Make a checkpoint of a round by a replay, if a run has none.
+
+    Args:
+        owner: The command that needs it, for messages.
+        parent: The folder of the run.
+        at: The round.
+
+    Raises:
+        FlsuiteError: If no replay can make one.
+    """
+    if _must_replay(owner, parent, at):
+        folder = RunFolder(parent)
+        with folder.locked():  # a running parent would remove the replay's files
+            folder.require_tables()  # the kept round takes them over
+            _keep(parent, at)
+
+
+def _must_replay(owner: str, parent: Path, at: int) -> bool:
     """Return whether the parent has no checkpoint of a round.
 
     Raises:
@@ -100,11 +115,11 @@ def _must_replay(parent: Path, at: int) -> bool:
         return False
     if at <= first:
         raise FlsuiteError(
-            f"fork: {parent} is a fork that begins at round {first}; fork its parent, "
+            f"{owner}: {parent} is a fork that begins at round {first}; {owner} its parent, "
             f"{read_settings(parent)['forked_from']}"
         )
     if at > (last := last_round(parent)):
-        raise FlsuiteError(f"fork: {parent} has {last} rounds; give --at up to {last}")
+        raise FlsuiteError(f"{owner}: {parent} has {last} rounds; give --at up to {last}")
     return True
 
 

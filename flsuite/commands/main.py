@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import traceback
+from bdb import BdbQuit
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -157,17 +158,18 @@ def _ended(command: str, args: list[str]) -> Ending:
     with ending_on_signals() as termination, _details(is_debug):
         try:
             return Ending(result=dispatch(command, args))
+        except (KeyboardInterrupt, BdbQuit) as error:
+            own = str(error) if command in ("fit", "fork", "verify") else ""
+            how = own or _AFTER_INTERRUPT.get(command, "")
+            what = "terminated" if termination.status else "interrupted"
+            what += " in the debugger" if isinstance(error, BdbQuit) else ""
+            return Ending(termination.status or 130, [f"{what}; {how}" if how else what])
         except Exception as error:
             if is_debug:
                 traceback.print_exception(error)
             if (ending := _ending_of(error)) is None:
                 raise
             return ending
-        except KeyboardInterrupt as error:
-            own = str(error) if command in ("fit", "fork", "verify") else ""
-            how = own or _AFTER_INTERRUPT.get(command, "")
-            what = "terminated" if termination.status else "interrupted"
-            return Ending(termination.status or 130, [f"{what}; {how}" if how else what])
 
 
 def _ending_of(error: Exception) -> Ending | None:

@@ -36,6 +36,7 @@ commands:
   fork          begin a run at a moment of another one, under changed settings
   contribution  train a run again without each of its clients
   verify        do rounds of a run again, and compare them with its record
+  debug         do one client's fit again, step by step, and stop at its fault
   pack          write what is needed to verify a run into one file
   ls            list runs: method, data, rounds, score, state
   validate      score a finished run on validation data
@@ -54,6 +55,7 @@ examples:
   flsuite resume runs/quickstart/TIME-SEED --trainer.rounds 100
   flsuite fork runs/quickstart/TIME-SEED --at 10 --without 3
   flsuite verify runs/quickstart/TIME-SEED
+  flsuite debug runs/quickstart/TIME-SEED --at 7 --client 3
   flsuite test runs/quickstart/TIME-SEED --ckpt_path best
   flsuite partition --config configs/quickstart.yaml
   flsuite schedule --config configs/asynchronous/quickstart.yaml

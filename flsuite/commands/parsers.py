@@ -139,6 +139,25 @@ def _verify(parser: CommandParser) -> None:
     _add_json(parser)
 
 
+def _debug(parser: CommandParser) -> None:
+    """Do the fit of one client in one round of RUN again, in this process and bit for bit, and
+    print the client's classes, the loss and the gradient of each step, and the batch at fault. If
+    the fit raises an exception, Python's debugger (pdb) opens there. If a number is not finite, the
+    training_step of that batch runs in the debugger from its first line.
+
+    The state before the round is needed. If RUN has not kept it (trainer.keep_rounds), the rounds
+    before are done again first, and the state is then kept. The exit status is 0 if the fit is
+    sound, 1 if not, and 2 if the request cannot be met.
+    """
+    add = parser.add_argument
+    add("run", metavar="RUN", help="the folder of a run, finished or failed; flsuite ls lists them")
+    add("--at", metavar="ROUND", type=int, required=True, help="the round of the fit, from 1")
+    add("--client", metavar="CLIENT", type=int, required=True, help="the number of the client")
+    how = "run this step's training_step in the debugger; default: that of the batch at fault"
+    add("--step", metavar="N", type=int, help=how)
+    add("--no-pdb", action="store_true", help="only print, and open no debugger")
+
+
 def _pack(parser: CommandParser) -> None:
     """Write what is needed to verify a run into one file: config, settings, tables, versions, kept
     checkpoints, and digests of all of them and of the data. A run that was interrupted is named.
@@ -332,6 +351,7 @@ PARSERS: dict[str, Callable[[CommandParser], None]] = {
     "fork": _fork,
     "contribution": _contribution,
     "verify": _verify,
+    "debug": _debug,
     "pack": _pack,
     "ls": _ls,
     "partition": _partition,

@@ -3,6 +3,7 @@
 import errno
 import logging
 import traceback
+from bdb import BdbQuit
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -148,7 +149,7 @@ def _saying_what_is_left(folder: RunFolder) -> Iterator[None]:
     """Say how to continue in an interrupt: only the run knows its folder."""
     try:
         yield
-    except KeyboardInterrupt as error:
+    except (KeyboardInterrupt, BdbQuit) as error:
         path = folder.path
         if path is None or not (path / "metrics.csv").is_file():
             error.args = ("no folder is left; the same command starts again",)

@@ -1,8 +1,9 @@
 """Which models and settings train in the short loop, and which as a stack of clients."""
 
 import copy
+from bdb import BdbQuit
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -189,7 +190,7 @@ def _shown_by_a_copy(
 
     trial, shown = copy.deepcopy(module), copy.copy(loader)
     vars(shown)["change"] = unchanged  # an attacker's draws belong to its fit
-    with attached(trial, trainer), torch.random.fork_rng(), suppress(Exception):
+    with attached(trial, trainer), torch.random.fork_rng(), _shown_in_the_fit():
         optimizers, schedulers = configured(trial)
         if len(optimizers) != 1 or schedulers or not _steps_without_closure(optimizers[0]):
             return f"{type(module).__name__} has another optimizer than one, or a scheduler"
@@ -201,7 +202,18 @@ def _shown_by_a_copy(
                 step_loss(trial, tensors, batch, 0, log)
             except OtherMeanError as error:
                 return str(error)
-    return None  # an error of the model shows in its fit
+    return None
+
+
+@contextmanager
+def _shown_in_the_fit() -> Iterator[None]:
+    """Ignore errors of the model, which its fit shows, but not a user who leaves the debugger."""
+    try:
+        yield
+    except BdbQuit:
+        raise
+    except Exception:
+        pass
 
 
 def _steps_without_closure(optimizer: Optimizer) -> bool:

@@ -8,6 +8,7 @@ import copy
 import logging
 import time
 import traceback
+from bdb import BdbQuit
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ class ClientRunner:
             if self._stack is not None and request.trained is None:
                 self._stack.say_fault()
             return result if request.fault is None else carry_out(request.fault, result)
-        except FlsuiteError:
+        except (FlsuiteError, BdbQuit):  # who leaves the debugger ends the run
             raise
         except (Exception, SystemExit) as error:  # a library may call exit()
             self._trainer = None  # an exception may leave the Trainer in any state

@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 import time
+from bdb import BdbQuit
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -116,6 +117,8 @@ class Stack:
                 continue
             try:
                 fits |= self._train(members, trainer, data)
+            except BdbQuit:
+                raise
             except (Exception, SystemExit) as error:
                 # Which client it is shows when each trains by itself.
                 names = type(error).__name__, with_place(error, longest=160)

@@ -10,8 +10,10 @@ import mmap
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,6 +41,7 @@ Jobs = Sequence[Sequence[Any]]
 _Packed = TypeVar("_Packed")
 
 _ALIGNMENT = 64
+_NO_BREAKPOINTS = "a worker process cannot stop at a breakpoint; use --trainer.engine InProcess"
 
 
 def _rebuild(
@@ -115,7 +118,12 @@ def split(setup: WorkerSetup) -> tuple[FederatedData, bytes]:
 def load_runner(setup: tuple[FederatedData, bytes], worker: int = 0) -> JobRunner:
     """Return the runner of a worker for a setup that :func:`split` has split."""
     data, rest = setup
+    sys.breakpointhook = _refuse_breakpoint
     return JobRunner(replace(pickle.loads(rest), data=data), worker)
+
+
+def _refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
+    raise FlsuiteError(_NO_BREAKPOINTS)
 
 
 def send(connection: Connection, obj: Any) -> None:
@@ -202,6 +210,8 @@ class Fatal:
         if is_out_of_memory(error):
             reason = f"a worker ran out of memory ({one_line(error, 200)})"
             return cls(f"{reason}; use fewer workers, or a smaller model", True)
+        if isinstance(error, BdbQuit):  # pdb has found no terminal
+            return cls(_NO_BREAKPOINTS, True)
         is_user_error = isinstance(error, FlsuiteError)
         return cls(one_line(error) if is_user_error else traceback.format_exc(), is_user_error)
 

@@ -1,0 +1,205 @@
+"""``flsuite debug``: a client's fit again, bit for bit, with its steps and the batch at fault."""
+
+import copy
+import io
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from flsuite.callbacks.base import Affects, FederationCallback
+from flsuite.commands.debug import FitWatch, replayed
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import ClientResult, Outcome
+from flsuite.common.state import State, clone
+from flsuite.data import FromDataset
+from flsuite.federation import Processes
+from flsuite.runs.record import kept_rounds, rows_of
+from flsuite.runs.run import Run
+from tests.commands.command import QUICKSTART, Capture, cli, refused
+from tests.conftest import equal_states, trainer
+from tests.plain import Net, blobs
+
+OWN = """
+import bdb
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(LightningModule):
+    def __init__(self, stops: str = ""):
+        super().__init__()
+        self.stops = stops
+        self.layer = nn.Linear(4, 3)
+
+    def training_step(self, batch, batch_idx):
+        if self.stops == "quit":
+            raise bdb.BdbQuit
+        if self.stops == "here":
+            breakpoint()
+        x, y = batch
+        return F.cross_entropy(self.layer(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(LightningDataModule):
+    clients = 4
+
+    def __init__(self, bug: str = ""):
+        super().__init__()
+        self.bug = bug
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(0)
+        x, y = torch.randn(120, 4, generator=generator), torch.arange(120) % 3
+        if self.bug == "nan":
+            x[57, 2] = float("nan")
+        if self.bug == "label":
+            y[57] = 7
+        return DataLoader(TensorDataset(x, y), batch_size=4)
+"""
+HALF = ("--trainer.schedule", "Synchronous", "--trainer.schedule.participation", "0.5")
+FAST = ("--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false")
+
+
+class Kept(FederationCallback):
+    """Keeps what the server takes of each client, and its memory."""
+
+    affects: ClassVar[Affects] = "nothing"
+    fits: ClassVar[dict[tuple[int, int], tuple[State, Any]]] = {}
+
+    def on_client_end(self, run: Run, outcome: Outcome) -> None:
+        assert isinstance(outcome, ClientResult)
+        update = outcome.update
+        kept = clone(update.state), copy.deepcopy(outcome.memory.get("objective", {}))
+        self.fits.setdefault((update.round, update.client), kept)
+
+
+@pytest.mark.parametrize("method", ["FedAvg", "SCAFFOLD", "Ditto"])
+def test_a_fit_again_ends_with_the_weights_of_the_run(method: str, capsys: Capture) -> None:
+    Kept.fits.clear()
+    short = ("--data.train_samples", "200", "--data.clients", "3", "--trainer.rounds", "3")
+    names = ("--trainer.aggregator", method, "--trainer.callbacks+", f"{__name__}.Kept")
+    assert cli("fit", "--config", QUICKSTART, "--run_dir", "run", *short, *names, *FAST) == 0
+    with replayed(Path("run"), 3, 1) as replay:
+        watch = FitWatch()
+        outcome = replay.fit(watch)
+        again = replay.fit(FitWatch())  # as the debugger does
+    for one in (outcome, again):
+        assert isinstance(one, ClientResult)
+        state, memory = Kept.fits[3, 1]
+        assert equal_states(one.update.state, state)
+        assert torch.equal(*map(_flat, (one.memory.get("objective", {}), memory)))
+        assert method == "FedAvg" or len(_flat(memory)) > 0, "the method has a state"
+    assert len(watch.steps) == outcome.update.steps and watch.fault is None
+
+    assert cli("debug", "run", "--at", "3", "--client", "1") == 0
+    out = capsys.readouterr().out
+    assert f"the loss of the fit is that of the record: {outcome.update.metrics['loss']:.9g}" in out
+
+
+def _flat(memory: Any) -> torch.Tensor:
+    leaves = torch.utils._pytree.tree_leaves(memory)
+    return torch.cat(
+        [torch.as_tensor(leaf).float().flatten() for leaf in leaves] or [torch.ones(0)]
+    )
+
+
+@pytest.fixture(autouse=True)
+def _own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has its own file, which is imported again."""
+    Path("own.py").write_text(OWN)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+
+
+def own_run(bug: str = "", stops: str = "", *more: str) -> int:
+    own = ("--model", "own.Net", "--data", "own.Data", "--data.bug", bug, "--model.stops", stops)
+    return cli("fit", *own, "--trainer.rounds", "3", "--run_dir", "run", *FAST, *more)
+
+
+def failed_client() -> str:
+    rows = rows_of(Path("run/timeline.csv"))
+    (client,) = {row["client"] for row in rows if row["outcome"] == "failed"}
+    return client
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what answers the prompts of the debugger."""
+    return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+FAULTS = {
+    "nan": "batch[0] is not finite in sample 57",
+    "label": "IndexError: Target 7 is out of bounds. (own.py, line 23); batch[1] is from 0 (sample",
+}
+
+
+@pytest.mark.parametrize("bug", FAULTS)
+def test_the_batch_at_fault_is_named_and_the_debugger_stops_there(
+    bug: str, capsys: Capture, typed: Any
+) -> None:
+    assert own_run(bug) == 0
+    client = failed_client()
+    where = ("debug", "run", "--at", "3", "--client", client)
+    capsys.readouterr()
+    assert cli(*where, "--no-pdb") == 1
+    captured = capsys.readouterr()
+    (error,) = [line for line in captured.err.splitlines() if line.startswith("flsuite: error")]
+    assert f"round 3: client {client}: step " in error and FAULTS[bug] in error
+    assert bug == "nan" or "to 7 (sample 57)" in error
+    samples = error.rpartition("training split: ")[2].split(", ")
+    assert samples == ["96", "57", "37"], "the last batch of the epoch"
+    assert captured.out.count("at fault") == 1 and "round 2 was not kept" in captured.err
+    assert 2 in kept_rounds(Path("run")), "the next time is faster"
+
+    words = {"nan": "p batch[0].isnan().sum()\nq\n", "label": "u\np batch_idx, y.max()\nq\n"}
+    typed(words[bug])
+    assert cli(*where) == 1
+    out = capsys.readouterr().out
+    assert {"nan": "tensor(1)", "label": ", tensor(7))"}[bug] in out
+    assert ("own.py(18)training_step()" if bug == "nan" else "own.py(23)training_step()") in out
+
+
+def test_a_step_is_run_in_the_debugger_on_request(capsys: Capture, typed: Any) -> None:
+    assert own_run() == 0
+    typed("p batch_idx\nc\n")
+    assert cli("debug", "run", "--at", "1", "--client", "0", "--step", "3") == 0
+    out = capsys.readouterr().out
+    assert "(Pdb) 2\n" in out and "27 samples, classes 0: 7, 1: 10, 2: 10" in out
+
+
+def test_a_round_or_client_that_is_not_there_is_one_line(capsys: Capture) -> None:
+    assert own_run("", "", *HALF) == 0
+    line = refused(capsys, "debug", "run", "--at", "4", "--client", "0")
+    assert "run has 3 finished rounds; give --at up to 3" in line
+    assert "must be at least 1" in refused(capsys, "debug", "run", "--at", "0", "--client", "0")
+    assert "client 9 did not begin a fit in round 1; --client may be" in refused(
+        capsys, "debug", "run", "--at", "1", "--client", "9"
+    )
+
+
+def test_who_leaves_the_debugger_ends_the_run(capsys: Capture) -> None:
+    assert own_run("", "quit") == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("flsuite: error: interrupted in the debugger; flsuite resume run")
+
+
+class Stops(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        breakpoint()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_breakpoint_in_a_worker_names_the_engine_that_can_stop() -> None:
+    data = FromDataset(blobs(20, 0), blobs(20, 1), clients=2)
+    with pytest.raises(FlsuiteError, match=r"at a breakpoint; use --trainer\.engine InProcess"):
+        trainer(rounds=1, engine=Processes(workers=2)).fit(Stops(), data)
