@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -146,6 +146,42 @@ def test_scores_are_those_of_lightnings_own_evaluation(
     name = min(names)
     values = torch.tensor([row[name] for row in clients], dtype=torch.float64)
     assert scores[f"{name}_client_mean"] == pytest.approx(float(values.mean()))
+
+
+class Counting(Reader):
+    """Counts the samples that it is tested on."""
+
+    seen: ClassVar[list[int]] = []
+
+    def test_step(self, batch, batch_idx):
+        self.seen.append(len(batch["topic"]))
+        super().test_step(batch, batch_idx)
+
+
+class Rarely(Counting):
+    """Logs a value in some batches only, which is no mean over all samples."""
+
+    def test_step(self, batch, batch_idx):
+        super().test_step(batch, batch_idx)
+        if len(batch["topic"]) == 8:
+            self.log("test/full", 1.0)
+
+
+@pytest.mark.parametrize(("kind", "times"), [(Counting, 1), (Rarely, 2)])
+def test_samples_read_on_demand_are_evaluated_once_a_round(
+    kind: type[Counting], times: int
+) -> None:
+    """Count them, and expect the scores of the parts that are evaluated one by one."""
+    made = trainer(rounds=1)
+    made.fit(kind(), sentences(cache=True))
+    Counting.seen.clear()
+    scores = made.test()
+    assert sum(Counting.seen) == times * 30
+    made.run.evaluator._steps._indivisible.update(("val", "test"))
+    apart = made.test()
+    assert sum(Counting.seen) == (times + 2) * 30, "all samples, and the parts one by one"
+    for row, other in zip(scores, apart, strict=True):
+        assert row == pytest.approx(other, abs=1e-6)
 
 
 def test_text_and_regression_learn(whole: Whole) -> None:

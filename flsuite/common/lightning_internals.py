@@ -128,6 +128,25 @@ def make_slim(trainer: Trainer) -> None:
         setattr(connector, name, _nothing)
 
 
+def take_logged_means(trainer: Trainer) -> dict[str, tuple[float, int]] | None:
+    """Return what the steps since the last call have logged, and begin anew.
+
+    Returns:
+        The mean over samples and the number of samples by name, or ``None`` if a value is not such
+        a mean.
+    """
+    means = {}
+    for metric in (trainer._results or {}).values():
+        meta = metric.meta
+        if not (metric.is_tensor and meta.is_mean_reduction and meta.on_epoch) or meta.on_step:
+            return None
+        size = metric.cumulated_batch_size
+        means[meta.name] = float(metric.value / size), int(size)
+        metric.value = torch.zeros_like(metric.value)
+        metric.cumulated_batch_size = torch.zeros_like(size)
+    return means
+
+
 def clip_what_is_there(trainer: Trainer) -> None:
     """Let clipping by value leave a step without gradients, where torch raises an error."""
     plugin = trainer.precision_plugin

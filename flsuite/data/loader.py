@@ -1,9 +1,9 @@
 """Batch loaders: a client's shuffled training batches, and a split's batches in order."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import torch
@@ -163,16 +163,22 @@ class SplitLoader:
         samples: The split.
         batch_size: Samples per batch.
         rows: int64, the rows. Default: all.
+        parts: Rows by part. A batch has rows of one part only. Default: one part.
+        ends: The number of batches up to the end of each part that has rows.
     """
 
     data: FederatedData
     samples: DataSplit
     batch_size: int
     rows: Tensor | None = None
+    parts: Sequence[Tensor] = ()
 
     def __post_init__(self) -> None:
         rows = torch.arange(len(self.samples)) if self.rows is None else self.rows
-        self._batch_rows = rows.split(self.batch_size) if len(rows) else ()
+        parts = [part for part in self.parts or [rows] if len(part)]
+        batches = [part.split(self.batch_size) for part in parts]
+        self._batch_rows = [*chain.from_iterable(batches)]
+        self.ends = [*accumulate(map(len, batches))]
 
     def __len__(self) -> int:
         return len(self._batch_rows)

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from flsuite.aggregators.attacks.base import Attack
-from flsuite.common.lightning_internals import make_slim
+from flsuite.common.lightning_internals import make_slim, take_logged_means
 from flsuite.common.messages import OwnScores, Scores, Split
 from flsuite.common.random import seed_process
 from flsuite.common.score_names import score_name
@@ -39,10 +39,20 @@ _SCORING_ARGUMENTS = (  # Lightning Trainer arguments that affect scoring
 
 
 _RETURNED = "flsuite/returned_loss"
+_Logged = dict[int | None, dict[str, float]]  # by client, and on the whole split
 
 
-class _ReturnedLoss(Callback):
-    """Logs the loss that a step returns, so that Lightning averages it like a logged one."""
+class _BatchEnds(Callback):
+    """Logs the loss that a step returns, and divides what is logged among parts of a split.
+
+    Attributes:
+        ends: The number of batches up to the end of each part.
+        parts: What was logged in each part so far, see :func:`take_logged_means`.
+    """
+
+    def __init__(self) -> None:
+        self.ends: Sequence[int] = ()
+        self.parts: list[dict[str, tuple[float, int]] | None] = []
 
     def on_validation_batch_end(
         self,
@@ -56,6 +66,8 @@ class _ReturnedLoss(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             pl_module.log(_RETURNED, loss)
+        if batch_idx + 1 in self.ends and None not in self.parts:
+            self.parts.append(take_logged_means(trainer))
 
     on_test_batch_end = on_validation_batch_end
 
@@ -82,6 +94,8 @@ class _EvaluationSteps:
         self._trainer: Trainer | None = None
         self.names: dict[str, None] = {}
         self.silent: set[Split] = set()
+        self._ends = _BatchEnds()
+        self._indivisible: set[Split] = set()
 
     def metrics(self, split: Split, batches: SplitLoader) -> dict[str, float]:
         """Return the values that the step logs, with the same names for both splits.
@@ -94,12 +108,38 @@ class _EvaluationSteps:
         logged = next(filter(None, (self._logged(s, split, batches) for s in self._of(split))), {})
         if not logged:
             self.silent.add(split)
+        return self._defined(logged)
+
+    def by_part(self, split: Split, batches: SplitLoader) -> list[dict[str, float]]:
+        """Return the values on all samples, and on each part, from one pass over the samples.
+
+        Returns:
+            Nothing if a value is not a mean over samples, or is logged elsewhere than in the step.
+        """
+        if split in self._indivisible:
+            return []
+        self._ends.ends, self._ends.parts = batches.ends, []
+        try:
+            logged = self._run(self._of(split)[0], batches)
+        finally:
+            self._ends.ends = ()
+        if not _are_whole(parts := self._ends.parts, logged, len(batches.ends)):
+            self._indivisible.add(split)
+            return []
+        means = [{name: mean for name, (mean, _) in part.items()} for part in parts if part]
+        return [self._defined(_as_scores(one, split)) for one in (_joined(parts), *means)]
+
+    def _defined(self, logged: Mapping[str, float]) -> dict[str, float]:
+        """Return the values without those that are undefined, like flsuite's own scores."""
         self.names.update(dict.fromkeys(logged))
-        # Exclude values that are undefined on these samples, like flsuite's own scores.
         return {name: value for name, value in logged.items() if not math.isnan(value)}
 
     def _logged(self, step: str, split: Split, batches: SplitLoader) -> dict[str, float]:
         """Return the values that a step logs, or the loss that it returns."""
+        return _as_scores(self._run(step, batches), split)
+
+    def _run(self, step: str, batches: SplitLoader) -> dict[str, float]:
+        """Run a step on all batches, and return what is logged."""
         trainer = self._started_trainer()
         run = trainer.test if step == "test_step" else trainer.validate
         # Neither modes nor values collected by a step must leak into the next fit.
@@ -108,13 +148,7 @@ class _EvaluationSteps:
             run(self.model, dataloaders=batches, verbose=False)
         resident.restore()
 
-        values, logged = dict(trainer.callback_metrics), {}
-        returned = values.pop(_RETURNED, None)
-        for name, value in values.items():
-            # If a score has several names, such as loss and val_loss, the split's own one counts.
-            if score_name(name) not in logged or name.startswith(split):
-                logged[score_name(name)] = float(value)
-        return logged if logged or returned is None else {"loss": float(returned)}
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     def predictions(self, batches: SplitLoader) -> list[Any]:
         """Return what the model's ``predict_step`` returns for each batch."""
@@ -134,7 +168,7 @@ class _EvaluationSteps:
             quiet_lightning()
             self._trainer = Trainer(
                 **self._kwargs,
-                callbacks=[_ReturnedLoss()],
+                callbacks=[self._ends],
                 logger=False,
                 enable_checkpointing=False,
                 enable_progress_bar=False,
@@ -142,6 +176,37 @@ class _EvaluationSteps:
             )
             make_slim(self._trainer)
         return self._trainer
+
+
+_Parts = Sequence[dict[str, tuple[float, int]] | None]
+
+
+def _are_whole(parts: _Parts, logged: Mapping[str, float], number: int) -> bool:
+    """Return whether there are so many parts, and each has a mean of each logged value."""
+    are_alike = all(part and part.keys() == logged.keys() for part in parts)
+    return are_alike and len(parts) == number and all(n for p in parts if p for _, n in p.values())
+
+
+def _joined(parts: _Parts) -> dict[str, float]:
+    """Return the means over the samples of all parts."""
+    named: dict[str, list[tuple[float, int]]] = {}
+    for part in parts:
+        for name, own in (part or {}).items():
+            named.setdefault(name, []).append(own)
+    return {
+        name: sum(mean * size for mean, size in own) / sum(size for _, size in own)
+        for name, own in named.items()
+    }
+
+
+def _as_scores(values: Mapping[str, float], split: Split) -> dict[str, float]:
+    """Return logged values by the names of scores, or else the loss that was returned."""
+    logged: dict[str, float] = {}
+    for name, value in values.items():
+        # If a score has several names, such as loss and val_loss, the split's own one counts.
+        if name != _RETURNED and (score_name(name) not in logged or name.startswith(split)):
+            logged[score_name(name)] = value
+    return logged or ({"loss": values[_RETURNED]} if _RETURNED in values else {})
 
 
 class Scorer:
@@ -202,10 +267,11 @@ class Scorer:
 
         self.load(state)
         with self._seeded(split, client):
-            whole, outputs = self._whole(samples, split)
+            logged = self._logged(samples, split, [client])
+            whole, outputs = self._whole(samples, split, logged.get(None))
             if not self._is_scored(split):
                 return None
-            local = self._local(outputs, samples, [client], split)
+            local = self._local(outputs, samples, [client], split, logged)
         classes = self._class_rows(outputs, samples) if details else {}
         return OwnScores(whole, local.get(str(client), {}), classes)
 
@@ -279,12 +345,30 @@ class Scorer:
         logits = self._logits(x)
         return {"loss": classification_loss(logits, y), "scores": class_probabilities(logits, y)}
 
+    def _logged(self, samples: DataSplit, split: Split, clients: Sequence[int]) -> _Logged:
+        """Return what the model's steps log on a whole split, and on the clients' parts of it.
+
+        Samples that are not in memory are read and evaluated once. Empty if that is impossible.
+        """
+        if self._steps is None or samples.in_memory or not len(samples.rows):
+            return {}
+        own = {client: samples.rows[client] for client in clients}
+        own = {client: rows for client, rows in own.items() if len(rows)}
+        is_left = torch.ones(len(samples), dtype=torch.bool)
+        for rows in own.values():
+            is_left[rows] = False
+        parts = [*own.values(), is_left.nonzero().flatten()]
+        if sum(map(len, parts)) != len(samples):  # a sample of two clients would count twice
+            return {}
+        batches = SplitLoader(self.data, samples, self.data.batch_size, parts=parts)
+        return dict(zip([None, *own], self._steps.by_part(split, batches), strict=False))
+
     def _whole(
-        self, samples: DataSplit, split: Split
+        self, samples: DataSplit, split: Split, logged: dict[str, float] | None = None
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Return the scores on a whole split, and the columns that they are computed from."""
         outputs = self.outputs(samples) if self._has_columns else {}
-        values = self._numbers(outputs, samples, split)
+        values = self._numbers(outputs, samples, split, logged=logged)
         return values | self._aim(samples), outputs
 
     def _aim(self, samples: DataSplit) -> dict[str, float]:
@@ -305,6 +389,7 @@ class Scorer:
         samples: DataSplit,
         split: Split,
         rows: Tensor | None = None,
+        logged: dict[str, float] | None = None,
     ) -> dict[str, float]:
         """Return the scores on some rows of a split, or on all."""
         part = outputs if rows is None else {name: column[rows] for name, column in outputs.items()}
@@ -312,9 +397,10 @@ class Scorer:
         # No AUROC of a client's part, because it is costly, and the part often lacks a class.
         values = scores(part, y, self.data.spec, auroc=rows is None) if part else {}
         if self._steps is not None:
-            batches = SplitLoader(self.data, samples, self.data.batch_size, rows)
-            # The model's own logged value takes precedence.
-            values |= self._steps.metrics(split, batches)
+            if logged is None:
+                batches = SplitLoader(self.data, samples, self.data.batch_size, rows)
+                logged = self._steps.metrics(split, batches)
+            values |= logged  # the model's own logged value takes precedence
         return values
 
     def _local(
@@ -323,13 +409,14 @@ class Scorer:
         samples: DataSplit,
         clients: Sequence[int],
         split: Split,
+        logged: _Logged,
     ) -> Scores:
         """Return each client's scores on its part of a split. Empty if clients have no parts."""
         by_client: Scores = {}
         for client in clients if len(samples.rows) else ():
             own = samples.rows[client]
             if len(own):
-                values = self._numbers(outputs, samples, split, own)
+                values = self._numbers(outputs, samples, split, own, logged.get(client))
                 by_client[str(client)] = values | {"samples": float(len(own))}
         return by_client
 

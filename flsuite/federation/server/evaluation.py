@@ -219,14 +219,15 @@ class Evaluator(Scorer):
 
         self.load(state)
         with self._seeded(split):
-            whole, outputs = self._whole(samples, split)
+            logged = self._logged(samples, split, clients)
+            whole, outputs = self._whole(samples, split, logged.get(None))
             if not self._is_scored(split):
                 return {}
             by_scope: Scores = {GLOBAL: whole}
             if details:
                 by_scope[GLOBAL] |= self._class_rows(outputs, samples)
 
-            of_clients = self._local(outputs, samples, clients, split)
+            of_clients = self._local(outputs, samples, clients, split, logged)
         by_scope[GLOBAL] |= _spread(of_clients, "client_", self.names)
         return by_scope | of_clients
 
