@@ -253,7 +253,8 @@ class _Checked:
             own = own_class(name)
             near = own or nearest(name, known)
             lists = f", or see flsuite fit --help={'.'.join(at)}"
-            usable = [c.name for c in map(find, known.values()) if c and not c.is_abstract]
+            paths = (path for path in known.values() if path not in argument.bases)
+            usable = [c.name for c in map(find, paths) if c and not c.is_abstract]
             if len(usable) <= _FEW:
                 lists = f"; there are: {', '.join(sorted(usable))}"
             key = key_for(find_short(name) or (self._find(own) if own else None))

@@ -50,7 +50,7 @@ def test_a_run_with_failures_ends_with_0_and_says_so(engine: str, capsys: Captur
     failed = [line for line in said.err.splitlines() if re.match(rf"round [12]: {alike}", line)]
     assert len(failed) == 2
     assert re.search(r"fits failed +│ +4 of 20 │", said.out)
-    assert said.out.splitlines()[-1] == "run: run (4 of 20 fits failed, see errors/)"
+    assert "run: run (4 of 20 fits failed, see errors/)" in said.out.splitlines()
     kept = [path.read_text("utf-8") for path in sorted(Path("run/errors").iterdir())]
     assert [text.count("ValueError: no scanner\n") for text in kept] == [1, 1]
 

@@ -30,7 +30,7 @@ from flsuite.common.errors import FlsuiteError
 from flsuite.data import FederatedDataModule, TaskSequence
 from flsuite.federation import InProcess
 from flsuite.runs.table import MetricsTable
-from tests.commands.command import Capture, cli, refused
+from tests.commands.command import QUICKSTART, Capture, cli, refused
 from tests.conftest import classifier, digits, trainer
 
 
@@ -624,3 +624,18 @@ def test_many_short_runs_are_one_line(tmp_path: Path, capsys: Capture) -> None:
         write(tmp_path / f"short-{seed}", settings(seed, rounds=rounds), [0.1] * rounds)
     out = words(capsys, str(tmp_path))
     assert "6 of 7 runs end with rounds 1 to 2 of 3" in out and "short-1 ends" not in out
+
+
+def test_a_score_of_many_models_has_a_star(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for method in ("FedAvg", "Ditto"):
+        method_of = ("--trainer.aggregator", method, "--run_dir", f"runs/{method}")
+        assert cli("fit", "--config", QUICKSTART, "--trainer.rounds", "1", *method_of) == 0
+    capsys.readouterr()
+    assert cli("report", "runs", "--metric", "accuracy") == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.partition("│")[0].strip() for line in lines if "│" in line]
+    assert "FedAvg" in rows and "Ditto *" in rows
+    assert any(line.startswith("* accuracy of Ditto is the mean over the ") for line in lines)

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from docstring_parser import parse
+from lightning.pytorch.profilers import Profiler
 from torch.optim import Optimizer
 
 import flsuite
@@ -58,6 +59,7 @@ KINDS: dict[str, tuple[type, Sequence[str]]] = {  # what its classes extend, and
     "skews": (Skew, ["data"]),
     "augmentation": (Augment, ["data"]),
     "callbacks": (FederationCallback, ["callbacks"]),
+    "profilers": (Profiler, ["federation"]),
 }
 FAMILIES = {  # the parts of the gallery
     "Algorithms": ["aggregators"],
@@ -66,7 +68,7 @@ FAMILIES = {  # the parts of the gallery
     "Time": ["schedules", "selections", "speeds", "availability", "staleness weights"],
     "Models": ["models", "backbones"],
     "Data": ["data", "partitions", "skews", "augmentation"],
-    "Runs": ["engines", "learning rates over rounds", "callbacks"],
+    "Runs": ["engines", "learning rates over rounds", "callbacks", "profilers"],
 }
 PASSED_ON = {"parts", "kwargs", "params"}  # to a base class
 KNOWN = ROOT / "flsuite" / "commands" / "known.json"

@@ -12,6 +12,8 @@ from flsuite.common.messages import Profile
 class ClientProfiler(SimpleProfiler):
     """Sums the calls and the seconds of Lightning's steps over the fits of clients.
 
+    Take it to see where the time of the fits goes.
+
     Clients train in Lightning's own loop, with the same weights. The run prints one table at its
     end. ``trainer.profiler: simple`` is this profiler of all clients.
 
