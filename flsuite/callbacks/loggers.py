@@ -209,7 +209,7 @@ def final_pictures(run: Run) -> dict[str, "Figure"]:
             pictures["clients/heatmap"] = _client_figure(scores, title)
             break
 
-    if run.folder.path is not None and run.federation.schedule.declarations.is_virtual:
+    if run.folder.path is not None and run.federation.schedule.is_virtual:
         from flsuite.analysis.timeline import read_timeline, timeline_figure
 
         timeline = read_timeline(run.folder.path)

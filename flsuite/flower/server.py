@@ -78,7 +78,7 @@ def serve(
 
 def _refuse_unsupported(run: Run) -> None:
     """Refuse settings that a round of Flower cannot carry out."""
-    federation, declarations = run.federation, run.federation.schedule.declarations
+    federation, schedule = run.federation, run.federation.schedule
     name = federation.aggregator.name
     faults = {
         f"{name} trains on all clients' data, which no node of Flower holds": (
@@ -86,10 +86,10 @@ def _refuse_unsupported(run: Run) -> None:
         ),
         "under Flower rounds are synchronous, and nodes come and go by themselves: set "
         "trainer.schedule to Synchronous without availability, over_selection and deadline": (
-            declarations.is_asynchronous or declarations.may_lose
+            schedule.is_asynchronous or schedule.may_lose
         ),
         "under Flower a round without a client would end the run; set trainer.schedule.sampling to "
-        "uniform": declarations.may_be_empty,
+        "uniform": schedule.may_be_empty,
         "secure aggregation exchanges keys and shares before and after training, but a round of "
         "Flower has one message to a node and one answer; leave out trainer.secure_sum, or run it "
         "with flsuite fit": federation.uplink.masks,
