@@ -58,11 +58,11 @@ def serve(
     _refuse_unsupported(run)
     federation = run.federation
     nodes = Nodes(grid, federation.data.clients, timeout)
-    engine = run.engine = NodeEngine(nodes, run.settings["client"].get("precision"))
+    engine = run.engine = _NodeEngine(nodes, run.settings["client"].get("precision"))
 
     with opened(run):
         # From here on, private parts are on the nodes.
-        federation.clients = NodeStore(bool(federation.entries.personal))
+        federation.clients = _NodeStore(bool(federation.entries.personal))
         if federation.entries.personal:
             run.evaluator = NodeEvaluator(run.evaluator)
         while not run.finished:
@@ -105,7 +105,7 @@ def _refuse_unsupported(run: Run) -> None:
             raise FlsuiteError(fault)
 
 
-class NodeEngine(Engine):
+class _NodeEngine(Engine):
     """Trains on the nodes of a grid, and scores the clients' own models there.
 
     Args:
@@ -234,7 +234,7 @@ class NodeEvaluator(Evaluator):
         return {c: row if details else row._replace(classes={}) for c, row in rows.items()}
 
 
-class NodeStore(ClientStore):
+class _NodeStore(ClientStore):
     """A client store without memories, which are on the clients' nodes.
 
     Args:
