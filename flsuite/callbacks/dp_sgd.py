@@ -172,7 +172,7 @@ class DPSGD(FederationCallback, SampleGradients, Settings):
                 "DPSGD: tasks in sequence change a client's samples, which epsilon takes as fixed; "
                 "leave out TaskSequence"
             )
-        if run.federation.schedule.declarations.sees_updates:
+        if run.federation.schedule.sees_updates:
             raise FlsuiteError(
                 "DPSGD: losses of clients, which have no noise, decide who takes part; set "
                 "trainer.schedule.sampling to uniform"

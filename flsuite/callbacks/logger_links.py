@@ -109,7 +109,7 @@ class LoggerLink:
 
         By default, a logger is assumed to have kept everything that it was sent.
         """
-        self.last = sent_until(run, state) if state else NOTHING
+        self.last = _sent_until(run, state) if state else NOTHING
         self.logger.log_hyperparams(run.settings)
 
     def log(self, run: Run, row: RoundNumbers) -> None:
@@ -147,7 +147,7 @@ class LoggerLink:
         return {"link": type(self).__name__, "last": self.last}
 
 
-def sent_until(run: Run, state: Mapping[str, Any]) -> int:
+def _sent_until(run: Run, state: Mapping[str, Any]) -> int:
     """Return the last round that was sent before the checkpoint, from a link's state.
 
     Checkpoints of earlier versions do not say it. Their loggers were sent all rounds.
@@ -166,7 +166,7 @@ class _VersionLink(LoggerLink, ABC):
         if state and self.logger._version is None:
             self.logger._version = state["version"]
         if state and Path(self.logger.log_dir).is_dir():
-            self.last = self._resume(run, sent_until(run, state))
+            self.last = self._resume(run, _sent_until(run, state))
         else:
             super().start(run, {})
 

@@ -88,7 +88,7 @@ class RoundLogger(FederationCallback, Settings):
             link.start(run, self._take_state(link))
             self._links.append(link)
         empty = [link for link in self._links if link.last == NOTHING]
-        _show(0, lambda: first_pictures(run), empty)
+        _show(0, lambda: _first_pictures(run), empty)
         self._send_missing(run)
 
     def on_round_recorded(self, run: Run, round: int, metrics: Mapping[str, float]) -> None:
@@ -101,7 +101,7 @@ class RoundLogger(FederationCallback, Settings):
 
     def on_federation_end(self, run: Run) -> None:
         if run.status == "success" and run.round:
-            _show(run.round, lambda: final_pictures(run), self._links)
+            _show(run.round, lambda: _final_pictures(run), self._links)
         for link in self._links:
             link.finish(run)
 
@@ -186,7 +186,7 @@ def _numbers(
 _MOST_CLASSES = 100
 
 
-def first_pictures(run: Run) -> dict[str, "Figure"]:
+def _first_pictures(run: Run) -> dict[str, "Figure"]:
     """Draw the picture that is available before the first round: the partition."""
     from flsuite.analysis.partition import partition_figure
     from flsuite.runs.partition import partition_table
@@ -194,7 +194,7 @@ def first_pictures(run: Run) -> dict[str, "Figure"]:
     return {"partition": partition_figure(partition_table(run.federation.data))}
 
 
-def final_pictures(run: Run) -> dict[str, "Figure"]:
+def _final_pictures(run: Run) -> dict[str, "Figure"]:
     """Draw the pictures of a finished run, as far as it has the data.
 
     They are the clients' scores over the rounds, the timeline if time is virtual, and the confusion
@@ -209,7 +209,7 @@ def final_pictures(run: Run) -> dict[str, "Figure"]:
             pictures["clients/heatmap"] = _client_figure(scores, title)
             break
 
-    if run.folder.path is not None and run.federation.schedule.declarations.is_virtual:
+    if run.folder.path is not None and run.federation.schedule.is_virtual:
         from flsuite.analysis.timeline import read_timeline, timeline_figure
 
         timeline = read_timeline(run.folder.path)

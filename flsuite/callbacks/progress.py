@@ -73,7 +73,7 @@ class RoundProgress(FederationCallback):
         self._ended, self._updates_before = 0, run.federation.clock.client_updates
         if self._bar is not None:
             # The number of clients in an asynchronous round is not known in advance.
-            is_cohort = not run.federation.schedule.declarations.is_asynchronous
+            is_cohort = not run.federation.schedule.is_asynchronous
             self._bar.reset(self._clients, total=len(clients) if is_cohort else None)
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
@@ -81,7 +81,7 @@ class RoundProgress(FederationCallback):
         if self._bar is not None:
             schedule = run.federation.schedule
             in_flight = f"{len(schedule.in_flight)} in flight"
-            flying = in_flight if schedule.declarations.is_asynchronous else ""
+            flying = in_flight if schedule.is_asynchronous else ""
             note = ", ".join(filter(None, (_failed(run), flying)))
             self._bar.update(self._clients, advance=1, done=f"{self._ended}", note=note)
 
@@ -132,7 +132,7 @@ def _failed(run: Run) -> str:
 def _clock(run: Run, metrics: Mapping[str, float]) -> str:
     """Return virtual time, client updates and staleness, if the schedule has virtual time."""
     schedule, clock = run.federation.schedule, run.federation.clock
-    if not schedule.declarations.is_virtual:
+    if not schedule.is_virtual:
         return ""
     parts = [f"{clock.seconds:.1f} virtual s", f"{clock.client_updates} client updates"]
     if "train/staleness" in metrics:

@@ -189,7 +189,7 @@ class _FederatedCLI(LightningCLI):
         if folder is None:
             return
         # Measured times depend on this machine more than on the federation.
-        is_virtual = self.trainer.schedule.declarations.is_virtual
+        is_virtual = self.trainer.schedule.is_virtual
         axis = "virtual_s" if is_virtual else "round"
         pictures: dict[str, Callable[[], Any]] = {
             "curves.png": lambda: run_figure(folder, axis),

@@ -106,7 +106,7 @@ class _Reader(Dataset[Any]):
             ) from error
 
 
-class UnreadableSampleError(Exception):
+class _UnreadableSampleError(Exception):
     """Names an unreadable sample. During a fit, it fails the client. Earlier, it is fatal."""
 
 
@@ -114,7 +114,7 @@ def fetch(dataset: Any, numbers: list[int]) -> list[Any]:
     """Return these samples, in one call if the dataset supports it.
 
     Raises:
-        UnreadableSampleError: If reading a sample raises.
+        _UnreadableSampleError: If reading a sample raises.
     """
     if hasattr(dataset, "__getitems__"):
         with suppress(Exception):  # reading one by one shows which sample it is
@@ -126,7 +126,7 @@ def _sample(dataset: Any, number: int) -> Any:
     try:
         return dataset[number]
     except Exception as error:
-        raise UnreadableSampleError(
+        raise _UnreadableSampleError(
             f"data: sample {number} of {len(dataset)} in {type(dataset).__name__} cannot be read "
             f"({type(error).__name__}: {one_line(error, 200)})"
         ) from error
@@ -401,5 +401,5 @@ def readable() -> Iterator[None]:
     """End the command with one line if a sample cannot be read."""
     try:
         yield
-    except UnreadableSampleError as error:
+    except _UnreadableSampleError as error:
         raise FlsuiteError(str(error)) from error

@@ -58,11 +58,11 @@ def serve(
     _refuse_unsupported(run)
     federation = run.federation
     nodes = Nodes(grid, federation.data.clients, timeout)
-    engine = run.engine = NodeEngine(nodes, run.settings["client"].get("precision"))
+    engine = run.engine = _NodeEngine(nodes, run.settings["client"].get("precision"))
 
     with opened(run):
         # From here on, private parts are on the nodes.
-        federation.clients = NodeStore(bool(federation.entries.personal))
+        federation.clients = _NodeStore(bool(federation.entries.personal))
         if federation.entries.personal:
             run.evaluator = NodeEvaluator(run.evaluator)
         while not run.finished:
@@ -78,7 +78,7 @@ def serve(
 
 def _refuse_unsupported(run: Run) -> None:
     """Refuse settings that a round of Flower cannot carry out."""
-    federation, declarations = run.federation, run.federation.schedule.declarations
+    federation, schedule = run.federation, run.federation.schedule
     name = federation.aggregator.name
     faults = {
         f"{name} trains on all clients' data, which no node of Flower holds": (
@@ -86,10 +86,10 @@ def _refuse_unsupported(run: Run) -> None:
         ),
         "under Flower rounds are synchronous, and nodes come and go by themselves: set "
         "trainer.schedule to Synchronous without availability, over_selection and deadline": (
-            declarations.is_asynchronous or declarations.may_lose
+            schedule.is_asynchronous or schedule.may_lose
         ),
         "under Flower a round without a client would end the run; set trainer.schedule.sampling to "
-        "uniform": declarations.may_be_empty,
+        "uniform": schedule.may_be_empty,
         "secure aggregation exchanges keys and shares before and after training, but a round of "
         "Flower has one message to a node and one answer; leave out trainer.secure_sum, or run it "
         "with flsuite fit": federation.uplink.masks,
@@ -105,7 +105,7 @@ def _refuse_unsupported(run: Run) -> None:
             raise FlsuiteError(fault)
 
 
-class NodeEngine(Engine):
+class _NodeEngine(Engine):
     """Trains on the nodes of a grid, and scores the clients' own models there.
 
     Args:
@@ -234,7 +234,7 @@ class NodeEvaluator(Evaluator):
         return {c: row if details else row._replace(classes={}) for c, row in rows.items()}
 
 
-class NodeStore(ClientStore):
+class _NodeStore(ClientStore):
     """A client store without memories, which are on the clients' nodes.
 
     Args:

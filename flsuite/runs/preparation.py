@@ -187,7 +187,7 @@ def worker_setup(trainer: Any, run: Run) -> WorkerSetup:
     reads_updates = run.callbacks.read_updates or trainer.keep_updates
     if profiler := trainer.client_kwargs.get("profiler"):
         profiler.require_client(federation.data.clients)
-    may_sum = federation.uplink.sums_parts and not trainer.schedule.declarations.is_asynchronous
+    may_sum = federation.uplink.sums_parts and not trainer.schedule.is_asynchronous
     return WorkerSetup(
         model=run.evaluator.model,
         data=federation.data,

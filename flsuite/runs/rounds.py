@@ -53,13 +53,13 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
     """
     federation, clock = run.federation, run.federation.clock
     schedule, engine = federation.schedule, _NoTraining()
-    if not schedule.declarations.is_virtual:
+    if not schedule.is_virtual:
         inner = "schedule." if isinstance(schedule, Faults) else ""
         raise FlsuiteError(
             f"the times of {type(schedule).__name__} are measured while clients train; set "
             f"trainer.schedule.{inner}speeds, for example to Stragglers"
         )
-    if schedule.declarations.sees_updates:
+    if schedule.sees_updates:
         raise FlsuiteError(
             "the clients of a round depend on what others have sent before, so that there is no "
             "schedule without training; set trainer.schedule.sampling to uniform"
@@ -237,7 +237,7 @@ def refuse_unkept(trainer: Any, run: Run, folder: Path, remedy: str) -> None:
             f"{folder} has not kept its clients' models; fit it with --trainer.keep_updates true "
             f"--trainer.keep_rounds 1, or {remedy}"
         )
-    if trainer.schedule.declarations.is_asynchronous:
+    if trainer.schedule.is_asynchronous:
         raise FlsuiteError(f"{folder} has no rounds, since its schedule is asynchronous; {remedy}")
     if run.federation.entries.personal:
         raise FlsuiteError(

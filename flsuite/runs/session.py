@@ -106,8 +106,8 @@ def choose_engine(
     if before is None and run.store.parent is not None and run.store.parent.round:
         before = read_settings(Path(run.store.parent.run))
     federation, budget = run.federation, run.options.budget
-    declared = federation.schedule.declarations
-    in_flight = declared.cohort or max(_IN_FLIGHT, declared.at_once)
+    schedule = federation.schedule
+    in_flight = schedule.cohort or max(_IN_FLIGHT, schedule.at_once)
     cohort = max(1, min(in_flight, federation.data.clients))
     if setup.uplink.aggregator.pools:  # one fit on all samples
         cohort = 1
@@ -115,8 +115,8 @@ def choose_engine(
         setup,
         federation.first_requests(run.callbacks.for_clients, cohort),
         fits=budget.max_client_updates or cohort * (budget.rounds or _ROUNDS),
-        schedule=named("trainer.schedule", declared),
-        at_once=declared.at_once if declared.is_asynchronous else None,
+        schedule=named("trainer.schedule", schedule),
+        at_once=schedule.at_once if schedule.is_asynchronous else None,
         before=before,
     )
     run.settings.update(described_engine(engine))

@@ -123,7 +123,7 @@ def fuse(models: Sequence[Tensor], jacobians: Sequence[Tensor]) -> Tensor:
     return mean + torch.linalg.lstsq(rows, residual, driver="gelsd").solution[:, 0]
 
 
-def training_error(network: Network, clients: Clients) -> float:
+def _training_error(network: Network, clients: Clients) -> float:
     """Return the mean of ``(f - y)^2 / 2`` of one network over the samples of all clients."""
     return float((outputs(network, clients.x) - clients.y).square().mean() / 2)
 
@@ -212,7 +212,7 @@ def _errors(
         # All clients have equally many samples.
         for method, model in (("FedFisher", fused), ("FedAvg", torch.stack(models).mean(0))):
             network = Network(model.unflatten(0, (width, _INPUTS)), local.signs)
-            yield count, method, training_error(network, clients)
+            yield count, method, _training_error(network, clients)
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:

@@ -76,7 +76,7 @@ def _quiet() -> Iterator[None]:
 
 
 @_quiet()
-def unlearning_table(
+def _unlearning_table(
     study: Study, seeds: Sequence[int], clients: Sequence[int] | None = None
 ) -> pd.DataFrame:
     """Return a row per seed, removed client and way.
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     request = parser.parse_args(argv)
     try:
         study = Study(request.config, make_folder(request.output), request.rounds, request.rate)
-        table = unlearning_table(study, request.seeds, request.clients)
+        table = _unlearning_table(study, request.seeds, request.clients)
     except FlsuiteError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         sys.exit(2)

@@ -283,7 +283,7 @@ def conflict(cell: Cell) -> str | None:
     schedule, secure_sum = made.pop("schedule"), made.pop("secure_sum")
     schedule.configure([20] * 6, seed=3)
     aggregator = Aggregator(**made)
-    parts = [named("trainer.schedule", schedule.declarations), *aggregator.named_parts()]
+    parts = [named("trainer.schedule", schedule), *aggregator.named_parts()]
     if secure_sum is not None:
         parts.append(named("trainer.secure_sum", secure_sum))
     try:

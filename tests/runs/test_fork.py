@@ -121,7 +121,7 @@ def test_a_fork_without_changes_ends_like_its_parent(
         made = fit(tmp_path, f"fork-{round}", fork=fork_of(parent, round), **parts(name))
         assert_same_models(made, parent)
         assert numbers(tmp_path / f"fork-{round}") == numbers(folder)
-    if parent.schedule.declarations.is_virtual:  # other times are measured
+    if parent.schedule.is_virtual:  # other times are measured
         timelines = [run / "timeline.csv" for run in (folder, tmp_path / "fork-2")]
         assert timelines[0].read_text() == timelines[1].read_text()
 

@@ -78,14 +78,14 @@ def labelled(owner: str, batch: Any) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def first_batch(data: FederatedData) -> Batch:
+def _first_batch(data: FederatedData) -> Batch:
     """Return a batch of one training sample, without augmentation."""
     return next(data.batches_of(data.train, [data.train.rows.values[:1]]))
 
 
 def require_classes(owner: str, data: FederatedData) -> None:
     """Refuse data without classes, or whose batches are not ``(x, y)``."""
-    labelled(owner, first_batch(data))
+    labelled(owner, _first_batch(data))
     if data.spec.task == "other":
         raise FlsuiteError(f"{owner} needs data with classes, but this data has none; {_OTHERS}")
 
@@ -193,7 +193,7 @@ def _as_inputs(value: float, data: FederatedData) -> Tensor:
     """Return a brightness in the scale of the model's inputs, ``(1, channels or 1, 1, 1)``."""
     stored = data.train.x
     if data.scaling.is_identity or stored.dtype != torch.uint8:
-        x, _ = first_batch(data)
+        x, _ = _first_batch(data)
         return torch.full((1, 1, 1, 1), value if x.is_floating_point() else round(255 * value))
     pixel = torch.full((1, 1, 1, stored.shape[-1]), round(255 * value), dtype=torch.uint8)
     return data.scaling(pixel)

@@ -34,7 +34,7 @@ Frames = list["tuple[Path, pd.DataFrame]"]
 """Files and their content, ordered by file name."""
 
 
-def read_frames(path: Path) -> Frames:
+def _read_frames(path: Path) -> Frames:
     """Read a file, or all files of a folder.
 
     Raises:
@@ -82,7 +82,7 @@ def _read_parquet(file: Path) -> "pd.DataFrame":
     return frame.set_axis([str(name) for name in frame.columns], axis=1)
 
 
-def feature_columns(
+def _feature_columns(
     frames: Frames, label: str, features: Sequence[str] | None, client: str | None
 ) -> list[str]:
     """Return the names of the features, after checking each file's header.
@@ -139,7 +139,7 @@ def _listed(names: Sequence[str]) -> str:
     return some([*map(repr, names)], _MOST_NAMED)
 
 
-def take_columns(
+def _take_columns(
     frames: Frames, features: list[str], label: str, client: str | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return the features, labels and owners of all files together.
@@ -288,10 +288,10 @@ class Table(FederatedDataModule):
         """
         path = self._place(self.path)
         test_path = None if self.test_path is None else self._place(self.test_path)
-        train_frames = read_frames(path)
-        frames = train_frames if test_path is None else [*train_frames, *read_frames(test_path)]
-        columns = feature_columns(frames, self.label, self.features, self.client)
-        x, labels, clients = take_columns(frames, columns, self.label, self.client)
+        train_frames = _read_frames(path)
+        frames = train_frames if test_path is None else [*train_frames, *_read_frames(test_path)]
+        columns = _feature_columns(frames, self.label, self.features, self.client)
+        x, labels, clients = _take_columns(frames, columns, self.label, self.client)
 
         # Over training and test rows, so both number the classes identically.
         names, y = np.unique(labels, return_inverse=True)

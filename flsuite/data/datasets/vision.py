@@ -50,7 +50,7 @@ def _download(make: Callable[..., Any], splits: _Selections, what: str) -> None:
             make(download=True, **split)
 
 
-def split_of(images: Any, labels: Any, names: list[str]) -> tuple[DataSplit, tuple[str, ...]]:
+def _split_of(images: Any, labels: Any, names: list[str]) -> tuple[DataSplit, tuple[str, ...]]:
     """Return a reader's content as a validated split, and the class names.
 
     Raises:
@@ -137,7 +137,7 @@ class _Torchvision(FederatedDataModule):
         what = f"the files of {name} in {(root / files[0]).parent} are damaged"
         with refused_as(what, "delete them and download them again"):
             try:
-                splits = [split_of(*self._unpack(make(**split))) for split in self.selections]
+                splits = [_split_of(*self._unpack(make(**split))) for split in self.selections]
             except ImportError as error:
                 raise FlsuiteError(
                     f"{name} needs a package that is not installed ({error})"
@@ -326,7 +326,7 @@ def _read(split: Path) -> DataSplit:
         reader = ImageFolder(str(split))
         if tuple(reader.classes) != CLASSES:
             raise ValueError(f"the classes are {', '.join(reader.classes)}")
-        arrays, _ = split_of(stacked(image for image, _ in reader), reader.targets, reader.classes)
+        arrays, _ = _split_of(stacked(image for image, _ in reader), reader.targets, reader.classes)
         if arrays.x.shape[1:3] != (_SIDE, _SIDE):
             raise ValueError(f"the images have {arrays.x.shape[1]} x {arrays.x.shape[2]} pixels")
     return arrays

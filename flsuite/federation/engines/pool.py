@@ -36,7 +36,7 @@ Job = Sequence[FitRequest | ScoreRequest]
 """A worker's unit of work: a part of the cohort whose models it sums, or one request."""
 
 
-class Backlog:
+class _Backlog:
     """Tracks jobs in order: waiting, with a worker, or answered.
 
     Attributes:
@@ -181,7 +181,7 @@ class Pool(Engine, Settings):
     def _forget(self) -> None:
         """Return to the state before :meth:`start`, in which the engine is plain data."""
         self._setup: WorkerSetup | None = None
-        self._backlog = Backlog()
+        self._backlog = _Backlog()
         self._failed_starts = 0
 
     def start(self, setup: WorkerSetup) -> None:

@@ -16,7 +16,6 @@ from flsuite.federation.schedules.base import (
     Amounts,
     Availability,
     Clock,
-    Declarations,
     Fit,
     MakeRequests,
     Measured,
@@ -59,15 +58,12 @@ class Asynchronous(Schedule, Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.declarations = Declarations(
-            type(self).__name__,
-            is_asynchronous=True,
-            is_virtual=not isinstance(self.speeds, Measured),
-            may_lose=self.availability is not None,
-            # An estimate: the other fits start only after some of these have come back.
-            at_once=math.ceil(min(self.concurrency, self.buffer_size) / 2),
-            expected_updates=self.buffer_size,
-        )
+        self.is_asynchronous = True
+        self.is_virtual = not isinstance(self.speeds, Measured)
+        self.may_lose = self.availability is not None
+        # An estimate: the other fits start only after some of these have come back.
+        self.at_once = math.ceil(min(self.concurrency, self.buffer_size) / 2)
+        self.expected_updates = self.buffer_size
         if self.buffer_size > self.concurrency and self.buffer_timeout is None:
             raise FlsuiteError(
                 f"Asynchronous: buffer_size {self.buffer_size} is above concurrency "
@@ -118,7 +114,7 @@ class Asynchronous(Schedule, Settings):
 
         busy = {fit.client for fit in self._flights.all}
         free = self.concurrency - len(busy)
-        if not self.declarations.is_virtual:  # the time of an absent client is unknown
+        if not self.is_virtual:  # the time of an absent client is unknown
             busy |= {*self._absent}
         clients = self._launcher.draw(free, clock, self._draws, busy)
         self._draws += 1

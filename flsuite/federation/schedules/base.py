@@ -66,89 +66,6 @@ class Fit:
     bytes_up: int = 0
 
 
-@dataclass(frozen=True)
-class Declarations:
-    """Properties of a schedule that other parts of a run depend on.
-
-    Attributes:
-        name: The schedule's name in errors.
-        is_asynchronous: Whether clients may come back to a newer version than they started from.
-        is_virtual: Whether the times are known without training.
-        may_lose: Whether a client that starts may never come back.
-        may_be_empty: Whether a round may have no clients at all. The change of such a round is 0.
-        faults: The kinds of injected faults.
-        cohort: Number of clients that a round starts. 0 if there are no rounds.
-        at_once: About how many fits of one aggregation can train at the same time. 0 if unknown.
-        expected_updates: Number of updates that an aggregation waits for, if no client is lost. 0
-            if unknown.
-        sees_updates: Whether cohorts depend on what clients have sent.
-        draws_by_size: Whether clients with more samples are drawn more often.
-        client_sampling: How cohorts are drawn. ``None`` unless the draw is random and depends only
-            on the seed. Differential-privacy guarantees rely on it.
-    """
-
-    name: str
-    is_asynchronous: bool = False
-    is_virtual: bool = False
-    may_lose: bool = False
-    may_be_empty: bool = False
-    faults: tuple[Fault, ...] = ()
-    cohort: int = 0
-    at_once: int = 0
-    expected_updates: int = 0
-    sees_updates: bool = False
-    draws_by_size: bool = False
-    client_sampling: RandomDraw | None = None
-
-    @property
-    def needs(self) -> frozenset[Capability]:
-        """Return what the schedule requires, see :class:`flsuite.aggregators.Part`."""
-        needs: set[Capability] = set()
-        if self.is_virtual or self.may_lose or self.may_be_empty or self.sees_updates:
-            needs.add("clients")
-        if "gone" in self.faults:
-            needs.add("secure aggregation")
-        if "dies" in self.faults:
-            needs.add("worker processes")
-        if "hangs" in self.faults:
-            needs.add("a timeout of fits")
-        return frozenset(needs)
-
-    @property
-    def withholds(self) -> dict[Capability, str]:
-        """Return what this schedule does not provide to the algorithm, with the reasons."""
-        withheld: dict[Capability, str] = {}
-        if self.is_asynchronous:
-            withheld["current models"] = (
-                "brings models of older versions; set trainer.schedule to Synchronous, or "
-                "trainer.aggregator to FedBuff without trainer.secure_sum"
-            )
-            withheld["rounds"] = (
-                "has none; set trainer.engine.workers to 1, or trainer.engine to Processes"
-            )
-        if self.is_asynchronous and not self.is_virtual:
-            withheld["durations known in advance"] = (
-                "measures them; give trainer.schedule.speeds other ones than Measured, or set "
-                "trainer.engine to Processes"
-            )
-        if self.may_be_empty:
-            withheld["a cohort of known size"] = (
-                "draws cohorts of any size; set trainer.schedule.sampling to uniform"
-            )
-        if self.draws_by_size:
-            withheld["equal chances"] = (
-                "draws large clients more often, so that weights by samples count size twice; set "
-                "trainer.aggregator.weighting or trainer.schedule.sampling to uniform"
-            )
-        if self.client_sampling is None:
-            withheld["random cohorts"] = (
-                "draws them by data, speed or availability; set trainer.schedule to Synchronous "
-                "with sampling uniform or poisson, without over_selection, deadline and "
-                "availability"
-            )
-        return withheld
-
-
 Work = Fit  # its name in plugins that were written for version 0.2
 
 
@@ -241,12 +158,83 @@ class Schedule(ABC):
     starts a client whenever another one comes back, and waits for the next outcome, or the next
     few, on the virtual clock. Neither depends on the engine or on the order in which fits finish.
 
+    Other parts of a run depend on its attributes. They are complete after :meth:`configure`.
+
     Attributes:
-        declarations: Properties that other parts of a run depend on. Complete after
-            :meth:`configure`.
+        is_asynchronous: Whether clients may come back to a newer version than they started from.
+        is_virtual: Whether the times are known without training.
+        may_lose: Whether a client that starts may never come back.
+        may_be_empty: Whether a round may have no clients at all. The change of such a round is 0.
+        faults: The kinds of injected faults.
+        cohort: Number of clients that a round starts. 0 if there are no rounds.
+        at_once: About how many fits of one aggregation can train at the same time. 0 if unknown.
+        expected_updates: Number of updates that an aggregation waits for, if no client is lost. 0
+            if unknown.
+        sees_updates: Whether cohorts depend on what clients have sent.
+        draws_by_size: Whether clients with more samples are drawn more often.
+        client_sampling: How cohorts are drawn. ``None`` unless the draw is random and depends only
+            on the seed. Differential-privacy guarantees rely on it.
     """
 
-    declarations: Declarations
+    is_asynchronous: bool = False
+    is_virtual: bool = False
+    may_lose: bool = False
+    may_be_empty: bool = False
+    faults: tuple[Fault, ...] = ()
+    cohort: int = 0
+    at_once: int = 0
+    expected_updates: int = 0
+    sees_updates: bool = False
+    draws_by_size: bool = False
+    client_sampling: RandomDraw | None = None
+
+    @property
+    def needs(self) -> frozenset[Capability]:
+        """Return what the schedule requires, see :class:`flsuite.aggregators.Part`."""
+        needs: set[Capability] = set()
+        if self.is_virtual or self.may_lose or self.may_be_empty or self.sees_updates:
+            needs.add("clients")
+        if "gone" in self.faults:
+            needs.add("secure aggregation")
+        if "dies" in self.faults:
+            needs.add("worker processes")
+        if "hangs" in self.faults:
+            needs.add("a timeout of fits")
+        return frozenset(needs)
+
+    @property
+    def withholds(self) -> dict[Capability, str]:
+        """Return what the schedule does not provide to the algorithm, with the reasons."""
+        withheld: dict[Capability, str] = {}
+        if self.is_asynchronous:
+            withheld["current models"] = (
+                "brings models of older versions; set trainer.schedule to Synchronous, or "
+                "trainer.aggregator to FedBuff without trainer.secure_sum"
+            )
+            withheld["rounds"] = (
+                "has none; set trainer.engine.workers to 1, or trainer.engine to Processes"
+            )
+        if self.is_asynchronous and not self.is_virtual:
+            withheld["durations known in advance"] = (
+                "measures them; give trainer.schedule.speeds other ones than Measured, or set "
+                "trainer.engine to Processes"
+            )
+        if self.may_be_empty:
+            withheld["a cohort of known size"] = (
+                "draws cohorts of any size; set trainer.schedule.sampling to uniform"
+            )
+        if self.draws_by_size:
+            withheld["equal chances"] = (
+                "draws large clients more often, so that weights by samples count size twice; set "
+                "trainer.aggregator.weighting or trainer.schedule.sampling to uniform"
+            )
+        if self.client_sampling is None:
+            withheld["random cohorts"] = (
+                "draws them by data, speed or availability; set trainer.schedule to Synchronous "
+                "with sampling uniform or poisson, without over_selection, deadline and "
+                "availability"
+            )
+        return withheld
 
     @abstractmethod
     def configure(

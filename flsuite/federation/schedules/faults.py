@@ -21,7 +21,6 @@ from flsuite.federation.engines.base import Engine
 from flsuite.federation.schedules.base import (
     Amounts,
     Clock,
-    Declarations,
     Fit,
     MakeRequests,
     Schedule,
@@ -73,7 +72,7 @@ class Faults(Schedule, Settings):
                 "Faults: schedule is a Faults too, and a fit fails in one way only; set all "
                 "probabilities in one of them"
             )
-        self.declarations = self._declarations()
+        self._declare()
         self._bounds = np.cumsum([getattr(self, name) for name in _FAULTS])
         if (total := round(float(self._bounds[-1]), 9)) >= 1:  # ten times 0.1 is 1
             raise FlsuiteError(
@@ -88,7 +87,7 @@ class Faults(Schedule, Settings):
         absent: Collection[int] = (),
     ) -> None:
         self.schedule.configure(sizes, seed, work, absent)
-        self.declarations = self._declarations()
+        self._declare()
         self._seed = seed
         self._mishandled: dict[int, Fit] = {}  # fits in flight whose messages come late or twice
         self._late: list[ClientUpdate] = []  # late updates of earlier rounds
@@ -135,13 +134,12 @@ class Faults(Schedule, Settings):
         self._mishandled = {}
         self._note(self.schedule.in_flight)
 
-    def _declarations(self) -> Declarations:
-        return replace(
-            self.schedule.declarations,
-            name=type(self).__name__,
-            may_lose=True,
-            faults=tuple(fault for fault in _FAULTS if getattr(self, fault)),
-        )
+    def _declare(self) -> None:
+        """Declare what the schedule declares, and the faults."""
+        for name in Schedule.__annotations__:
+            setattr(self, name, getattr(self.schedule, name))
+        self.may_lose = True
+        self.faults = tuple(fault for fault in _FAULTS if getattr(self, fault))
 
     def _with_faults(self, fits: Sequence[Fit]) -> list[Fit]:
         """Assign faults to the fits that start now."""

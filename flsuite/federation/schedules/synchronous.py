@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -16,7 +16,6 @@ from flsuite.federation.schedules.base import (
     Amounts,
     Availability,
     Clock,
-    Declarations,
     Fit,
     MakeRequests,
     Measured,
@@ -67,20 +66,17 @@ class Synchronous(Schedule, Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         is_limited = self.over_selection > 1 or self.deadline is not None
-        self.declarations = Declarations(
-            type(self).__name__,
-            is_virtual=not isinstance(self.speeds, Measured | None),
-            may_lose=is_limited or self.availability is not None,
-            may_be_empty=self.sampling == "poisson",
-            sees_updates=isinstance(self.sampling, Selection),
-        )
-        if self.declarations.may_be_empty and self.declarations.may_lose:
+        self.is_virtual = not isinstance(self.speeds, Measured | None)
+        self.may_lose = is_limited or self.availability is not None
+        self.may_be_empty = self.sampling == "poisson"
+        self.sees_updates = isinstance(self.sampling, Selection)
+        if self.may_be_empty and self.may_lose:
             raise FlsuiteError(
                 "Synchronous: sampling poisson draws clients independently of speed and "
                 "availability; leave out over_selection, deadline and availability, or set "
                 "sampling to uniform"
             )
-        if is_limited and not self.declarations.is_virtual:
+        if is_limited and not self.is_virtual:
             raise FlsuiteError(
                 "Synchronous: over_selection and deadline need times that do not depend on the "
                 "machine; set schedule.speeds, for example to Stragglers"
@@ -99,12 +95,11 @@ class Synchronous(Schedule, Settings):
         is_share = isinstance(self.participation, float)
         self._number = share_as_number if is_share else int(self.participation)
         self._clients, self._seed, self._absent = clients, seed, absent
-        declared, may_be_empty = self.declarations, self.declarations.may_be_empty
         # Under Poisson sampling, the expected cohort size need not be an integer.
-        is_mean = is_share and may_be_empty
+        is_mean = is_share and self.may_be_empty
         self._expected = float(self.participation * clients if is_mean else self._number)
 
-        fewest = 0 if may_be_empty else 1
+        fewest = 0 if self.may_be_empty else 1
         if not fewest <= self._number <= clients:
             remedy = "raise it" if self._number < 1 else "lower it"
             raise FlsuiteError(
@@ -118,15 +113,11 @@ class Synchronous(Schedule, Settings):
                 f"there are {clients}; lower it, or lower participation"
             )
 
-        is_random = self.sampling != "size" and not (declared.may_lose or declared.sees_updates)
-        draw = RandomDraw(clients, self._expected, may_be_empty) if is_random else None
-        self.declarations = replace(
-            declared,
-            cohort=started,
-            expected_updates=self._number,
-            draws_by_size=self.sampling == "size" and started < clients,
-            client_sampling=draw,
-        )
+        is_random = self.sampling != "size" and not (self.may_lose or self.sees_updates)
+        draw = RandomDraw(clients, self._expected, self.may_be_empty)
+        self.client_sampling = draw if is_random else None
+        self.cohort, self.expected_updates = started, self._number
+        self.draws_by_size = self.sampling == "size" and started < clients
 
         speeds = self.speeds or Measured()
         weights = np.asarray(sizes, dtype=np.float64) if self.sampling == "size" else None
@@ -156,8 +147,7 @@ class Synchronous(Schedule, Settings):
         """
         if clock.round != self._round:
             self._round, self._ended, self._lost = clock.round, [], 0
-        declarations = self.declarations
-        number = self._draw_size(clock) if declarations.may_be_empty else declarations.cohort
+        number = self._draw_size(clock) if self.may_be_empty else self.cohort
         clients = self._selection.choose(number, clock, self._launcher, self._lost)
         self._selection.started(clients, clock.round)
         launched = [self._launcher.launch(client, clock) for client in clients]
@@ -171,7 +161,7 @@ class Synchronous(Schedule, Settings):
         A cohort without any update, because all clients dropped out or were late, is replaced by
         another one.
         """
-        while not engine.pending and not self.declarations.may_be_empty:
+        while not engine.pending and not self.may_be_empty:
             self._end_lost_cohort(clock)
             self._lost += 1
             if self._lost > _MOST_EMPTY_COHORTS:
@@ -198,11 +188,11 @@ class Synchronous(Schedule, Settings):
             return
         (fit,) = (fit for fit in self._cohort if fit.number == update.number)
         # Measured times differ from run to run, and must not choose clients.
-        seconds = _end(fit) - fit.started if self.declarations.is_virtual else 0.0
+        seconds = _end(fit) - fit.started if self.is_virtual else 0.0
         self._selection.arrived(update, seconds)
 
     def metrics(self) -> dict[str, float]:
-        if not self.declarations.may_lose:
+        if not self.may_lose:
             return {}
         outcomes = [fit.outcome for fit in self._ended]
         return {name: float(outcomes.count(name)) for name in ("dropped", "late")}
@@ -229,11 +219,11 @@ class Synchronous(Schedule, Settings):
         """Decide which updates the round uses, and when it ends."""
         arriving = [fit for fit in self._cohort if fit.outcome == "arrived"]
         self._ends = None
-        if not self.declarations.is_virtual:
+        if not self.is_virtual:
             return arriving
 
         # The first ones by the clock. Ties go to the lower client number.
-        wanted = len(self._cohort) if self.declarations.may_be_empty else self._number
+        wanted = len(self._cohort) if self.may_be_empty else self._number
         deadline = math.inf if self.deadline is None else now + self.deadline
         in_time = [fit for fit in arriving if _end(fit) <= deadline]
         first = sorted(in_time, key=lambda fit: (_end(fit), fit.client))[:wanted]

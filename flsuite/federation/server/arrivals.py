@@ -206,7 +206,7 @@ class Arrivals:
             FederationError: Otherwise.
         """
         error = None
-        may_be_empty = self.schedule.declarations.may_be_empty and not record.failures
+        may_be_empty = self.schedule.may_be_empty and not record.failures
         if not record.updates and not may_be_empty:
             error = self._failure(record)
         for line, failure in record.causes():

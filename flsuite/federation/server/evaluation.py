@@ -203,7 +203,7 @@ class Evaluator(Scorer):
         now = self.at(federation.data.at(federation.clock.round))
         if not federation.entries.personal:
             return now.shared(federation.client_state(None), split, clients, details)
-        return of_own_models(now.own_rows(federation, split, clients, details, engine), self.names)
+        return _of_own_models(now.own_rows(federation, split, clients, details, engine), self.names)
 
     def shared(
         self, state: State, split: Split, clients: Sequence[int], details: bool = False
@@ -301,7 +301,7 @@ def _times(shape: Iterable[int]) -> str:
     return " x ".join(map(str, shape)) or "1"
 
 
-def of_own_models(clients: Mapping[int, OwnScores], names: Sequence[str]) -> Scores:
+def _of_own_models(clients: Mapping[int, OwnScores], names: Sequence[str]) -> Scores:
     """Combine the scores of the clients' own models.
 
     ``global`` is the mean over clients of their models' scores on the whole split, with worst and
@@ -403,7 +403,7 @@ def adapted_scores(
             scores = evaluator.own(request.client, model, "test")
             if scores is not None:
                 rows[request.client] = scores
-    return of_own_models(rows, evaluator.names)
+    return _of_own_models(rows, evaluator.names)
 
 
 def _request(federation: Federation, version: Broadcast, client: int, epochs: int) -> FitRequest:

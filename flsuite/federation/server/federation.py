@@ -119,12 +119,12 @@ class Federation:
         layout = layout_of(model, entries, data.spec.shape, sizes, needs_chain)
         schedule.configure(sizes, seed, self._work, absent)
         own = None if "train" in tools.missing else partial(train, self)
-        tools = replace(tools, sampling=schedule.declarations.client_sampling, train=own)
+        tools = replace(tools, sampling=schedule.client_sampling, train=own)
         self._server = Server({}, layout, tools)  # its state and round are set on access
         self._refuse_conflicts(secure_sum, engine)
         aggregator.prepare(self.server)
         self._state_check = StateCheck(aggregator)
-        expected = schedule.declarations.expected_updates
+        expected = schedule.expected_updates
         if expected and (fault := aggregator.rule.too_few(expected)):
             raise FlsuiteError(fault)
 
@@ -136,7 +136,7 @@ class Federation:
         self._devices: Devices | None = None
         if secure_sum is not None:
             self._devices = Devices(secure_sum)
-            secure_sum.configure(self.uplink.unmasked, schedule.declarations.cohort)
+            secure_sum.configure(self.uplink.unmasked, schedule.cohort)
             self._bytes_up = self.uplink.bytes_clear + secure_sum.size()
         self._arrivals = Arrivals(self.uplink, schedule, self._devices)
 
@@ -166,8 +166,8 @@ class Federation:
 
     def open_round(self) -> None:
         """Begin the record of the next round, and the algorithm's part in it."""
-        round, declared = self.clock.round + 1, self.schedule.declarations
-        self.log = RoundLog(round, declared.is_asynchronous, is_first=round == self.first_round)
+        round, schedule = self.clock.round + 1, self.schedule
+        self.log = RoundLog(round, schedule.is_asynchronous, is_first=round == self.first_round)
         self._extras = self.aggregator.broadcast(self.server)
         self._traffic = nbytes(self.state) + nbytes(self._extras), self._bytes_up
         self._sent: Broadcast | None = None
@@ -337,7 +337,7 @@ class Federation:
         if self.aggregator.pools:
             return [self._pooled_request(fits, broadcast)]
         size = part_size(len(fits))
-        is_asynchronous = self.schedule.declarations.is_asynchronous
+        is_asynchronous = self.schedule.is_asynchronous
         return [
             FitRequest(
                 fit.number,
@@ -364,7 +364,7 @@ class Federation:
         """Refuse parts of the run that cannot be combined."""
         refuse_conflicts(
             [
-                named("trainer.schedule", self.schedule.declarations),
+                named("trainer.schedule", self.schedule),
                 *self.aggregator.named_parts(),
                 *model_and_data(self._server),
                 named("trainer.secure_sum", secure_sum) if secure_sum else _UNMASKED,

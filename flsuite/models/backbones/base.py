@@ -54,7 +54,7 @@ def image_shape(backbone: Backbone, shape: tuple[int, ...], smallest: int) -> tu
     return channels, height, width
 
 
-def dense_layers(
+def _dense_layers(
     features: int, hidden: Sequence[int], outputs: int, bias: bool, dropout: float = 0.0
 ) -> list[nn.Module]:
     """Return fully connected layers with ReLU from ``(n, features)``, and a last one without."""
@@ -122,7 +122,7 @@ class MLP(Backbone, Settings):
                 f"MLP takes samples of at least one number, not data of shape {tuple(shape)}"
             )
 
-        dense = dense_layers(features, self.hidden, outputs, self.bias, self.dropout)
+        dense = _dense_layers(features, self.hidden, outputs, self.bias, self.dropout)
         return nn.Sequential(nn.Flatten(), *dense)
 
 
@@ -194,7 +194,7 @@ class CNN(Backbone, Settings):
             layers += [convolution, *norm, nn.MaxPool2d(2), nn.ReLU(inplace=True)]
             channels, height, width = maps, (height + 2 * pad - 4) // 2, (width + 2 * pad - 4) // 2
 
-        dense = dense_layers(channels * height * width, self.hidden, outputs, self.bias)
+        dense = _dense_layers(channels * height * width, self.hidden, outputs, self.bias)
         return nn.Sequential(*layers, nn.Flatten(), *dense)
 
 

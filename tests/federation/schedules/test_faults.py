@@ -3,7 +3,6 @@
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from flsuite.federation import (
     Stragglers,
     Synchronous,
 )
-from flsuite.federation.schedules.base import Declarations
 from flsuite.runs.rounds import rehearse
 from tests.conftest import classifier, digits, equal_states, mostly_long, trainer
 
@@ -36,8 +34,9 @@ CLIENTS = 12
 class Absent(Faults):
     """Skips the clients that would fail. Duplicates count once."""
 
-    def _declarations(self) -> Declarations:
-        return replace(super()._declarations(), faults=())  # no fault is injected
+    def _declare(self) -> None:
+        super()._declare()
+        self.faults = ()  # no fault is injected
 
     def _with_faults(self, fits: Sequence[Fit]) -> list[Fit]:
         for fit in super()._with_faults(fits):
@@ -122,7 +121,7 @@ def test_in_process_the_run_equals_one_without_these_clients(kwargs: dict[str, A
     assert equal_states(states(faulty), states(absent))
     assert not equal_states(states(faulty), states(whole))
     clocks = faulty.federation.clock, absent.federation.clock
-    assert clocks[0].seconds == clocks[1].seconds or not inner.declarations.is_virtual
+    assert clocks[0].seconds == clocks[1].seconds or not inner.is_virtual
 
 
 def test_clients_that_are_gone_before_the_unmasking_cost_nothing() -> None:
@@ -187,7 +186,7 @@ def test_a_resumed_run_goes_on_with_the_same_faults(
 
 @pytest.mark.parametrize("inner", [Synchronous(), Asynchronous(4, 2, speeds=Stragglers())])
 def test_a_late_client_has_received_the_model_once(inner: Schedule) -> None:
-    aggregator = FedBuff() if inner.declarations.is_asynchronous else FedAvg()
+    aggregator = FedBuff() if inner.is_asynchronous else FedAvg()
     made = fit(Faults(inner, late=0.3), aggregator=aggregator)
     rows = [row for row in made.run.folder.table.rows if row.scope == "global"]
     down, came, failed = (

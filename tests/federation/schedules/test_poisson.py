@@ -42,7 +42,7 @@ def test_clients_are_drawn_independently() -> None:
 @pytest.mark.parametrize(("participation", "clients", "expected"), [(0.25, 10, 2.5), (3, 10, 3)])
 def test_participation_is_a_mean(participation: float, clients: int, expected: float) -> None:
     schedule = configured(participation, clients)
-    assert schedule.declarations.client_sampling == RandomDraw(clients, expected, True)
+    assert schedule.client_sampling == RandomDraw(clients, expected, True)
     assert np.mean([len(c) for c in cohorts(schedule)]) == pytest.approx(expected, abs=0.12)
 
 
@@ -98,7 +98,7 @@ def test_other_cohorts_say_how_they_are_drawn() -> None:
     def sampling(**kwargs: Any) -> RandomDraw | None:
         schedule = Synchronous(5, **kwargs)
         schedule.configure([10] * 20, seed=0)
-        return schedule.declarations.client_sampling
+        return schedule.client_sampling
 
     assert sampling() == RandomDraw(20, 5, False)
     assert sampling(speeds=Stragglers()) == RandomDraw(20, 5, False)

@@ -207,7 +207,7 @@ class CenteredClipping(ParameterRule):
             v = torch.cat([weights, weights.new_tensor([rest])]) / count
             distances = distances_from(gram, v)[:count]
             radius = distances.median().item() if self.radius is None else self.radius
-            factors = clip_factors(distances, radius)
+            factors = _clip_factors(distances, radius)
             away = 1 - factors.sum().item() / count
             weights, rest = weights * away + factors, rest * away
 
@@ -247,7 +247,7 @@ class NormClipping(ParameterRule):
     def parameters(self, server: Server, cohort: Cohort) -> Tensor:
         norms = cohort.parameters.squared_norms().sqrt()
         radius = norms.median().item() if self.radius is None else self.radius
-        factors = clip_factors(norms, radius).tolist()
+        factors = _clip_factors(norms, radius).tolist()
 
         own = cohort.weights(self.weighting)
         weights = [n * factor for n, factor in zip(own, factors, strict=True)]
@@ -261,7 +261,7 @@ class NormClipping(ParameterRule):
         return cohort.parameters.mean(weights, total, total - sum(weights))
 
 
-def clip_factors(norms: Tensor, radius: float) -> Tensor:
+def _clip_factors(norms: Tensor, radius: float) -> Tensor:
     """Return ``min(1, radius / norm)`` of each norm, and 1 for a norm of 0."""
     # Select only ratios below 1, because 0 / 0 and infinity / infinity are NaN.
     return (radius / norms).where(norms > radius, 1.0)
