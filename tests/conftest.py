@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from flsuite.common.random import seed_cpu
 from flsuite.data import Digits, Dirichlet, PublishedSplits
 from flsuite.federation import Clock, Fit, Synchronous
 from flsuite.federation.client.stack import Stack
+from flsuite.federation.engines import forkserver
 from flsuite.models import MLP, Classifier
 from flsuite.trainer import FederatedTrainer
 from tests.callbacks.wandb_server import WandbServer
@@ -71,6 +73,19 @@ def _packages_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", cache(entry_points))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _workers_from_a_fork() -> None:
+    """Fork the server of the workers before any test. A new one would import torch for seconds.
+
+    Threads that exist so early, pytest-xdist's and pyarrow's, are no obstacle: workers use neither.
+    A fork is not traced, so that a measurement of coverage needs a new process.
+    """
+    if "coverage" not in sys.modules:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forkserver, "_has_only_own_threads", lambda: True)
+            forkserver.prepare_workers()
 
 
 @pytest.fixture(autouse=True, scope="session")

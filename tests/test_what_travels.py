@@ -170,7 +170,7 @@ class PlainSGD(FrozenBody):
 
 def trained(kind: type[PlainSGD], **kwargs: Any) -> Any:
     torch.manual_seed(0)
-    return fit(kind(), points(), max_epochs=2, **kwargs)
+    return fit(kind(), points(clients=2), max_epochs=2, **kwargs)
 
 
 @pytest.fixture(scope="module")
