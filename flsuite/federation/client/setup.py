@@ -19,7 +19,7 @@ from flsuite.aggregators.attacks.base import Attack
 from flsuite.aggregators.uplink import Uplink
 from flsuite.common.arguments import NonNegativeFloat, PositiveFloat, PositiveInt, require
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.messages import Broadcast, ClientContext, FitRequest
+from flsuite.common.messages import Broadcast, ClientContext, FitRequest, replaced
 from flsuite.common.state import State, moved
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader, batch_bounds
@@ -111,10 +111,8 @@ class WorkerSetup:
         Every call returns a new object, because the end of a fit changes it and may run again.
         """
         if request.trained and (client := request.trained.client):
-            again = copy.copy(client)
-            for part in ("memory", "extras", "metrics"):
-                setattr(again, part, dict(getattr(client, part)))
-            return again
+            own: Any = {k: dict(getattr(client, k)) for k in ("memory", "extras", "metrics")}
+            return replaced(client, **own)
         broadcast = request.broadcast
         data = self.data.at(broadcast.round)
         return ClientContext(

@@ -5,7 +5,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,7 +18,7 @@ from flsuite.aggregators.halves import Halves
 from flsuite.aggregators.state_check import StateCheck
 from flsuite.common.errors import with_place
 from flsuite.common.lightning_internals import attached, hooks_with
-from flsuite.common.messages import FitRequest, TrainedFit
+from flsuite.common.messages import FitRequest, TrainedFit, replaced
 from flsuite.common.random import seed_process
 from flsuite.common.state import State
 from flsuite.data.federated import FederatedData
@@ -120,7 +119,7 @@ class Stack:
                 # Which client it is shows when each trains by itself.
                 names = type(error).__name__, with_place(error, longest=160)
                 self._fault = len(members), *names
-        return [replace(one, trained=fits.get(one.number, one.trained)) for one in requests]
+        return [replaced(one, trained=fits.get(one.number, one.trained)) for one in requests]
 
     def say_fault(self) -> None:
         """Say why a stack could not train, once one of its clients has trained by itself."""
