@@ -146,7 +146,7 @@ MUTATIONS = [
     Mutation(
         "a fit changes its client's stored memory",
         "federation/client/setup.py",
-        'memory=copy.deepcopy(request.memory.get("objective", {})),',
+        'memory=mapped(request.memory.get("objective", {}), _copied),',
         'memory=request.memory.get("objective", {}),',
         "federation/client/test_runner.py federation/server aggregators/test_scaffold.py",
     ),
@@ -371,7 +371,7 @@ MUTATIONS = [
     Mutation(
         "the rate of a stack does not fall",
         "federation/client/stack.py",
-        'group["lr"] *= decay.factor(request.broadcast.round) if decay else 1.0',
+        'group["lr"] *= decay.factor(round) if decay else 1.0',
         'group["lr"] *= 1.0',
         "federation/engines/test_vectorized.py",
     ),

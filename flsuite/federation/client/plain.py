@@ -182,8 +182,7 @@ class _Step:
             hook(batch, index)
         with self._precision():
             output = self._module.training_step(batch, index)
-        has_more = not isinstance(output, Tensor) and isinstance(output, Mapping)
-        outputs: dict[str, Any] = dict(output) if has_more else {"loss": output}
+        outputs: dict[str, Any] = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss: Tensor | None = outputs.get("loss")
         if output is not None and not isinstance(loss, Tensor):
             refuse_output(output)
