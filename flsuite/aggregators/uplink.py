@@ -21,6 +21,7 @@ from flsuite.common.messages import (
     ClientUpdate,
     Outcome,
     is_count,
+    replaced,
 )
 from flsuite.common.state import (
     State,
@@ -306,7 +307,7 @@ class Uplink:
             fault = update.fault(reads_numbers=False)
             if fault is None and update.partial is None:
                 update = self.unpack(update, broadcast.state, broadcast.extras)
-                outcome = replace(outcome, update=update)
+                outcome = replaced(outcome, update=update)
             fault = fault or outcome.fault()
         except ValueError as error:
             fault = with_place(error)
@@ -327,7 +328,7 @@ class Uplink:
 
     def contribution(self, update: ClientUpdate) -> Tree:
         """Return what a client adds to the sums of a round."""
-        return self.aggregator.contribution(replace(update, part=0), self.layout, self._own)
+        return self.aggregator.contribution(replaced(update, part=0), self.layout, self._own)
 
     def summed(self, masked: State, updates: Sequence[ClientUpdate]) -> Iterator[ClientUpdate]:
         """Return the updates of a round, the last one with the sums of what was masked.

@@ -69,7 +69,8 @@ class TrainLoader:
         if len(self._rows) == 1:
             # A repeated single sample has the same mean gradient, and BatchNorm can train on it.
             self._rows = self._rows.repeat(2)
-        self._sizes = [b - a for a, b in batch_bounds(len(self._rows), self.data.batch_size)]
+        self._samples = len(self._rows)
+        self._sizes = [b - a for a, b in batch_bounds(self._samples, self.data.batch_size)]
         self._length = len(self._sizes) if self.batches is None else self.batches
 
     def __len__(self) -> int:
@@ -124,9 +125,12 @@ class TrainLoader:
         """Yield the rows of all batches and their sizes, pass by pass over the samples."""
         left = self._length
         while left > 0:
-            order = torch.randperm(len(self._rows), generator=generator)
-            sizes = self._sizes[:left]  # the last pass may end early
-            yield self._rows.index_select(0, order[: sum(sizes)]), sizes
+            order = torch.randperm(self._samples, generator=generator)
+            sizes = self._sizes
+            if left < len(sizes):  # the last pass ends early
+                sizes = sizes[:left]
+                order = order[: sum(sizes)]
+            yield self._rows.index_select(0, order), sizes
             left -= len(sizes)
 
     def _poisson_rows(self, generator: torch.Generator) -> list[Tensor]:

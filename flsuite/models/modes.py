@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import singledispatch
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,8 @@ class PlainAttributes:
 
     def __init__(self, module: nn.Module) -> None:
         parts = list(module.modules())
-        self._registered = {id(one) for one in (*parts, *module.parameters(), *module.buffers())}
+        tensors = ({**part._parameters, **part._buffers}.values() for part in parts)
+        self._registered = {*map(id, chain(parts, *tensors))}
         self._parts = [part for part in parts if not type(part).__module__.startswith(_LIBRARIES)]
         self._kept = [
             {name: self._copied(value) for name, value in _plain_of(part).items()}

@@ -109,7 +109,7 @@ a second fit from one version repeats the first one's draws:
 federation/client/setup.py
 a fit changes its client's stored memory:
   federation/client/test_runner.py federation/server aggregators/test_scaffold.py
-- memory=copy.deepcopy(request.memory.get("objective", {})),
+- memory=mapped(request.memory.get("objective", {}), _copied),
 + memory=request.memory.get("objective", {}),
 buffers of earlier clients are not reset:
   models/test_classifier.py federation/client/test_runner.py runs/test_resume.py
@@ -277,7 +277,7 @@ batches are filled up whatever the loss: aggregators/test_stated_objectives.py
 
 federation/client/stack.py
 the rate of a stack does not fall: federation/engines/test_vectorized.py
-- group["lr"] *= decay.factor(request.broadcast.round) if decay else 1.0
+- group["lr"] *= decay.factor(round) if decay else 1.0
 + group["lr"] *= 1.0
 the end of a stacked fit is not the algorithm's: federation/engines/test_vectorized.py
 - self.halves.end(member.client, state, steps.helds_of(place))

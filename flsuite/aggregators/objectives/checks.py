@@ -144,8 +144,13 @@ def _leaves(tree: Any) -> list[Any]:
         return [tree]
     if type(tree) not in (dict, list, tuple):
         return tree_leaves(tree)
-    parts = tree.values() if type(tree) is dict else tree
-    return [leaf for part in parts for leaf in _leaves(part)]
+    leaves: list[Any] = []
+    for part in tree.values() if type(tree) is dict else tree:
+        if isinstance(part, Tensor):  # most are
+            leaves.append(part)
+        else:
+            leaves += _leaves(part)
+    return leaves
 
 
 def _version(leaf: Any) -> int:

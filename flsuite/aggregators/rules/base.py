@@ -5,12 +5,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from flsuite.aggregators.part import Capability, ClientHalf, Server, Statistic
 from flsuite.aggregators.staleness import rebased
-from flsuite.common.messages import ClientUpdate
+from flsuite.common.messages import ClientUpdate, replaced
 from flsuite.common.state import State, StateLayout, Sums, Tree, moved
 
 Weighting = Literal["samples", "uniform"]
@@ -74,7 +73,7 @@ class _Sum(Reduction):
                 update = rebased(update, self._server)
             self._part_sums.add(self._contribution(update))
         extras = {name: update.extras[name] for name in self._single}
-        self._seen.append(replace(update, state={}, extras=extras, base={}, partial=None))
+        self._seen.append(replaced(update, state={}, extras=extras, base={}, partial=None))
 
     def finish(self) -> tuple[State, Tree]:
         self._close_part()

@@ -111,13 +111,17 @@ class OneFit:
     def steps(self, name: str) -> int:
         return sum(taken.steps for taken in self.taken if name in taken.names)
 
-    def record(self, optimizer: Optimizer, names: frozenset[str]) -> None:
+    def record(self, step: Taken) -> None:
         """Record a step of an optimizer."""
-        options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        new = Taken(optimizer, options, names, 1)
-        if self.taken and self.taken[-1][:3] == new[:3]:
-            new = new._replace(steps=self.taken.pop().steps + 1)
-        self.taken.append(new)
+        if self.taken and self.taken[-1][:3] == step[:3]:
+            step = Taken(*step[:3], self.taken.pop().steps + 1)
+        self.taken.append(step)
+
+
+def one_step(optimizer: Optimizer, names: frozenset[str]) -> Taken:
+    """Return one step of an optimizer for parameters of these names."""
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return Taken(optimizer, options, names, 1)
 
 
 class OneSteps:
@@ -221,7 +225,7 @@ class OneSteps:
             gradient = {}
         else:
             names = frozenset(name for name, _ in stepping if name in gradient)
-            self.fit.record(optimizer, names)
+            self.fit.record(one_step(optimizer, names))
         for name, parameter in stepping:
             parameter.grad = gradient.get(name)  # the optimizer leaves those without one
 

@@ -1,13 +1,19 @@
 """Answers the jobs of a worker: fits, whose models it may sum up, and scores."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from flsuite.common.messages import ClientResult, ClientUpdate, FitRequest, Outcome, ScoreRequest
+from flsuite.common.messages import (
+    ClientResult,
+    ClientUpdate,
+    FitRequest,
+    Outcome,
+    ScoreRequest,
+    replaced,
+)
 from flsuite.common.state import Sums, Tree, clone, moved
 from flsuite.federation.client.runner import ClientRunner
 from flsuite.federation.client.setup import WorkerSetup
@@ -90,10 +96,10 @@ class JobRunner:
             return contribution(update)
         counts, extras = update.class_counts.to(device), moved(update.extras, device)
         try:
-            return contribution(replace(update, class_counts=counts, extras=extras))
+            return contribution(replaced(update, class_counts=counts, extras=extras))
         except (RuntimeError, TypeError):
             # A rule of the user may have tensors of its own on the CPU, or use NumPy.
-            return contribution(replace(update, state=clone(update.state)))
+            return contribution(replaced(update, state=clone(update.state)))
 
     def _readable(
         self, outcome: ClientResult, request: FitRequest, reads_numbers: bool

@@ -6,6 +6,7 @@ weights, bit for bit. The plain case is one torch optimizer, stepped once per ba
 schedulers and without Lightning callbacks of the user, see :func:`~conditions.not_plain`.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -36,6 +37,7 @@ from flsuite.federation.client.hooks import implements
 from flsuite.federation.client.logs import LoggedNumbers, logged_values
 from flsuite.federation.client.trainer import ClientTrainer, refuse_fused
 
+_Hooks = defaultdict[str, list[Callable[..., Any]]]
 _OF_MODELS = (*HOOKS, "prepare_data", "configure_model")
 
 
@@ -138,15 +140,15 @@ class PlainLoop:
         for method in self._hooks.get(hook, ()):
             method(*args, **kwargs)
 
-    def _hooks_with(self, callbacks: Sequence[Callback]) -> dict[str, list[Callable[..., Any]]]:
+    def _hooks_with(self, callbacks: Sequence[Callback]) -> _Hooks:
         """Return the hooks of all callbacks and of the model, in the order of Lightning."""
-        hooks: dict[str, list[Callable[..., Any]]] = {}
+        hooks = _Hooks(list)
         for callback in callbacks:
             for hook in _hooks_of_kind(type(callback)):  # type: ignore[arg-type]
                 method = partial(getattr(callback, hook), self.trainer, self.module)
-                hooks.setdefault(hook, []).append(method)
+                hooks[hook].append(method)
         for hook, own in self._own.items():
-            hooks.setdefault(hook, []).append(own)
+            hooks[hook].append(own)
         return hooks
 
 
@@ -159,16 +161,8 @@ class _Step:
         hooks: The hooks of callbacks and of the model.
     """
 
-    def __init__(
-        self, trainer: ClientTrainer, module: LightningModule, hooks: dict[str, Any]
-    ) -> None:
-        self._trainer, self._module = trainer, module
-
-        def call(name: str, *args: Any) -> None:
-            for hook in hooks.get(name, ()):
-                hook(*args)
-
-        self._call = call  # faster than a method
+    def __init__(self, trainer: ClientTrainer, module: LightningModule, hooks: _Hooks) -> None:
+        self._trainer, self._module, self._hooks = trainer, module, hooks
         self._optimizer = optimizer = trainer.optimizers[0]
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._has_own_zero = type(optimizer).zero_grad is not Optimizer.zero_grad
@@ -182,9 +176,10 @@ class _Step:
 
     def take(self, batch: Any, index: int) -> None:
         """Take a step on a batch."""
-        call, optimizer = self._call, self._optimizer
+        hooks, optimizer = self._hooks, self._optimizer
         self._batches.increment_ready()
-        call("on_train_batch_start", batch, index)
+        for hook in hooks["on_train_batch_start"]:  # a function would cost more than most hooks
+            hook(batch, index)
         with self._precision():
             output = self._module.training_step(batch, index)
         outputs: dict[str, Any] = dict(output) if isinstance(output, Mapping) else {"loss": output}
@@ -193,16 +188,19 @@ class _Step:
             refuse_output(output)
 
         # In Lightning's order, gradients are cleared after the forward pass.
-        call("on_before_zero_grad", optimizer)
+        for hook in hooks["on_before_zero_grad"]:
+            hook(optimizer)
         self._clear()
         if loss is not None:
             self._backward(loss)
             outputs["loss"] = loss.detach()
-        call("on_before_optimizer_step", optimizer)
+        for hook in hooks["on_before_optimizer_step"]:
+            hook(optimizer)
         self._update(has_loss=loss is not None)
         self._steps.increment_ready()
         self._steps.increment_completed()
-        call("on_train_batch_end", outputs if loss is not None else {}, batch, index)
+        for hook in hooks["on_train_batch_end"]:
+            hook(outputs if loss is not None else {}, batch, index)
         self._batches.increment_completed()
 
     def _clear(self) -> None:
@@ -216,9 +214,11 @@ class _Step:
     def _backward(self, loss: Tensor) -> None:
         """Compute the gradients."""
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        self._call("on_before_backward", scaled)
+        for hook in self._hooks["on_before_backward"]:
+            hook(scaled)
         scaled.backward()
-        self._call("on_after_backward")
+        for hook in self._hooks["on_after_backward"]:
+            hook()
         # Unscale first, because an algorithm's gradient term is unscaled.
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)

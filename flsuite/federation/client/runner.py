@@ -161,7 +161,8 @@ class ClientRunner:
         # Before any draw, so the fit depends only on the seed, round, client and repeat.
         stream = f"fit/{request.repeat}" if request.repeat else "fit"
         seed_process(setup.seed, stream, client.round, client.id)
-        load_(self.model.state_dict(), self._starts.of(request, device))
+        resident = self.model.state_dict()
+        load_(resident, self._starts.of(request, device))
         self._resident.mark()
         abilities.begin_task(self.model, view.stage)
         trainer, data = self._rewound_trainer(request.adapts)
@@ -171,8 +172,9 @@ class ClientRunner:
             trained = self._trained(request, client, trainer, loader)
         else:
             own = trained.memory.get("model", {})
-            load_(self.model.state_dict(), {**trained.state, **own})
-            self.model.to(device)
+            load_(resident, {**trained.state, **own})
+            trainer.strategy.connect(self.model)
+            trainer.strategy.model_to_device()
             loader.epoch = trained.epochs or epochs  # as after the fit
         if self._halves.measures and not request.adapts:
             self._halves.measure(client, self.model, loader)

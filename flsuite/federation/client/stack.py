@@ -6,8 +6,7 @@ import math
 import time
 from bdb import BdbQuit
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -20,7 +19,7 @@ from flsuite.aggregators.halves import Halves
 from flsuite.aggregators.state_check import StateCheck
 from flsuite.common.errors import with_place
 from flsuite.common.lightning_internals import attached, hooks_with
-from flsuite.common.messages import FitRequest, TrainedFit
+from flsuite.common.messages import FitRequest, TrainedFit, replaced
 from flsuite.common.random import seed_process
 from flsuite.common.state import State
 from flsuite.data.federated import FederatedData
@@ -96,7 +95,8 @@ class Stack:
         # A copy, because a step may leave a tensor of the transforms in the model.
         self.model = copy.deepcopy(self.setup.model).to(trainer.strategy.root_device)
         self._names = entry_names(self.model)
-        self._has_schedulers = bool(optimizer_of(self.model)[1])
+        self._optimizers = cache(partial(self._configured, self.model))  # by the round
+        self._has_schedulers = bool(self._optimizers(requests[0].broadcast.round)[1])
 
         if self.halves.has_phases and by_sample(requests[0].broadcast.callbacks):
             return list(requests)  # a frozen layer would get noise, which a fit by itself refuses
@@ -123,7 +123,7 @@ class Stack:
                 # Which client it is shows when each trains by itself.
                 names = type(error).__name__, with_place(error, longest=160)
                 self._fault = len(members), *names
-        return [replace(one, trained=fits.get(one.number, one.trained)) for one in requests]
+        return [replaced(one, trained=fits.get(one.number, one.trained)) for one in requests]
 
     def say_fault(self) -> None:
         """Say why a stack could not train, once one of its clients has trained by itself."""
@@ -157,8 +157,7 @@ class Stack:
             return Member(*own, start, [{} for _ in self.halves.parts])
 
         state = {name: start[name] for name in self._names}
-        optimizer, _ = optimizer_of(self.model)  # its rate is read, and it takes no step
-        self._scale(optimizer, request)
+        optimizer, _ = self._optimizers(request.broadcast.round)  # read, it takes no step
         self._seed("fit", request)  # an algorithm may draw where it starts a fit
         client.fit = fit = OneFit(
             trainer, self.model, loader, state, self._continues(request), [optimizer]
@@ -174,11 +173,13 @@ class Stack:
         is_kept = self.setup.keep_optimizers and not request.adapts
         return bool(is_kept and request.memory.get("optimizers"))
 
-    def _scale(self, optimizer: Optimizer, request: FitRequest) -> None:
-        """Scale the learning rates of an optimizer for a round."""
+    def _configured(self, model: LightningModule, round: int) -> tuple[Optimizer, list[Any]]:
+        """Return the optimizer of a model, with the learning rates of a round, and schedulers."""
         decay = self.setup.lr_decay
+        optimizer, schedulers = optimizer_of(model)
         for group in optimizer.param_groups:
-            group["lr"] *= decay.factor(request.broadcast.round) if decay else 1.0
+            group["lr"] *= decay.factor(round) if decay else 1.0
+        return optimizer, schedulers
 
     def _kind(self, member: Member, data: FederatedData) -> tuple[Any, ...]:
         """Return what fits of one stack have in common."""
@@ -260,8 +261,7 @@ class Stack:
     ) -> tuple[TensorOptimizer, list[Any]]:
         """Return the optimizer of a stack, with the clients' kept states, and its schedulers."""
         first = members[0].request
-        template, schedulers = optimizer_of(model)
-        self._scale(template, first)
+        template, schedulers = self._configured(model, first.broadcast.round)
         template._opt_called = True  # type: ignore[attr-defined]  # schedulers warn otherwise
         names = {id(p): name for name, p in model.named_parameters()}
         trained = {name: tensors[name] for name, p in model.named_parameters() if p.requires_grad}

@@ -43,11 +43,12 @@ class StackBatches:
 
     def __iter__(self) -> Iterator[list[StackGroup]]:
         streams = [self._of(member.loader, member) for member in self.members]
+        kind_of = Tensor.numel if self._reads_rows and not self.fills else self._shape_of  # faster
         for step, batches in enumerate(zip_longest(*streams)):
             alike: dict[Any, list[int]] = {}
             for place, batch in enumerate(batches):
                 if batch is not None:
-                    alike.setdefault(self._shape_of(batch), []).append(place)
+                    alike.setdefault(kind_of(batch), []).append(place)
             yield [self._group(step, places, batches) for places in alike.values()]
 
     def first(self) -> Any:
@@ -71,7 +72,7 @@ class StackBatches:
     def _group(self, step: int, places: list[int], batches: Sequence[Any]) -> StackGroup:
         own, at = [batches[place] for place in places], self._at(places)
         index = self._index(step, places)
-        sizes = [_size(batch) for batch in own]
+        sizes = [_size(batch) for batch in own] if self.fills else [0]
         if len({*sizes}) == 1:
             return StackGroup(places, at, self._read(own), index)
         filled = [_filled(batch, size, max(sizes)) for batch, size in zip(own, sizes, strict=True)]

@@ -23,6 +23,8 @@ from flsuite.federation.client.fit import OneFit
 from flsuite.federation.client.tensor_optimizer import TensorOptimizer
 from flsuite.federation.client.trainer import ClientTrainer
 
+_NORMALIZES_ANY_LAYOUT = torch.__version__ >= TorchVersion("2.14")
+
 
 @dataclass
 class Member:
@@ -168,4 +170,4 @@ def stacked(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def laid_out(tensor: Tensor) -> Tensor:
     """Return a tensor in a layout that torch can normalize in groups under vmap."""
-    return tensor if torch.__version__ >= TorchVersion("2.14") else tensor.contiguous()
+    return tensor if _NORMALIZES_ANY_LAYOUT else tensor.contiguous()

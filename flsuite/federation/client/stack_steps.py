@@ -17,6 +17,7 @@ from flsuite.common.client import Evaluation
 from flsuite.common.state import State, clone
 from flsuite.federation.client.algorithm_steps import AlgorithmSteps
 from flsuite.federation.client.callbacks import SampleGradients
+from flsuite.federation.client.fit import one_step
 from flsuite.federation.client.logs import LoggedNumbers
 from flsuite.federation.client.stack_batches import StackBatches
 from flsuite.federation.client.stack_member import Member, stacked
@@ -144,9 +145,10 @@ class StackSteps:
         gradient = self.algorithm.gradient(own, groups, is_last)
         if gradient is None:
             return
+        taken = one_step(self.optimizer.template, frozenset(gradient))
         for place in chain.from_iterable(group.places for group in groups):
             if fit := self.members[place].fit:
-                fit.record(self.optimizer.template, frozenset(gradient))
+                fit.record(taken)
         stepping = {k: g.contiguous() for k, g in gradient.items() if k in self.optimizer.names}
         self.optimizer.step(stepping)
 

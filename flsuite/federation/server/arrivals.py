@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from flsuite.aggregators.exchange.secure import SumReport
 from flsuite.aggregators.uplink import Uplink
@@ -15,6 +15,7 @@ from flsuite.common.messages import (
     FitRequest,
     Outcome,
     is_count,
+    replaced,
 )
 from flsuite.federation.schedules.base import Schedule
 from flsuite.federation.server.devices import Devices
@@ -154,7 +155,7 @@ class Arrivals:
 
     def expect(self, request: FitRequest) -> None:
         """Register a fit whose outcome is expected."""
-        self._awaited[request.client] = replace(request, memory={})
+        self._awaited[request.client] = replaced(request, memory={})
 
     def forget(self) -> None:
         """Clear the expected outcomes, as before the first fit."""
