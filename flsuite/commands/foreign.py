@@ -27,6 +27,7 @@ _PLACES = (
     *("flsuite.aggregators", "flsuite.callbacks", "flsuite.data", "flsuite.metrics"),
     *("flsuite.models", "flsuite.runs.fork.Fork", "flsuite.studies"),
     *("flsuite.federation.schedules", "flsuite.federation.client.callbacks"),
+    "flsuite.federation.client.profiler",
     *("flsuite.federation.engines.auto", "flsuite.federation.engines.base"),
     "flsuite.federation.engines.processes",
     *("torch.nn", "torch.optim", "torch.utils.data"),

@@ -184,9 +184,10 @@ def test_a_model_without_super_is_told_so(model: str, capsys: Capture) -> None:
     assert "super().__init__() first" in line and f"{model}.__init__" in line
 
 
-def test_a_method_may_have_nothing_to_change_in_a_skipped_batch(capsys: Capture) -> None:
-    assert fit("SkipsBatches", *objective("Sharp")) == 0
-    assert "failed" not in capsys.readouterr().err
+def test_a_method_of_other_weights_refuses_a_model_that_skips_a_batch(capsys: Capture) -> None:
+    assert fit("SkipsBatches", *objective("Sharp")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "SkipsBatches returned None; return a loss, or choose another aggregator" in line
 
 
 def test_a_resume_with_another_rate_names_the_fork(capsys: Capture) -> None:

@@ -108,16 +108,11 @@ class AlgorithmSteps:
         if not self.halves.changes_gradients:
             return own
         w = self._fits.weights
-        try:
-            if self._draws is None or not own:
-                changed, self.helds = self._changed(w, known, _StepOracle)
-            else:
-                with drawing_from(_device_of(w), self._draws):
-                    changed, self.helds = self._changed(w, known, _AheadOracle)
-        except Exception:
-            if any(gradient for gradient, _ in known):
-                raise
-            return own  # the model has skipped the batch, which not every method can change
+        if self._draws is None or not own:
+            changed, self.helds = self._changed(w, known, _StepOracle)
+        else:
+            with drawing_from(_device_of(w), self._draws):
+                changed, self.helds = self._changed(w, known, _AheadOracle)
         if self._is_first:
             self._is_held = bool(storages(changed) & storages([w, self.helds]))
         self._is_first = False
