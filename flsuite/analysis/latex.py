@@ -53,7 +53,7 @@ def latex_table(
         tests = compare(results, metric, score, baseline)
         for partition, rows in of_seeds.groupby("partition", sort=False):
             of_column = tests[(tests["partition"] == partition) & (tests["p_holm"] < _LEVEL)]
-            marked = _without_looking(set(of_column["method"]), rows, metric, baseline)
+            marked = _as_decided(set(of_column["method"]), rows, metric, baseline)
             columns[shown_score(metric), str(partition)] = _column(rows, metric, marked)
             seeds |= set(rows.groupby("method").size())
     table = pd.DataFrame(columns)
@@ -89,8 +89,8 @@ def _column(rows: pd.DataFrame, metric: str, marked: set[str]) -> pd.Series:
     return pd.Series(cells)
 
 
-def _without_looking(marked: set[str], rows: pd.DataFrame, metric: str, baseline: str) -> set[str]:
-    """Return the methods that differ, for those of a stopped sweep as far as it has decided so."""
+def _as_decided(marked: set[str], rows: pd.DataFrame, metric: str, baseline: str) -> set[str]:
+    """Return the marked methods. A sweep that has added seeds decides on its own methods."""
     runs = rows.groupby("method", sort=False)["run"].first()
     for method, run in runs.items():
         if until := _stopping_of(run):

@@ -192,7 +192,7 @@ def _share_budget(groups: Sequence[Group], setting: str, column: str) -> bool:
 
 
 def mixed_in(groups: Sequence[Group], metric: str, split: str) -> list[Group]:
-    """Return the groups with a score of many models, if others have that of one global model."""
+    """Return the groups scored by many models, if another group is scored by one global model."""
     own = [group for group in groups if _has_score(group, f"{metric}_worst", split)]
     return own if len(own) < len(groups) else []
 

@@ -209,7 +209,7 @@ class Replay:
 
 @contextmanager
 def replayed(run: Path, at: int, client: int) -> Iterator[Replay]:
-    """Yield a fit of a run, with the state that it began from.
+    """Yield one fit of a run, ready to be done again from the state before it.
 
     Args:
         run: The folder of the run.

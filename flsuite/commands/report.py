@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,62 +81,100 @@ def report(args: list[str]) -> dict[str, Any]:
         return _print_cross(request, groups, left_out)
     for metric in request.metric:
         require_score(groups, metric, request.split)
-    results, console = results_of(groups), Console()
-    table = report_table(groups, request.metric, request.last)
-    targets: dict[str, pd.DataFrame] = {}
-    if request.target is not None:
-        targets = {
-            metric: target_table(results, request.target, metric, request.split)
-            for metric in request.metric
-        }
-    comparisons = {
-        metric: compare(results, metric, against=request.against) for metric in request.metric
-    }
-
-    if len(groups) == 1 and len(request.metric) > 1:
-        console.print(_shown(table))
-    for metric in request.metric:
-        rows = table[table["metric"] == metric]
-        if len(groups) > 1 or len(request.metric) == 1:
-            marked = [group.label for group in mixed_in(groups, metric, request.split)]
-            console.print(_shown(rows, marked))
-        if metric in targets:
-            _print_target(console, targets[metric], _goal(metric, request), request.x)
-        _print_comparison(console, comparisons[metric], results, metric)
-    ranked = _ranked(results, request.metric)
-    for metric, own in ranked.items():
-        console.print(own.line(metric))
-    tuning = read_tuning(request.folders)
-    if tuning is not None:
-        console.print(_shown_tuning(tuning))
-    stopping = stopping_of(request.folders)
-    notes = [*stopping, *left_out, *uneven(groups), *repeated(groups), *measured(groups, request.x)]
-    notes += undefined(groups, request.metric)
-    notes += own_models(groups, request.metric, request.split)
-    for line in notes:
-        console.print(line)
-
+    tables, console = _tables_of(request, groups, left_out), Console()
+    _print_tables(request, tables, console)
     if request.output:
-        _write(request, groups, table, targets, results, comparisons, ranked, stopping, console)
+        _write(request, tables, console)
     if request.html:
         path = Path(request.html)
         make_folder(path.parent)
         page = PageRequest(
             request.metric, request.last, request.split, request.x, request.target, request.against
         )
-        write_page(path, groups, page, tuning, notes)
+        write_page(path, groups, page, tables.tuning, tables.notes)
         print(path)
     if request.wandb:
         from flsuite.analysis.publish.wandb_charts import send_report
 
-        send_report(request.wandb, request.metric[0], _markdown(table, targets, request))
+        send_report(request.wandb, request.metric[0], _markdown(request, tables))
     return {
-        "scores": plain_rows(table),
-        "pairs": _joined(comparisons),
-        "targets": _joined(targets),
-        "tuning": [] if tuning is None else plain_rows(tuning),
-        "notes": notes,
+        "scores": plain_rows(tables.scores),
+        "pairs": _joined(tables.pairs),
+        "targets": _joined(tables.targets),
+        "tuning": [] if tables.tuning is None else plain_rows(tables.tuning),
+        "notes": tables.notes,
     }
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """The content of a report on the requested scores.
+
+    Attributes:
+        groups: The runs, by method and partition.
+        results: The same runs, as one table.
+        scores: The scores.
+        targets: When the methods reach the target, by score.
+        pairs: The paired differences, by score.
+        ranks: The ranks of the methods, by score.
+        tuning: The budget of the tuning, if there was any.
+        stopping: How sweeps that add seeds were stopped.
+        notes: All lines below the tables, ``stopping`` included.
+    """
+
+    groups: Sequence[Group]
+    results: Results
+    scores: pd.DataFrame
+    targets: dict[str, pd.DataFrame]
+    pairs: dict[str, pd.DataFrame]
+    ranks: dict[str, Ranks]
+    tuning: pd.DataFrame | None
+    stopping: list[str]
+    notes: list[str]
+
+
+def _tables_of(
+    request: argparse.Namespace, groups: Sequence[Group], left_out: Sequence[str]
+) -> _Tables:
+    """Return the tables of the requested scores, and the lines below them."""
+    metrics, split, results = request.metric, request.split, results_of(groups)
+    targets: dict[str, pd.DataFrame] = {}
+    if request.target is not None:
+        targets = {m: target_table(results, request.target, m, split) for m in metrics}
+    stopping = stopping_of(request.folders)
+    notes = [*stopping, *left_out, *uneven(groups), *repeated(groups), *measured(groups, request.x)]
+    return _Tables(
+        groups=groups,
+        results=results,
+        scores=report_table(groups, metrics, request.last),
+        targets=targets,
+        pairs={m: compare(results, m, against=request.against) for m in metrics},
+        ranks=_ranked(results, metrics),
+        tuning=read_tuning(request.folders),
+        stopping=stopping,
+        notes=[*notes, *undefined(groups, metrics), *own_models(groups, metrics, split)],
+    )
+
+
+def _print_tables(request: argparse.Namespace, tables: _Tables, console: Console) -> None:
+    """Print the tables, score by score, and the lines below them."""
+    groups, metrics = tables.groups, request.metric
+    if len(groups) == 1 and len(metrics) > 1:
+        console.print(_shown(tables.scores))
+    for metric in metrics:
+        rows = tables.scores[tables.scores["metric"] == metric]
+        if len(groups) > 1 or len(metrics) == 1:
+            marked = [group.label for group in mixed_in(groups, metric, request.split)]
+            console.print(_shown(rows, marked))
+        if metric in tables.targets:
+            _print_target(console, tables.targets[metric], _goal(metric, request), request.x)
+        _print_comparison(console, tables.pairs[metric], tables.results, metric)
+    for metric, own in tables.ranks.items():
+        console.print(own.line(metric))
+    if tables.tuning is not None:
+        console.print(_shown_tuning(tables.tuning))
+    for line in tables.notes:
+        console.print(line)
 
 
 def _joined(tables: dict[str, pd.DataFrame]) -> list[dict[str, Any]]:
@@ -147,12 +186,10 @@ def _goal(metric: str, request: argparse.Namespace) -> str:
     return f"{request.split} {metric} {request.target:g}"
 
 
-def _markdown(
-    table: pd.DataFrame, targets: dict[str, pd.DataFrame], request: argparse.Namespace
-) -> str:
+def _markdown(request: argparse.Namespace, tables: _Tables) -> str:
     """Return the scores, and when they reach the target."""
-    pages = [target_markdown(own, _goal(metric, request)) for metric, own in targets.items()]
-    return "\n".join([report_markdown(table), *pages])
+    pages = [target_markdown(own, _goal(metric, request)) for metric, own in tables.targets.items()]
+    return "\n".join([report_markdown(tables.scores), *pages])
 
 
 def _parse(args: list[str]) -> argparse.Namespace:
@@ -263,34 +300,24 @@ def _tables(content: pd.DataFrame, title: str, first: str) -> Iterator[tuple[Tab
         yield table, rows
 
 
-def _write(
-    request: argparse.Namespace,
-    groups: Sequence[Group],
-    table: pd.DataFrame,
-    targets: dict[str, pd.DataFrame],
-    results: Results,
-    comparisons: dict[str, pd.DataFrame],
-    ranked: dict[str, Ranks],
-    stopping: Sequence[str],
-    console: Console,
-) -> None:
-    """Write the tables and the picture to a folder."""
-    folder = make_folder(Path(request.output))
+def _write(request: argparse.Namespace, tables: _Tables, console: Console) -> None:
+    """Write the tables and the pictures to a folder."""
+    folder, results = make_folder(Path(request.output)), tables.results
     written = ["report.csv", "report.md", "report.tex", "report.png", "report.pdf"]
-    replace_text(csv_of(table), folder / "report.csv")
-    pages = [_markdown(table, targets, request)]
+    replace_text(csv_of(tables.scores), folder / "report.csv")
+    pages = [_markdown(request, tables)]
     pages += [
         comparison_markdown(own, name, default_score(results, name)[0])
-        for name, own in comparisons.items()
+        for name, own in tables.pairs.items()
     ]
-    pages += [own.line(metric) + "\n" for metric, own in ranked.items()]
-    pages += ["".join(f"- {line}\n" for line in stopping)]
+    pages += [own.line(metric) + "\n" for metric, own in tables.ranks.items()]
+    pages += ["".join(f"- {line}\n" for line in tables.stopping)]
     (folder / "report.md").write_text("\n".join(filter(None, pages)), encoding="utf-8")
     tex = latex_table(results, request.metric, request.against)
-    tex += "".join(f"% {line}\n" for line in stopping)
+    tex += "".join(f"% {line}\n" for line in tables.stopping)
     (folder / "report.tex").write_text(tex, encoding="utf-8")
     for metric in request.metric:
-        for line in apart(groups, metric, request.split, request.x):
+        for line in apart(tables.groups, metric, request.split, request.x):
             console.print(line)
     figure = curves_figure(
         results,
@@ -302,13 +329,13 @@ def _write(
     )
     save_figure(figure, folder / "report")
 
-    for metric in ranked:
+    for metric in tables.ranks:
         stem = folder / f"ranks-{metric.replace('/', '-')}"
         written += [path.name for path in save_figure(ranks_figure(results, metric), stem)]
-    of_ranks = {metric: own.table for metric, own in ranked.items()}
-    all_tables = {"comparison.csv": comparisons, "target.csv": targets, "ranks.csv": of_ranks}
-    for file, tables in all_tables.items():
-        parts = [own.assign(metric=name) for name, own in tables.items() if len(own)]
+    of_ranks = {metric: own.table for metric, own in tables.ranks.items()}
+    files = {"comparison.csv": tables.pairs, "target.csv": tables.targets, "ranks.csv": of_ranks}
+    for file, by_score in files.items():
+        parts = [own.assign(metric=name) for name, own in by_score.items() if len(own)]
         if parts:
             replace_text(csv_of(pd.concat(parts)), folder / file)
             written.append(file)

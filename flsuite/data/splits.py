@@ -84,7 +84,11 @@ def hold_out(rows: Sequence[np.ndarray], fraction: float, seed: int) -> tuple[Ro
 
 
 def hold_out_named(rows: Rows, held: torch.Tensor) -> tuple[Rows, Rows]:
-    """Split each client's rows into training rows and those of held-out samples, bool ``(n,)``.
+    """Split each client's rows into training rows and held-out rows.
+
+    Args:
+        rows: The rows of each client.
+        held: The samples that are held out, bool ``(n,)``.
 
     Raises:
         FlsuiteError: If a client keeps no training sample.
