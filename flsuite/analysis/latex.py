@@ -77,10 +77,15 @@ def latex_table(
 def _column(rows: pd.DataFrame, metric: str, marked: set[str]) -> pd.Series:
     """Return the cells of a column by method."""
     values = rows.groupby("method", sort=False)["value"]
-    means, spreads, lower = values.mean(), values.std(), lower_is_better(metric)
+    # A seed without a score has no mean either.
+    means, spreads = values.agg(lambda own: own.mean(skipna=False)), values.std()
+    lower = lower_is_better(metric)
     best = None if lower is None else means.min() if lower else means.max()
     cells = {}
     for method, mean, spread in zip(means.index, means, spreads, strict=True):
+        if pd.isna(mean):
+            cells[method] = "--"
+            continue
         number, *rest = score_cell({"m": mean, "m_std": spread}, "m").split(" ± ")
         shown = rf"\mathbf{{{number}}}" if mean == best else number
         # The star takes no room, so that the numbers stay below each other.

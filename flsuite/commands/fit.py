@@ -209,9 +209,15 @@ class _FederatedCLI(LightningCLI):
         run = self.trainer.run
         if run is None or not run.options.show or read_sweep_record(folder.parent.parent):
             return
-        name, half = shlex.quote(str(folder)), run.round // 2
+        name = shlex.quote(str(folder))
         print(f"next: flsuite report {name} --output report   # tables and figures for a paper")
-        print(f"      flsuite fork {name} --at {half} --without 0   # the same without client 0")
+        if failures := run.federation.log.failures:  # of the last round
+            fit = f"--at {failures[0].round} --client {failures[0].client}"
+            print(f"      flsuite debug {name} {fit}   # one of the fits that failed")
+        else:
+            print(
+                f"      flsuite fork {name} --at {half} --without 0   # the same without client 0"
+            )
 
     def _default_run_dir(self, config: Any) -> Path:
         """Return a new folder for a new run, else the folder of the existing run.

@@ -95,6 +95,9 @@ def answering(command: str) -> Iterator[dict[str, Any]]:
     try:
         yield answer
     except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:  # as after --print_config
+            answer["status"] = 0
+            raise
         text = " ".join(str(error).split()) or "no message"
         answer["message"] = f"{type(error).__name__}: {text}"
         raise

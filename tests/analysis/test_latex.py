@@ -1,9 +1,11 @@
 """What a report writes for a paper: the table against numbers worked out by hand, and figures."""
 
 import json
+import math
 import re
 from dataclasses import asdict
 from pathlib import Path
+from shutil import rmtree
 
 import numpy as np
 import pytest
@@ -48,6 +50,18 @@ def test_the_table_by_hand(sweep: Path) -> None:
     assert list(cells(latex_table(load(sweep), against="Adam"))) == ["Adam", r"Prox\_1", "FedAvg"]
     with pytest.raises(FlsuiteError, match="no method 'Fed'"):
         latex_table(load(sweep), against="Fed")
+
+
+def test_a_method_without_a_score_of_some_seed_has_no_mean(sweep: Path) -> None:
+    content = settings("FedAvg", 3, epochs=1)
+    folder = sweep / "FedAvg-00000001" / "seed-3"
+    rmtree(folder)
+    made_run(folder, content, [("global", "test", "accuracy", [0.0, math.nan])])
+    assert cells(latex_table(load(sweep))) == {
+        r"Prox\_1": [r"$\mathbf{0.520} \pm 0.020$"],
+        "FedAvg": ["--"],
+        "Adam": [r"$0.400 \pm 0.436$"],
+    }
 
 
 def test_a_star_is_what_a_sweep_has_decided(sweep: Path) -> None:

@@ -51,6 +51,10 @@ def test_a_run_with_failures_ends_with_0_and_says_so(engine: str, capsys: Captur
     assert len(failed) == 2
     assert re.search(r"fits failed +│ +4 of 20 │", said.out)
     assert "run: run (4 of 20 fits failed, see errors/)" in said.out.splitlines()
+    next_command = said.out.splitlines()[-1].partition("#")[0].split()
+    assert next_command == ["flsuite", "debug", "run", "--at", "2", "--client", "3"]
+    assert cli(*next_command[1:], "--no-pdb") == 1
+    assert "ValueError: no scanner (own_code.py, line" in capsys.readouterr().err
     kept = [path.read_text("utf-8") for path in sorted(Path("run/errors").iterdir())]
     assert [text.count("ValueError: no scanner\n") for text in kept] == [1, 1]
 

@@ -75,6 +75,13 @@ def test_fit_and_verify(capsys: Capture) -> None:
     assert any("value is 0.123, in the replay" in line for line in different["differences"])
 
 
+def test_a_printed_config_is_a_success() -> None:
+    args = [sys.executable, "-m", "flsuite", *FIT, "--print_config", "--json"]
+    done = subprocess.run(args, capture_output=True, text=True)
+    made = json.loads(done.stdout)
+    assert (done.returncode, made["status"], made["message"]) == (0, 0, "")
+
+
 def test_ls_and_report(runs: Path, capsys: Capture) -> None:
     listed = answer(capsys, "ls", str(runs), "--method", "FedAdam")
     assert listed.keys() == {"message", "runs"}
