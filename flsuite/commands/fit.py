@@ -215,9 +215,8 @@ class _FederatedCLI(LightningCLI):
             fit = f"--at {failures[0].round} --client {failures[0].client}"
             print(f"      flsuite debug {name} {fit}   # one of the fits that failed")
         else:
-            print(
-                f"      flsuite fork {name} --at {half} --without 0   # the same without client 0"
-            )
+            moment = f"--at {run.round // 2} --without 0"
+            print(f"      flsuite fork {name} {moment}   # the same without client 0")
 
     def _default_run_dir(self, config: Any) -> Path:
         """Return a new folder for a new run, else the folder of the existing run.
