@@ -90,6 +90,7 @@ class WorkerSetup:
         attack: The attack by some clients. Default: none.
         stack: Number of clients that a worker trains as one batched program. With 1, each trains by
             itself.
+        records: Whether the steps of a stack are recorded as graphs.
     """
 
     model: LightningModule
@@ -105,6 +106,7 @@ class WorkerSetup:
     sums_parts: bool = False
     attack: Attack | None = None
     stack: int = 1
+    records: bool = False
 
     def view_of(self, request: FitRequest) -> ClientContext:
         """Return a client's view of the round, as it is when its training begins or has ended.

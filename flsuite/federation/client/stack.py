@@ -26,6 +26,7 @@ from flsuite.data.federated import FederatedData
 from flsuite.federation.client.conditions import by_sample, hook_beyond, optimizer_of
 from flsuite.federation.client.devices import keep_freed_memory
 from flsuite.federation.client.fit import OneFit
+from flsuite.federation.client.recorded import Recorder
 from flsuite.federation.client.setup import StartStates, WorkerSetup, epoch_batches
 from flsuite.federation.client.stack_batches import StackBatches
 from flsuite.federation.client.stack_member import Member, MemberCallbacks, stacked
@@ -72,6 +73,7 @@ class Stack:
         self.model = setup.model
         self._algorithm, self._nothing = setup.uplink.aggregator.halves, Halves([])
         self._state_check = StateCheck(setup.uplink.aggregator)
+        self._recorder = Recorder() if setup.records else None
         self._level = logging.WARNING
         self._fault: tuple[int, str, str] | None = None
         keep_freed_memory()
@@ -235,7 +237,9 @@ class Stack:
             by_samples = bool(callbacks.private)
             used = used_parameters(model, trainer, start, batches.first(), by_samples)
             own = model, used, trainer, tensors, members, self.halves, optimizer
-            steps = StackSteps(*own, schedulers, callbacks.private)
+            if self._recorder:
+                self._recorder.begin(model, first.broadcast.round)
+            steps = StackSteps(*own, schedulers, callbacks.private, self._recorder)
             batches.fills = _fills(steps, batches)
             ends = steps.run(batches, end)
             if no_trainer.error is not None:  # the step has caught it

@@ -151,7 +151,7 @@ def _moved(parameters: State) -> State:
 
 def _is_same(whole: StackedStep, by_sample: StackedStep) -> bool:
     """Return whether two steps differ by rounding alone."""
-    pairs = (
+    pairs: Sequence[tuple[dict[Any, Tensor], dict[Any, Tensor]]] = (
         ({"loss": whole.losses}, {"loss": by_sample.losses}),
         (whole.gradients, by_sample.gradients),
         (whole.buffers, by_sample.buffers),

@@ -1,6 +1,6 @@
 """The training steps of a stack of clients."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,9 +19,10 @@ from flsuite.federation.client.algorithm_steps import AlgorithmSteps
 from flsuite.federation.client.callbacks import SampleGradients
 from flsuite.federation.client.fit import one_step
 from flsuite.federation.client.logs import LoggedNumbers
+from flsuite.federation.client.recorded import Recorder
 from flsuite.federation.client.stack_batches import StackBatches
 from flsuite.federation.client.stack_member import Member, stacked
-from flsuite.federation.client.stacked_loss import StackedLoss, StackGroup, with_rows
+from flsuite.federation.client.stacked_loss import Numbers, StackedLoss, StackGroup, with_rows
 from flsuite.federation.client.tensor_optimizer import TensorOptimizer
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models.layers import entry_names
@@ -40,6 +41,7 @@ class StackSteps:
         optimizer: Steps the trainable tensors.
         schedulers: The schedulers of its learning rate, as Lightning runs them.
         private: Each client's callback that reads gradients by sample, if any.
+        recorder: Replays steps that have been recorded.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class StackSteps:
         optimizer: TensorOptimizer,
         schedulers: Sequence[Any] = (),
         private: Sequence[SampleGradients] = (),
+        recorder: Recorder | None = None,
     ) -> None:
         self._trainer, self._tensors, self.members = trainer, tensors, members
         self.halves, self.optimizer, self._schedulers = halves, optimizer, schedulers
@@ -75,8 +78,10 @@ class StackSteps:
         of_parts = zip(*(member.helds for member in members), strict=True)
         helds = [tree_map(lambda *parts: stacked(parts, device), *held) for held in of_parts]
         self.algorithm = AlgorithmSteps(halves, self, helds)
-        self.loss = StackedLoss(model, trainer, halves.term)
-        self._plain_loss = StackedLoss(model, trainer) if halves.term else self.loss
+        self.loss = StackedLoss(model, trainer, halves.term, recorder)
+        self._plain_loss = self.loss
+        if halves.term:
+            self._plain_loss = StackedLoss(model, trainer, recorder=recorder)
 
     @property
     def weights(self) -> State:
@@ -207,13 +212,12 @@ class StackSteps:
             rows.append(self.private[place].gradient(own, parameters, index))
         return {name: torch.stack([row[name] for row in rows]) for name in self._parameters}
 
-    def _log(self, step: int, group: StackGroup, logged: Mapping[str, Tensor]) -> None:
+    def _log(self, step: int, group: StackGroup, logged: Numbers) -> None:
         """Add what the clients log in a step."""
         for place in group.places if logged else ():
             if step % self.members[place].epoch_steps == 0:
                 self._logged[place].begin_epoch()
-        for name, values in logged.items():
-            is_of_step = name in self.loss.of_step
+        for (name, is_of_step), values in logged.items():
             rows = zip(group.places, values.tolist(), group.samples(), strict=True)
             for place, value, size in rows:
                 self._logged[place].add(name, value, size, is_of_step)

@@ -26,7 +26,10 @@ from flsuite.aggregators.objectives.feature_term import (
 )
 from flsuite.common.state import State
 from flsuite.federation.client.logs import logged_values
+from flsuite.federation.client.recorded import Recorder
 from flsuite.federation.client.trainer import ClientTrainer
+
+Numbers = dict[tuple[str, bool], Tensor]
 
 
 @dataclass
@@ -65,13 +68,14 @@ class StackedStep:
         gradients: By name of the parameter, ``(clients, ...)``, or ``(clients, batch, ...)`` by
             sample. Those that the loss does not depend on are left out.
         buffers: Buffers after the step.
-        logged: What the model logs.
+        logged: What the model logs, by its name and whether it is the value of a step. The rest are
+            means over an epoch.
     """
 
     losses: Tensor
     gradients: State
     buffers: State
-    logged: State
+    logged: Numbers
 
 
 class StackedLoss:
@@ -81,18 +85,19 @@ class StackedLoss:
         model: The structure. Its weights are not used.
         trainer: Gives the precision.
         term: A term of the features in each loss.
-
-    Attributes:
-        of_step: What the model logs as the value of a step. The rest are means over an epoch.
+        recorder: Replays steps that have been recorded.
     """
 
     def __init__(
-        self, model: LightningModule, trainer: ClientTrainer, term: FeatureTerm | None = None
+        self,
+        model: LightningModule,
+        trainer: ClientTrainer,
+        term: FeatureTerm | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        self.model, self.trainer, self.term = model, trainer, term
+        self.model, self.trainer, self.term, self._recorder = model, trainer, term, recorder
         self.head = term.head_in(model) if term else ""
         self.buffers = [name for name, _ in model.named_buffers()]
-        self.of_step: set[str] = set()
         self._in_full = False
         on_cpu = trainer.strategy.root_device.type == "cpu"  # a GPU copies in any order
         is_large = on_cpu and any(_is_large(parameter) for parameter in model.parameters())
@@ -122,6 +127,25 @@ class StackedLoss:
             by_sample: Whether to return the gradients of the samples' losses. It needs ``sizes``.
             in_full: Whether to compute in the precision of the weights, without autocast.
         """
+        given = parameters, others, batch, held, sizes
+        step = partial(self._step, by_sample, in_full)
+        if self._recorder is None:
+            return StackedStep(*step(index, *given))
+        kind = by_sample, in_full, self.term is None
+        return StackedStep(*self._recorder.step(step, index, given, kind))
+
+    def _step(
+        self,
+        by_sample: bool,
+        in_full: bool,
+        index: int | Tensor,
+        parameters: State,
+        others: State,
+        batch: Any,
+        held: Any,
+        sizes: Tensor | None,
+    ) -> tuple[Tensor, State, State, Numbers]:
+        """Return the parts of a :class:`StackedStep`."""
         leaves = {name: value.detach() for name, value in parameters.items()}
         if by_sample:
             size = tree_leaves(batch)[0].shape[1]
@@ -142,7 +166,7 @@ class StackedLoss:
         # A client's loss depends on its own parameters alone, so these are its gradients.
         gradients = torch.autograd.grad(totals.sum(), list(leaves.values()), allow_unused=True)
         used = {k: g for k, g in zip(leaves, gradients, strict=True) if g is not None}
-        return StackedStep(losses.float(), _apart(used), buffers, logged)
+        return losses.float(), _apart(used), buffers, logged
 
     def _mean_loss(
         self,
@@ -153,13 +177,13 @@ class StackedLoss:
         index: int | Tensor,
         size: Tensor,
         by_sample: bool,
-    ) -> tuple[Tensor, Tensor, State, State]:
+    ) -> tuple[Tensor, Tensor, State, Numbers]:
         """Return what :meth:`_loss` returns, as means over the first samples of a batch.
 
         By sample, each has parameters of its own, and the losses to differentiate are its own.
         """
 
-        def of_one(own: State, sample: Any) -> tuple[Tensor, Tensor, State]:
+        def of_one(own: State, sample: Any) -> tuple[Tensor, Tensor, Numbers]:
             alone = tree_map(lambda part: part[None], sample)
             total, loss, _, logged = self._loss(own, others, alone, held, index)
             return total, loss, logged
@@ -177,11 +201,11 @@ class StackedLoss:
 
     def _loss(
         self, parameters: State, others: State, batch: Any, held: Any, index: int | Tensor
-    ) -> tuple[Tensor, Tensor, State, State]:
+    ) -> tuple[Tensor, Tensor, State, Numbers]:
         """Return one client's loss with and without the term, its buffers, and what it logs."""
         buffers = {name: others[name].clone() for name in self.buffers}
         tensors = {**others, **buffers, **parameters}
-        logged: State = {}
+        logged: Numbers = {}
 
         def features_of(weights: State) -> Tensor:
             at = {**tensors, **weights}
@@ -210,12 +234,12 @@ class StackedLoss:
         return total, loss.detach(), after, logged
 
     def _log(
-        self, logged: State, size: int, name: str, value: Any, *args: Any, **kwargs: Any
+        self, logged: Numbers, size: int, name: str, value: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Add what a step logs on a batch of so many samples to the values by name."""
         for one in logged_values(size, name, value, *args, **kwargs):
-            logged[one.name] = one.value.to(self.trainer.strategy.root_device)
-            self.of_step.update({one.name} if one.is_of_step else ())
+            place = one.name, one.is_of_step
+            logged[place] = one.value.to(self.trainer.strategy.root_device)
 
 
 def with_rows(whole: State, group: StackGroup, rows: State, like: State) -> State:

@@ -1,0 +1,143 @@
+"""A recorded step gives the numbers of the step, or is not replayed."""
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flsuite.aggregators import MOON, SCAFFOLD, Aggregator, Ditto, FedAvg, FedBABU, FedProx
+from flsuite.callbacks import FederationCallback
+from flsuite.common.state import State
+from flsuite.data import IID, CropFlip
+from flsuite.federation import Vectorized
+from flsuite.federation.client import recorded
+from flsuite.models import Backbone, Classifier
+from flsuite.runs.run import Run
+from tests.aggregators.federations import federation
+from tests.conftest import equal_states
+from tests.federation.engines.test_vectorized import images
+
+Replays = list[bool]
+
+
+class Drops(Backbone):
+    """A network with batch statistics, and draws of its own."""
+
+    def build(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        conv = nn.Conv2d(shape[0], 4, 3, padding=1)
+        head = nn.Linear(4 * shape[1] * shape[2], outputs)
+        layers = conv, nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3), head
+        return nn.Sequential(*layers)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Replays:
+    """Return which of the recorded steps can be replayed, recorded from the second one on."""
+    made: Replays = []
+    record = recorded._recorded
+
+    def recording(*args: Any) -> Any:
+        graph = record(*args)
+        made.append(graph is not None)
+        return graph
+
+    monkeypatch.setattr(recorded, "_AFTER", 1)
+    monkeypatch.setattr(recorded, "_recorded", recording)
+    return made
+
+
+def ends(model: Classifier, graph: bool, data: Any = None, **kwargs: Any) -> State:
+    """Return the global model after three rounds, trained in stacks."""
+    own = copy.deepcopy(model)
+    aggregator, callback = kwargs.pop("aggregator", FedAvg()), kwargs.pop("anneals", None)
+    kwargs = {"max_epochs": 2, "callbacks": [callback(own)] if callback else None, **kwargs}
+    made = federation(aggregator, 3, engine=Vectorized(clients=3, graph=graph), **kwargs)
+    made.fit(own, data or images(IID(), clients=3))
+    return made.federation.state
+
+
+def assert_same(model: Classifier, **kwargs: Any) -> None:
+    assert equal_states(ends(model, True, **kwargs), ends(model, False, **kwargs))
+
+
+@pytest.mark.parametrize(
+    "aggregator",
+    [FedAvg(), FedProx(mu=0.1), SCAFFOLD(), Ditto(), MOON(), FedBABU()],
+    ids=lambda aggregator: aggregator.name,
+)
+def test_the_weights_are_the_same_bit_for_bit(aggregator: Aggregator, replays: Replays) -> None:
+    assert_same(Classifier(Drops()), aggregator=aggregator)
+    assert replays and all(replays)
+
+
+def test_batches_of_several_sizes_and_with_random_changes(replays: Replays) -> None:
+    data = images(clients=3, batch_size=7, augment=CropFlip(1))
+    assert_same(Classifier(Drops()), data=data)
+    assert replays.count(True) > 1
+
+
+class ByNumber(Classifier):
+    """Weights the loss by the number of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 / (1 + batch_idx))
+
+
+class Reads(Classifier):
+    """Reads a tensor that it has not registered."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.scales[0]
+
+    scales = (torch.tensor(0.5),)
+
+
+@pytest.mark.parametrize("kind", [ByNumber, Reads])
+def test_a_step_that_reads_more_than_it_is_given_is_not_recorded(
+    kind: type[Classifier], replays: Replays, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "flsuite")
+    assert_same(kind(Drops()))
+    assert replays and not any(replays)
+    assert "cannot be recorded: it reads the number of the batch" in caplog.text
+
+
+def test_other_attributes_of_a_model_are_recorded_anew(replays: Replays) -> None:
+    model, recorder = Classifier(Drops()), recorded.Recorder()
+    given = (torch.ones(2, 3),)
+    for round, model.scale in enumerate((1.0, 1.0, 2.0), 1):
+        recorder.begin(model, round)
+        steps = [recorder.step(lambda _, x: x * model.scale, 0, given, None) for _ in range(3)]
+        assert all(torch.equal(step, given[0] * model.scale) for step in steps)
+    assert replays == [True, True]
+
+
+_global = [0]
+
+
+class Hidden(Classifier):
+    """Changes its step by something that flsuite cannot see."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1.0 + (_global[0] > 2))
+
+
+class Counts(FederationCallback):
+    def __init__(self, model: Hidden) -> None:
+        super().__init__()
+
+    def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
+        _global[0] = round
+
+
+def test_a_replay_that_differs_from_the_step_is_the_last_one(
+    replays: Replays, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recorded, "_EVERY", 3)
+    assert_same(Hidden(Drops()), anneals=Counts)
+    assert all(replays)
+    assert caplog.text.count("steps of a stack are no longer replayed") == 1
