@@ -79,6 +79,7 @@ def vectorized(rounds: int) -> None:
             "alone": InProcess(),
             "two_workers": Processes(2),
             "stack": Vectorized(clients=work.cohort),
+            "recorded": Vectorized(clients=work.cohort, graph=True),
             "stack_two": Vectorized(threads=2, clients=work.cohort),
             "stacks_two": Vectorized(workers=2, clients=work.cohort // 2),
         }
