@@ -187,7 +187,7 @@ class Stack:
         """Return what fits of one stack have in common."""
         request = member.request
         round, decay = request.broadcast.round, self.setup.lr_decay
-        leaves, structure = tree_flatten(list(member.helds) if member.fit else None)
+        leaves, structure = tree_flatten(list(member.helds) if member.fit else [])
         # Epochs that train other parameters, and steps of a scheduler, come together.
         has_pairs = self.halves.batches_per_step > 1
         together = self.halves.has_phases or has_pairs or self._has_schedulers
