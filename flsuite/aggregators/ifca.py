@@ -3,11 +3,12 @@
 An Efficient Framework for Clustered Federated Learning, arXiv:2006.04088.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.objectives.base import Objective
@@ -98,9 +99,9 @@ class ClusterMeans(LinearRule, Settings):
         return new["0"]
 
 
-def _weighted(state: State, weight: float) -> State:
+def _weighted(state: State, weight: float) -> Mapping[str, Tensor]:
     """Return a state times a weight. With weight 0, counters are 0: sums keep their maximum."""
-    own: State = scaled(state, weight)
+    own = scaled(state, weight)
     return own if weight else {name: torch.zeros_like(value) for name, value in own.items()}
 
 

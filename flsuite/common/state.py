@@ -320,18 +320,36 @@ def _with_tensors(tree: Mapping[str, Any], function: Callable[[Tensor], Tensor])
     return mapped(tree, lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
-def scaled(tree: Mapping[str, Any], factor: float) -> Tree:
-    """Return nested data times a number, in float64. Integer tensors are returned unchanged."""
+class _Scaled(Mapping[str, Any]):
+    """Nested data times a number, computed leaf by leaf when it is read."""
 
-    def times(leaf: Any) -> Any:
-        if _is_counter(leaf):
-            return leaf
-        if not isinstance(leaf, Tensor):
-            return leaf * factor
+    def __init__(self, tree: Mapping[str, Any], factor: float) -> None:
+        self._tree, self._factor = tree, factor
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._tree[name]
+        if not _is_leaf(value):
+            return _Scaled(value, self._factor)
+        if _is_counter(value):
+            return value
+        if not isinstance(value, Tensor):
+            return value * self._factor
         # In place, to avoid another copy of a large model.
-        return leaf.to(torch.float64, copy=True).mul_(factor)
+        return value.to(torch.float64, copy=True).mul_(self._factor)
 
-    return mapped(tree, times)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tree)
+
+    def __len__(self) -> int:
+        return len(self._tree)
+
+
+def scaled(tree: Mapping[str, Any], factor: float) -> Mapping[str, Any]:
+    """Return nested data times a number, in float64. Integer tensors are returned unchanged.
+
+    A leaf is computed when it is read, so the sum of a large model needs no second copy of it.
+    """
+    return _Scaled(tree, factor)
 
 
 def divided(sums: Mapping[str, Any], by: float) -> Tree:

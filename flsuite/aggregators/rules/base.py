@@ -50,7 +50,8 @@ class _Sum(Reduction):
     """The sums of a linear rule, without any client's model.
 
     A worker that trains a whole part of the cohort sends its sum. Rounding depends on the order of
-    summation, so the server sums part by part even if it has every update.
+    summation, so the server sums part by part even if it has every update. What has been added is
+    dropped: a sum of a large model takes as much memory as two models.
     """
 
     def __init__(self, rule: "LinearRule", server: Server, contribution: Contribution) -> None:
@@ -66,8 +67,9 @@ class _Sum(Reduction):
             self._close_part()
             self._part = update.part
             self._part_sums = self._sums if update.part is None else Sums()
-        if update.partial is not None:
-            self._part_sums.add(update.partial.values)
+        if update.partial is not None:  # nothing else of its part is added
+            self._sums.add(update.partial.values)
+            update.partial = Sums()
         else:
             if update.staleness and self._rule.rebases:
                 update = rebased(update, self._server)
@@ -87,6 +89,7 @@ class _Sum(Reduction):
     def _close_part(self) -> None:
         if self._part_sums is not self._sums:
             self._sums.add(self._part_sums.values)
+            self._part_sums = self._sums
 
 
 class _Cohort(Reduction):

@@ -148,7 +148,7 @@ class FedFisher(LinearRule, Settings):
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         """Return ``n_i``, ``n_i w_i``, ``n_i F_i w_i`` and, except for K-FAC, ``n_i F_i``."""
         own = self._form(layout).terms(update.state, update.extras["fisher"])
-        return scaled({"samples": 1.0, "model": update.state, **own}, update.samples)
+        return {**scaled({"samples": 1.0, "model": update.state, **own}, update.samples)}
 
     def _form(self, layout: StateLayout) -> FisherForm:
         return FORMS[self.fisher](layout)

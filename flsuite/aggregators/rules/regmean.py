@@ -93,7 +93,7 @@ class RegMean(LinearRule, Settings):
 
     def terms(self, update: ClientUpdate, layout: StateLayout) -> Tree:
         """Return ``n_i``, ``n_i w_i``, ``n_i G_i``, ``n_i W_i G_i`` and ``n_i W_i diag G_i``."""
-        grams, products, diagonals = scaled(update.extras["gram"], update.samples), {}, {}
+        grams, products, diagonals = {**scaled(update.extras["gram"], update.samples)}, {}, {}
         for layer in self._layers(layout):
             gram, weight = grams[layer.name], matrix(update.state, layer, self.bias)
             products[layer.name] = weight @ gram

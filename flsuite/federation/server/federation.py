@@ -229,6 +229,7 @@ class Federation:
             for update in self._unmasked(self._devices):
                 self._reduction.add(update)
         state = self.aggregator.finish(self.server, self._reduction)
+        del self._reduction  # its sums would stay until the next round
         self._state_check.check("at the server", "server.memory")
         self._refuse_faulty(state)
 
