@@ -271,8 +271,8 @@ class FederatedTrainer(ScoringTrainer):
         bound.halves.check(model)
         algorithm = with_attack(bound, attack)
         entries = entries_of(model, algorithm, options.batchnorm)
-        before = options.monitor or monitor_of(checkpoint)
-        monitor = evaluator.monitored(before, bool(entries.personal))
+        before = monitor_of(checkpoint)
+        monitor = evaluator.monitored(options.monitor, bool(entries.personal), before)
         options = replace(options, monitor=monitor)
 
         # The federation before its first round.

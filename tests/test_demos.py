@@ -79,11 +79,13 @@ MODELS: dict[type[LightningModule], tuple[Callable[[], LightningModule], Callabl
 DATA = {BoringDataModule, BoringDataModuleNoLen, IterableBoringDataModule, MNISTDataModule}
 
 
-def fitted(model: type[LightningModule], **kwargs: Any) -> FederatedTrainer:
+def fitted(
+    model: type[LightningModule], rounds: int = 2, ckpt_path: str | None = None, **kwargs: Any
+) -> FederatedTrainer:
     make_model, make_data = MODELS[model]
     seed_everything(1, verbose=False)
-    made = trainer(rounds=2, **kwargs)
-    made.fit(make_model(), make_data())
+    made = trainer(rounds=rounds, **kwargs)
+    made.fit(make_model(), make_data(), ckpt_path=ckpt_path)
     return made
 
 
@@ -115,6 +117,17 @@ def test_a_module_without_scores_trains(
     assert "for scores, add a validation_step and a test_step" in line
     with pytest.raises(FlsuiteError, match="the model has no scores"):
         made.test()
+
+
+def test_a_run_without_scores_is_resumed(tmp_path: Path) -> None:
+    whole = fitted(DemoModel, run_dir=tmp_path / "whole")
+    run_dir = tmp_path / "run"
+    fitted(DemoModel, rounds=1, run_dir=run_dir)
+    resumed = fitted(DemoModel, run_dir=run_dir, ckpt_path="last")
+    assert equal_states(whole.federation.state, resumed.federation.state)
+    # For scores, the run is restored too, and then they are missing.
+    with pytest.raises(FlsuiteError, match="the model has no scores"):
+        trainer(run_dir=run_dir, rounds=2).test(DemoModel(), boring())
 
 
 @pytest.mark.parametrize("engine", [Processes(workers=2), Vectorized(clients=3)])

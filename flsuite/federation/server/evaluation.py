@@ -56,7 +56,9 @@ class Evaluator(Scorer):
         """Return whether flsuite's classification scores can be computed."""
         return self._has_columns and self.data.spec.task != "other"
 
-    def monitored(self, monitor: str | None, has_own_models: bool = False) -> str:
+    def monitored(
+        self, monitor: str | None, has_own_models: bool = False, before: str | None = None
+    ) -> str:
         """Return the score that picks the best round. The model must have it.
 
         Args:
@@ -64,6 +66,8 @@ class Evaluator(Scorer):
                 ``accuracy_client_mean``. Default: :func:`~flsuite.common.score_names.usual_score`.
             has_own_models: Whether clients have models of their own. The default is then the mean
                 over clients, if clients have validation samples.
+            before: The score that picked the rounds of a run that is resumed. ``monitor`` replaces
+                it.
 
         Returns:
             Its name. A model without scores is followed by its training loss.
@@ -74,6 +78,7 @@ class Evaluator(Scorer):
         names, val = self._rehearsed(), self.data.val
         if not names:
             return self._unscored(monitor)
+        monitor = monitor or before
         # Without parts of their own, clients have no validation scores.
         has_parts = val is not None and len(val.rows) > 0
         of_clients = [n for n in dict.fromkeys(self.names) if n in names] if has_parts else []
