@@ -27,6 +27,7 @@ from lightning.pytorch.demos.transformer import LightningTransformer, Transforme
 from torch.nn import functional as F
 
 from flsuite import FederatedTrainer
+from flsuite.callbacks import RoundEarlyStopping
 from flsuite.common.errors import FlsuiteError
 from flsuite.data import FromDataModule, FromDataset
 from flsuite.federation import Processes, Vectorized
@@ -125,9 +126,10 @@ def test_a_run_without_scores_is_resumed(tmp_path: Path) -> None:
     fitted(DemoModel, rounds=1, run_dir=run_dir)
     resumed = fitted(DemoModel, run_dir=run_dir, ckpt_path="last")
     assert equal_states(whole.federation.state, resumed.federation.state)
-    # For scores, the run is restored too, and then they are missing.
     with pytest.raises(FlsuiteError, match="the model has no scores"):
-        trainer(run_dir=run_dir, rounds=2).test(DemoModel(), boring())
+        fitted(DemoModel, rounds=3, run_dir=run_dir, ckpt_path="last").test()
+    with pytest.raises(FlsuiteError, match="RoundEarlyStopping stops by scores on validation data"):
+        fitted(DemoModel, callbacks=[RoundEarlyStopping("loss")])
 
 
 @pytest.mark.parametrize("engine", [Processes(workers=2), Vectorized(clients=3)])

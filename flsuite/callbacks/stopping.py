@@ -23,10 +23,11 @@ class _Stopping(FederationCallback, Settings, ABC):
     affects: ClassVar[Affects] = "rounds"
 
     def on_federation_start(self, run: Run) -> None:
-        if run.federation.data.at(run.round).val is None:
+        if run.evaluator.at(run.federation.data.at(run.round)).samples("val") is None:
             raise FlsuiteError(
-                f"{type(self).__name__} stops on validation data, and there is none: set "
-                "data.val_fraction above 0, or remove the callback"
+                f"{type(self).__name__} stops by scores on validation data, and there are none: "
+                "set data.val_fraction above 0, let the validation_step of the model return a "
+                "loss, or remove the callback"
             )
         if run.round == 0:
             self.load_state_dict({})

@@ -261,7 +261,7 @@ class Scorer:
 
         Returns ``None`` if the split is not scored.
         """
-        samples = self._samples(split)
+        samples = self.samples(split)
         if samples is None:
             return None
 
@@ -298,7 +298,7 @@ class Scorer:
         with evaluating(self.model), torch.inference_mode():
             return self._outputs(samples)
 
-    def _samples(self, split: Split) -> DataSplit | None:
+    def samples(self, split: Split) -> DataSplit | None:
         """Return the samples of a split, or ``None`` if there are none, or no scores of them."""
         samples = self.data.test if split == "test" else self.data.val
         return samples if samples is not None and len(samples) and self._is_scored(split) else None

@@ -124,7 +124,7 @@ class Evaluator(Scorer):
         usual = OF_CLASSES if self.has_classes else ()
         by_split = []
         for split in get_args(Split):
-            samples = self._samples(split)
+            samples = self.samples(split)
             if samples is None:
                 continue
             most = 2 if is_usual else self.data.batch_size
@@ -218,7 +218,7 @@ class Evaluator(Scorer):
         A client's own score is the model's score on the client's part of the split, which has the
         client's class mix. The forward pass runs once for all clients.
         """
-        samples = self._samples(split)
+        samples = self.samples(split)
         if samples is None:
             return {}
 
