@@ -189,13 +189,13 @@ def test_a_stream_is_refused_or_read_once() -> None:
     with pytest.raises(FlsuiteError, match="an IterableDataset, whose samples cannot be divided"):
         boring(BoringDataModuleNoLen).setup()
     stream = RandomIterableDatasetWithLen(32, 9)
-    with pytest.raises(FlsuiteError, match=r"test is an IterableDataset.*set cache: true"):
+    with pytest.raises(FlsuiteError, match=r"test is an IterableDataset.*set in_memory: true"):
         FromDataset(RandomDictDataset(32, 9), stream).setup()
     with pytest.raises(FlsuiteError, match="must return one torch DataLoader"):
         boring(IterableBoringDataModule).setup()
 
     made = trainer(rounds=1)
-    made.fit(Returns(), boring(BoringDataModuleNoLen, cache=True))
+    made.fit(Returns(), boring(BoringDataModuleNoLen, in_memory=True))
     data = made.federation.data
     assert (len(data.train), len(data.val), len(data.test)) == (512, 128, 256)
     first, again = (next(data.train.batches([torch.arange(4)])) for _ in range(2))

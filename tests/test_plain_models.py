@@ -173,7 +173,7 @@ def test_samples_read_on_demand_are_evaluated_once_a_round(
 ) -> None:
     """Count them, and expect the scores of the parts that are evaluated one by one."""
     made = trainer(rounds=1)
-    made.fit(kind(), sentences(cache=True))
+    made.fit(kind(), sentences(in_memory=True))
     Counting.seen.clear()
     scores = made.test()
     assert sum(Counting.seen) == times * 30

@@ -5,6 +5,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,7 @@ Field = str | Callable[[Any], Any] | Sequence[Any]
 """One value per sample: the name of a field, a function of a sample, or the values themselves."""
 
 _LABELS = ("targets", "labels")  # attributes of torchvision datasets
+_LONGEST = 1_000_000  # maximum samples of an IterableDataset
 _LIMIT = 2 << 30  # maximum bytes of a split in memory
 _PROBED = 16  # samples read twice, to detect random transforms
 _CHUNK = 64  # samples read in one call
@@ -147,8 +149,8 @@ def require_map_style(owner: str, **datasets: Any) -> None:
         if isinstance(dataset, IterableDataset):
             raise FlsuiteError(
                 f"{owner}: {name} is an IterableDataset, whose samples cannot be divided over "
-                "clients, because they have no numbers; give a map-style dataset, or set cache: "
-                "true to read it once, if it ends"
+                "clients, because they have no numbers; give a map-style dataset, or set "
+                "in_memory: true to read it once, if it ends"
             )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise FlsuiteError(
@@ -165,27 +167,45 @@ def require_map_style(owner: str, **datasets: Any) -> None:
 
 
 def listed(dataset: Any) -> Any:
-    """Return the samples of an ``IterableDataset``, which must end, or another dataset as it is."""
-    if not isinstance(dataset, IterableDataset):
-        return dataset
-    with isolate_rng(include_cuda=False):
-        seed_cpu(0)
-        return list(dataset)
-
-
-def read_once(dataset: Any) -> list[Any]:
-    """Return all samples of a map-style dataset.
+    """Return the samples of an ``IterableDataset``, which must end, or another dataset as it is.
 
     Raises:
-        FlsuiteError: If samples are random, because a list would freeze one draw of each.
+        FlsuiteError: If it cannot be read, or does not end.
     """
-    probed = list(range(min(_PROBED, len(dataset))))
-    if not _are_equal(*(_seeded(dataset, probed, seed) for seed in (0, 1))):
+    if not isinstance(dataset, IterableDataset):
+        return dataset
+    name, samples = type(dataset).__name__, list[Any]()
+    with isolate_rng(include_cuda=False):
+        seed_cpu(0)
+        try:
+            samples.extend(islice(dataset, _LONGEST + 1))
+        except Exception as error:
+            raise FlsuiteError(
+                f"data: sample {len(samples)} of {name} cannot be read "
+                f"({type(error).__name__}: {one_line(error, 200)})"
+            ) from error
+    if len(samples) > _LONGEST:
         raise FlsuiteError(
-            f"data.cache: samples of {type(dataset).__name__} differ from one reading to the next, "
-            "as random transforms do, and a cache would freeze them; leave cache out"
+            f"data.in_memory: {name} has more than {_LONGEST:,} samples, or never ends; let its "
+            "__iter__ end, or give a map-style dataset"
+        )
+    return samples
+
+
+def _read_once(dataset: Any) -> list[Any]:
+    """Return all samples. Random ones are refused, because a list would freeze one draw of each."""
+    if not _are_equal(*_read_twice(dataset)):
+        raise FlsuiteError(
+            f"data.in_memory: samples of {type(dataset).__name__} differ from one reading to the "
+            "next, as random transforms do, and memory would freeze them; leave in_memory out"
         )
     return list(_samples(dataset))
+
+
+def _read_twice(dataset: Any) -> list[list[Any]]:
+    """Return the first samples, read with two seeds."""
+    probed = list(range(min(_PROBED, len(dataset))))
+    return [_seeded(dataset, probed, seed) for seed in (0, 1)]
 
 
 def _are_equal(ours: Any, theirs: Any) -> bool:
@@ -196,7 +216,7 @@ def _are_equal(ours: Any, theirs: Any) -> bool:
 
 def _is_equal(ours: Any, theirs: Any) -> bool:
     if not isinstance(ours, (Tensor, np.ndarray)):
-        return bool(ours == theirs)
+        return bool(ours == theirs) or repr(ours) == repr(theirs)  # NaN is not equal to itself
     if type(ours) is not type(theirs) or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     both = [raw_bytes(x) if isinstance(x, Tensor) else x.tobytes() for x in (ours, theirs)]
@@ -211,31 +231,32 @@ def read_split(
 ) -> DataSplit:
     """Return a dataset's samples, in memory or read on demand.
 
+    Pairs of a tensor or array and a number, tensor or array, all of one shape, become two tensors.
+    Other samples that are kept in memory become a list.
+
     Args:
         dataset: The samples.
         collate: The function from a list of samples to a batch. Default: torch's own.
         workers: Processes that prefetch samples that are not in memory.
-        in_memory: Whether to keep samples in memory. Default: if they are pairs of a tensor or
-            array and a number, tensor or array, the same on every reading, and take less than
-            2 GiB.
+        in_memory: Whether to keep samples in memory. Default: if they are such pairs, the same on
+            every reading, and take less than 2 GiB.
 
     Raises:
         FlsuiteError: If samples cannot be kept in memory as requested.
     """
     collate = collate or default_collate
-    if in_memory is not False and collate is default_collate:
-        if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-            x, y = dataset.tensors
-            return DataSplit(x, y)
-        if (in_memory or _is_plain(dataset)) and (split := _in_memory(dataset)) is not None:
-            return split
+    may_stack = in_memory is not False and collate is default_collate
+    if may_stack and isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+        x, y = dataset.tensors
+        return DataSplit(x, y)
     if in_memory:
-        raise FlsuiteError(
-            "data.in_memory needs pairs of a tensor or array and a number, tensor or array, all of "
-            "one shape, and no collate function; leave it out"
-        )
+        dataset = _read_once(dataset)
+    is_plain = may_stack and (in_memory or _is_plain(dataset))
+    if is_plain and (split := _stacked(list(_samples(dataset)))) is not None:
+        return split
 
     rows = torch.arange(len(dataset))
+    workers = 0 if in_memory else workers
     return StoredSplit(
         rows, torch.zeros_like(rows), dataset=dataset, collate=collate, workers=workers
     )
@@ -350,26 +371,18 @@ def _attribute(dataset: Any, names: Sequence[str]) -> Any:
 
 def _is_plain(dataset: Any) -> bool:
     """Return whether the samples are pairs of tensors that can be kept in memory."""
-    probed = list(range(min(_PROBED, len(dataset))))
-    first, again = (_seeded(dataset, probed, seed) for seed in (0, 1))
+    first, again = _read_twice(dataset)
+    split = _stacked(first)
+    if split is None or not _are_equal(first, again):  # a random transform must not be frozen
+        return False
+    return len(dataset) * (split.x[0].nbytes + 8 * split.y[0].numel()) <= _LIMIT
+
+
+def _is_stackable(sample: Any) -> bool:
     arrays = Tensor, np.ndarray
-    if not all(map(is_pair, first)) or not isinstance(first[0][0], arrays):
+    if not is_pair(sample) or not isinstance(sample[0], arrays):
         return False
-    if not isinstance(first[0][1], (*arrays, int, float, np.number)):
-        return False
-    try:
-        first, again = ([(_tensor(x), _tensor(y)) for x, y in pairs] for pairs in (first, again))
-    except (TypeError, ValueError, RuntimeError):  # such as arrays of words
-        return False
-    shapes = {(x.shape, y.shape) for x, y in first}
-    size = len(dataset) * (first[0][0].nbytes + 8 * first[0][1].numel())
-    # A random transform must not be frozen to a single draw.
-    same = all(
-        torch.equal(x, other_x) and torch.equal(y, other_y)
-        for (x, y), (other_x, other_y) in zip(first, again, strict=True)
-        if x.shape == other_x.shape
-    )
-    return len(shapes) == 1 and size <= _LIMIT and same
+    return isinstance(sample[1], (*arrays, int, float, np.number))
 
 
 def _tensor(value: Any) -> Tensor:
@@ -379,12 +392,13 @@ def _tensor(value: Any) -> Tensor:
     return torch.as_tensor(value)
 
 
-def _in_memory(dataset: Any) -> DataSplit | None:
-    """Return a dataset's samples as two tensors, or ``None`` if that is impossible."""
-    samples = _seeded(dataset, list(range(len(dataset))), 0)
+def _stacked(samples: list[Any]) -> DataSplit | None:
+    """Return samples as two tensors, or ``None`` if they are not pairs of one shape."""
+    if not all(map(_is_stackable, samples)):
+        return None
     try:
         x, y = (torch.stack([_tensor(sample[part]) for sample in samples]) for part in (0, 1))
-    except (RuntimeError, TypeError, ValueError, IndexError, KeyError):
+    except (RuntimeError, TypeError, ValueError):  # such as arrays of words
         return None
     # Python's and numpy's numbers are float64, and models are float32.
     return DataSplit(x, y.float() if y.dtype == torch.float64 else y)

@@ -1,6 +1,7 @@
 """Map-style datasets and plain data modules as federated data."""
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -283,6 +284,23 @@ def test_samples_of_three_parts_and_joined_datasets_have_the_labels_of_an_attrib
         split(without, made(8), partition=Dirichlet(1.0))
 
 
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda n: (torch.ones(2), n % 2, torch.tensor(n)),
+        lambda n: torch.full((3,), float(n)),
+        lambda n: {"x": {"y": torch.full((3,), float(n))}, "gap": float("nan"), "name": str(n)},
+    ],
+    ids=["triples", "tensors", "nested"],
+)
+def test_samples_of_any_structure_are_kept_as_they_are(sample: Callable[[int], Any]) -> None:
+    """A third entry is not lost, and NaN is the same on every reading."""
+    samples = [sample(number) for number in range(20)]
+    kept, read = (split(samples, samples, in_memory=given) for given in (True, False))
+    assert kept.train.dataset is not samples and read.train.dataset is samples  # type: ignore[attr-defined]
+    assert repr(batches(kept)) == repr(batches(read))
+
+
 class NoTest(LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         return DataLoader(blobs(40, 0), batch_size=4)
@@ -327,6 +345,17 @@ class Stream(IterableDataset):
         return iter(blobs(4, 0))
 
 
+class Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        return count()
+
+
+class Failing(IterableDataset):
+    def __iter__(self) -> Any:
+        yield from (0, 1)
+        raise OSError("the disk is gone")
+
+
 class Transfers(Blobs):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch
@@ -368,13 +397,17 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no numbers": (lambda: FromDataset(iter(()), Pairs(2)), "train must be a map-style dataset"),
     "random samples kept": (
-        lambda: FromDataset(Pairs(9, noise=1.0), Pairs(2), cache=True),
+        lambda: FromDataset(Pairs(9, noise=1.0), Pairs(2), in_memory=True),
         "samples of Pairs differ from one reading to the next",
     ),
     "nothing": (lambda: FromDataset(Pairs(0), Pairs(2)), "train has no samples"),
-    "not in memory": (
-        lambda: FromDataset(WORDS, WORDS, in_memory=True),
-        "data.in_memory needs pairs of a tensor or array and a number",
+    "a stream without an end": (
+        lambda: FromDataset(Endless(), Pairs(2), in_memory=True),
+        "data.in_memory: Endless has more than 1,000,000 samples, or never ends; let its __iter__",
+    ),
+    "a stream that fails": (
+        lambda: FromDataset(Failing(), Pairs(2), in_memory=True),
+        r"sample 2 of Failing cannot be read \(OSError: the disk is gone\)",
     ),
     "a damaged file": (
         lambda: FromDataset(Damaged(66), Pairs(2)),

@@ -28,7 +28,6 @@ from flsuite.data.map_style import (
     is_pair,
     listed,
     read_field,
-    read_once,
     read_split,
     readable,
     require_map_style,
@@ -52,11 +51,10 @@ class MapStyleModule(FederatedDataModule):
             classes for the partition.
         workers: Processes that prefetch samples that do not fit into memory. Worker processes of an
             engine read without them.
-        in_memory: Whether to keep samples in memory as tensors. Default: if each is a pair of a
+        in_memory: Whether to read each sample once and keep it. Default: if each is a pair of a
             tensor or array and a number, tensor or array, all have one shape and are the same on
-            every reading, and they take less than 2 GiB.
-        cache: Whether to read each sample once and keep it as it is, for samples that are not such
-            pairs, and for an ``IterableDataset`` that ends. Random samples are refused.
+            every reading, and they take less than 2 GiB. ``True`` keeps other samples too, and
+            reads an ``IterableDataset`` that ends. It refuses random samples.
         **kwargs: Arguments of ``FederatedDataModule``. ``resize`` and ``rgb`` are refused, and
             ``standardize`` has no effect: the datasets transform their samples themselves.
     """
@@ -68,7 +66,6 @@ class MapStyleModule(FederatedDataModule):
         bins: Annotated[int, at_least(2)] | None = None,
         workers: NonNegativeInt = 0,
         in_memory: bool | None = None,
-        cache: bool | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -83,7 +80,6 @@ class MapStyleModule(FederatedDataModule):
         self.bins = bins
         self.workers = workers
         self.in_memory = in_memory
-        self.cache = cache
         check_init(self, MapStyleModule)
 
     def described(self) -> dict[str, Any]:
@@ -95,14 +91,12 @@ class MapStyleModule(FederatedDataModule):
     ) -> PublishedSplits:
         """Return the splits of the datasets. Without ``test``, that split is empty."""
         datasets = {name: dataset for name, dataset in given.items() if dataset is not None}
-        if self.cache:
+        if self.in_memory:
             datasets = {name: listed(dataset) for name, dataset in datasets.items()}
         require_map_style(type(self).__name__, **datasets)
-        # Labels may be an attribute of a dataset, which a list of its samples lacks.
-        kept = {name: read_once(one) for name, one in datasets.items()} if self.cache else datasets
         splits = {
             name: read_split(dataset, collate, self.workers, self.in_memory)
-            for name, dataset in kept.items()
+            for name, dataset in datasets.items()
         }
 
         if splits["train"].x.dtype == torch.float64 != torch.get_default_dtype():
@@ -120,10 +114,8 @@ class MapStyleModule(FederatedDataModule):
         }
         done.setdefault("test", done["train"].take(torch.arange(0)))
 
-        with readable():
-            (first,) = fetch(kept["train"], [0])
-        shape = getattr(first[0], "shape", ()) if is_pair(first) else ()
-        return PublishedSplits(DataSpec(tuple(shape), len(names), task, names), **done)
+        spec = DataSpec(_shape(splits["train"]), len(names), task, names)
+        return PublishedSplits(spec, **done)
 
     def _values(self, dataset: Any, name: str, split: DataSplit) -> np.ndarray | None:
         """Return the label of each sample, or ``None`` if there are none."""
@@ -326,6 +318,15 @@ def _with(split: DataSplit, classes: Tensor | None, ids: Tensor | None, task: Ta
         return replace(split, y=classes, ids=ids)
     y = split.y.long() if task == "multiclass" else split.y
     return replace(split, y=y, labels=classes, ids=ids)
+
+
+def _shape(split: DataSplit) -> tuple[int, ...]:
+    """Return the shape of the first sample's input, ``()`` if samples are not pairs."""
+    if split.in_memory:
+        return tuple(split.x.shape[1:])
+    with readable():
+        (first,) = fetch(vars(split)["dataset"], [0])
+    return tuple(getattr(first[0], "shape", ())) if is_pair(first) else ()
 
 
 def _numbers(split: DataSplit) -> np.ndarray | None:

@@ -27,6 +27,7 @@ from flsuite.common.score_names import OF_CLASSES, lower_is_better, score_name, 
 from flsuite.common.state import State
 from flsuite.data.federated import DataSplit, FederatedData
 from flsuite.data.loader import SplitLoader
+from flsuite.data.map_style import readable
 from flsuite.federation.client.scorer import Scorer
 from flsuite.federation.engines.base import Engine
 from flsuite.federation.server.federation import Federation
@@ -130,7 +131,7 @@ class Evaluator(Scorer):
             most = 2 if is_usual else self.data.batch_size
             few = samples.take(torch.arange(min(len(samples), most)))
             try:
-                with self._seeded(split):
+                with self._seeded(split), readable():
                     own = {} if is_usual else self._whole(few, split)[0]
                     self._refuse_other_outputs(few if is_usual else None)
             except (FlsuiteError, BdbQuit):
