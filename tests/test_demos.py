@@ -1,6 +1,7 @@
 """Every module and data module of Lightning's own demos trains in a federation, or is refused."""
 
 import importlib
+import math
 import pkgutil
 import re
 from collections.abc import Callable
@@ -160,6 +161,16 @@ def test_a_returned_loss_is_a_score() -> None:
         assert clients[2]["loss"] == pytest.approx(float(model.step(own)) + 1, rel=1e-5)
     assert made.run.summary.best.keys() >= {"round", "loss"}, "picked on validation data"
     assert made.validate()[0]["loss"] < whole["loss"]
+
+
+def test_a_value_that_few_samples_leave_undefined_may_pick_the_round(caplog: Any) -> None:
+    class Rare(Returns):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("auc", 0.5 if batch_idx else math.nan, reduce_fx="max")
+
+    made = trainer(rounds=1, monitor="auc")
+    made.fit(Rare(), boring())
+    assert made.run.settings["monitor"] == "auc" and "no scores" not in caplog.text
 
 
 class TrainAlone(BoringDataModule):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class _BatchEnds(Callback):
 
     def __init__(self) -> None:
         self.ends: Sequence[int] = ()
-        self.parts: list[dict[str, tuple[float, int]] | None] = []
+        self.parts: list[_Part | None] = []
 
     def on_validation_batch_end(
         self,
@@ -91,7 +92,6 @@ class _EvaluationSteps:
     def __init__(self, model: LightningModule, trainer_kwargs: Mapping[str, Any]) -> None:
         self.model = model
         self._kwargs = {k: v for k, v in trainer_kwargs.items() if k in _SCORING_ARGUMENTS}
-        self._trainer: Trainer | None = None
         self.names: dict[str, None] = {}
         self.silent: set[Split] = set()
         self._ends = _BatchEnds()
@@ -105,7 +105,8 @@ class _EvaluationSteps:
                 is missing or logs nothing, the other is used.
             batches: The samples.
         """
-        logged = next(filter(None, (self._logged(s, split, batches) for s in self._of(split))), {})
+        tried = (_as_scores(self._run(step, batches), split) for step in self._of(split))
+        logged = next(filter(None, tried), {})
         if not logged:
             self.silent.add(split)
         return self._defined(logged)
@@ -126,76 +127,70 @@ class _EvaluationSteps:
         if not _are_whole(parts := self._ends.parts, logged, len(batches.ends)):
             self._indivisible.add(split)
             return []
-        means = [{name: mean for name, (mean, _) in part.items()} for part in parts if part]
-        return [self._defined(_as_scores(one, split)) for one in (_joined(parts), *means)]
+        whole = [part for part in parts if part]
+        means = [{name: mean for name, (mean, _) in part.items()} for part in whole]
+        return [self._defined(_as_scores(one, split)) for one in (_joined(whole), *means)]
 
     def _defined(self, logged: Mapping[str, float]) -> dict[str, float]:
         """Return the values without those that are undefined, like flsuite's own scores."""
         self.names.update(dict.fromkeys(logged))
         return {name: value for name, value in logged.items() if not math.isnan(value)}
 
-    def _logged(self, step: str, split: Split, batches: SplitLoader) -> dict[str, float]:
-        """Return the values that a step logs, or the loss that it returns."""
-        return _as_scores(self._run(step, batches), split)
-
     def _run(self, step: str, batches: SplitLoader) -> dict[str, float]:
         """Run a step on all batches, and return what is logged."""
-        trainer = self._started_trainer()
-        run = trainer.test if step == "test_step" else trainer.validate
-        # Neither modes nor values collected by a step must leak into the next fit.
-        resident = ResidentModel(self.model)
-        with kept_modes(self.model):
-            run(self.model, dataloaders=batches, verbose=False)
-        resident.restore()
-
-        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self._apart("test" if step == "test_step" else "validate", batches, verbose=False)
+        return {name: float(value) for name, value in self._trainer.callback_metrics.items()}
 
     def predictions(self, batches: SplitLoader) -> list[Any]:
         """Return what the model's ``predict_step`` returns for each batch."""
+        return self._apart("predict", batches) or []
+
+    def _apart(self, name: str, batches: SplitLoader, **kwargs: Any) -> Any:
+        """Call a method of the trainer.
+
+        Neither modes nor values collected by a step leak into the next fit.
+        """
         resident = ResidentModel(self.model)
         with kept_modes(self.model):
-            predictions = self._started_trainer().predict(self.model, dataloaders=batches)
+            returned = getattr(self._trainer, name)(self.model, dataloaders=batches, **kwargs)
         resident.restore()
-        return predictions or []
+        return returned
 
     def _of(self, split: Split) -> list[str]:
         """Return the model's own steps for a split, the preferred one first."""
         steps = ["test_step", "validation_step"]
         return [s for s in steps[:: 1 if split == "test" else -1] if has_step(self.model, s)]
 
-    def _started_trainer(self) -> Trainer:
-        if self._trainer is None:
-            quiet_lightning()
-            self._trainer = Trainer(
-                **self._kwargs,
-                callbacks=[self._ends],
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            make_slim(self._trainer)
-        return self._trainer
+    @cached_property
+    def _trainer(self) -> Trainer:
+        quiet_lightning()
+        trainer = Trainer(
+            **self._kwargs,
+            callbacks=[self._ends],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        make_slim(trainer)
+        return trainer
 
 
-_Parts = Sequence[dict[str, tuple[float, int]] | None]
+_Part = dict[str, tuple[float, int]]  # the mean and the number of samples of each logged value
 
 
-def _are_whole(parts: _Parts, logged: Mapping[str, float], number: int) -> bool:
+def _are_whole(parts: Sequence[_Part | None], logged: Mapping[str, float], number: int) -> bool:
     """Return whether there are so many parts, and each has a mean of each logged value."""
     are_alike = all(part and part.keys() == logged.keys() for part in parts)
     return are_alike and len(parts) == number and all(n for p in parts if p for _, n in p.values())
 
 
-def _joined(parts: _Parts) -> dict[str, float]:
-    """Return the means over the samples of all parts."""
-    named: dict[str, list[tuple[float, int]]] = {}
-    for part in parts:
-        for name, own in (part or {}).items():
-            named.setdefault(name, []).append(own)
+def _joined(parts: Sequence[_Part]) -> dict[str, float]:
+    """Return the means over the samples of all parts, which have the same names."""
+    columns = {name: [part[name] for part in parts] for name in parts[0]}
     return {
         name: sum(mean * size for mean, size in own) / sum(size for _, size in own)
-        for name, own in named.items()
+        for name, own in columns.items()
     }
 
 

@@ -139,7 +139,9 @@ class Evaluator(Scorer):
             except Exception as error:
                 text = f"model: {type(error).__name__}: {with_place(error, longest=300)}"
                 raise FlsuiteError(text + self._shapes(error, few)) from error
-            by_split.append(list(dict.fromkeys([*usual, *own])))
+            # A value that is undefined on a few samples, such as an AUROC, may pick a round too.
+            logged = () if self._steps is None else self._steps.names
+            by_split.append(list(dict.fromkeys([*usual, *own, *logged])))
         return next(filter(None, by_split), [])
 
     def _unscored(self, monitor: str | None) -> str:
