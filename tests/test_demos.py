@@ -129,7 +129,9 @@ def test_a_run_without_scores_is_resumed(tmp_path: Path) -> None:
     assert equal_states(whole.federation.state, resumed.federation.state)
     with pytest.raises(FlsuiteError, match="the model has no scores"):
         fitted(DemoModel, rounds=3, run_dir=run_dir, ckpt_path="last").test()
-    with pytest.raises(FlsuiteError, match="RoundEarlyStopping stops by scores on validation data"):
+    with pytest.raises(
+        FlsuiteError, match="RoundEarlyStopping stops by a score on validation data"
+    ):
         fitted(DemoModel, callbacks=[RoundEarlyStopping("loss")])
 
 

@@ -25,7 +25,7 @@ class _Stopping(FederationCallback, Settings, ABC):
     def on_federation_start(self, run: Run) -> None:
         if run.evaluator.at(run.federation.data.at(run.round)).samples("val") is None:
             raise FlsuiteError(
-                f"{type(self).__name__} stops by scores on validation data, and there are none: "
+                f"{type(self).__name__} stops by a score on validation data, and there is none: "
                 "set data.val_fraction above 0, let the validation_step of the model return a "
                 "loss, or remove the callback"
             )
