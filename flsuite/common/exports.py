@@ -15,7 +15,7 @@ def on_first_use(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
     So ``import flsuite.federation`` costs nothing, and a run imports only what it uses. Type
     checkers and editors read the imports, which stand below ``if TYPE_CHECKING:``. Each import
-    names the module that defines the name.
+    names the module that defines the name, and exports it (``as``). ``__all__`` lists them.
 
     Args:
         package: ``__name__`` of the package.
@@ -25,15 +25,17 @@ def on_first_use(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     def homes() -> dict[str, str]:
         # Bytecode exists even where the source does not, as in a zip file of ``.pyc`` files.
         loader: Any = getattr(sys.modules[package].__spec__, "loader", None)
-        modules, module = {}, ""
+        present, modules, module = {*vars(sys.modules[package])}, {}, ""
         for instruction in get_instructions(loader.get_code(package)):
             if instruction.opname == "IMPORT_NAME":
                 module = instruction.argval
-            elif instruction.opname == "IMPORT_FROM":
+            elif instruction.opname == "IMPORT_FROM" and instruction.argval not in present:
                 modules[instruction.argval] = module
         return modules
 
     def get(name: str) -> Any:
+        if name == "__all__":
+            return [*homes()]
         if not name.startswith("__") and name in homes():
             return getattr(import_module(homes()[name]), name)
         near = likeliest(name, homes())

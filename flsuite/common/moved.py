@@ -24,6 +24,7 @@ _PACKAGES = {
     "flsuite.sweeps": "flsuite.commands.sweeps",
 }
 _EXPORTING = ("attacks", "engines", "exchange", "schedules")  # packages with names for users
+_RENAMED = {"Work": "Fit"}  # of these names
 
 # A file of today, and the files that it was or has taken in: in its folder, or with their folder.
 _MERGED = """
@@ -183,7 +184,7 @@ def _attribute(package: str, name: str) -> Any:
     try:
         return resolve_name(f"{package}.{name}")
     except AttributeError:
-        return getattr(import_module(room_of(package)), name)
+        return getattr(import_module(room_of(package)), _RENAMED.get(name, name))
 
 
 def accept_old_names() -> None:

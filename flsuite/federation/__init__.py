@@ -6,70 +6,41 @@ from flsuite.common.exports import on_first_use
 
 if TYPE_CHECKING:
     from flsuite.federation.client.callbacks import (
-        CosineDecay,
-        ExponentialDecay,
-        LRDecay,
-        StepDecay,
+        CosineDecay as CosineDecay,
+        ExponentialDecay as ExponentialDecay,
+        LRDecay as LRDecay,
+        StepDecay as StepDecay,
     )
-    from flsuite.federation.client.profiler import ClientProfiler
-    from flsuite.federation.engines.auto import Auto, Vectorized
-    from flsuite.federation.engines.base import Engine, InProcess
-    from flsuite.federation.engines.processes import Processes
-    from flsuite.federation.engines.ray import Ray
-    from flsuite.federation.schedules.asynchronous import Asynchronous
+    from flsuite.federation.client.profiler import ClientProfiler as ClientProfiler
+    from flsuite.federation.engines.auto import Auto as Auto, Vectorized as Vectorized
+    from flsuite.federation.engines.base import Engine as Engine, InProcess as InProcess
+    from flsuite.federation.engines.processes import Processes as Processes
+    from flsuite.federation.engines.ray import Ray as Ray
+    from flsuite.federation.schedules.asynchronous import Asynchronous as Asynchronous
     from flsuite.federation.schedules.base import (
-        Always,
-        Availability,
-        Clock,
-        Fit,
-        Measured,
-        Schedule,
-        Speeds,
+        Always as Always,
+        Availability as Availability,
+        Clock as Clock,
+        Fit as Fit,
+        Measured as Measured,
+        Schedule as Schedule,
+        Speeds as Speeds,
     )
-    from flsuite.federation.schedules.base import Work as Work  # of 0.2, not listed
-    from flsuite.federation.schedules.faults import Faults
-    from flsuite.federation.schedules.selection import Oort, PowerOfChoice, Selection
+    from flsuite.federation.schedules.faults import Faults as Faults
+    from flsuite.federation.schedules.selection import (
+        Oort as Oort,
+        PowerOfChoice as PowerOfChoice,
+        Selection as Selection,
+    )
     from flsuite.federation.schedules.speeds import (
-        Bernoulli,
-        LogNormal,
-        OnOff,
-        PerSample,
-        Stragglers,
+        Bernoulli as Bernoulli,
+        LogNormal as LogNormal,
+        OnOff as OnOff,
+        PerSample as PerSample,
+        Stragglers as Stragglers,
     )
-    from flsuite.federation.schedules.synchronous import Synchronous
-    from flsuite.federation.schedules.traces import Trace
+    from flsuite.federation.schedules.synchronous import Synchronous as Synchronous
+    from flsuite.federation.schedules.traces import Trace as Trace
 
-__all__ = [
-    "Always",
-    "Asynchronous",
-    "Auto",
-    "Availability",
-    "Bernoulli",
-    "ClientProfiler",
-    "Clock",
-    "CosineDecay",
-    "Engine",
-    "ExponentialDecay",
-    "Faults",
-    "Fit",
-    "InProcess",
-    "LRDecay",
-    "LogNormal",
-    "Measured",
-    "OnOff",
-    "Oort",
-    "PerSample",
-    "PowerOfChoice",
-    "Processes",
-    "Ray",
-    "Schedule",
-    "Selection",
-    "Speeds",
-    "StepDecay",
-    "Stragglers",
-    "Synchronous",
-    "Trace",
-    "Vectorized",
-]
 
 __getattr__, __dir__ = on_first_use(__name__)

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from flsuite import FlsuiteError
-from flsuite import aggregators as methods
+from flsuite import FlsuiteError, aggregators as methods
 
 INF, NAN = float("inf"), float("nan")
 THRICE = methods.Hyperbolic(c=3.0)

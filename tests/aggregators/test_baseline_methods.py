@@ -10,8 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from flsuite import FederatedTrainer, FlsuiteError
-from flsuite import aggregators as methods
+from flsuite import FederatedTrainer, FlsuiteError, aggregators as methods
 from flsuite.callbacks import FederationCallback
 from flsuite.federation import Processes, Synchronous
 from flsuite.federation.client.plain import PlainLoop

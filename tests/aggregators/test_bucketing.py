@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flsuite import FlsuiteError
-from flsuite import aggregators as methods
+from flsuite import FlsuiteError, aggregators as methods
 from flsuite.aggregators.part import ClientHalf
 from flsuite.aggregators.rules.base import RuleAround
 from flsuite.common.messages import ClientUpdate

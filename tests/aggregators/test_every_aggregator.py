@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from flsuite import FlsuiteError
-from flsuite import aggregators as methods
+from flsuite import FlsuiteError, aggregators as methods
 from flsuite.aggregators import SCAFFOLD, Aggregator, FedAvg, FedBuff, FedProx, LocalOnly, Rule
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, clone

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, Optimizer
 
-from flsuite import FlsuiteError
-from flsuite import aggregators as methods
+from flsuite import FlsuiteError, aggregators as methods
 from flsuite.aggregators import FitView, PairwiseMasks, Payload, Quantize, TopK
 from flsuite.aggregators.part import Statistic
 from flsuite.common.errors import FederationError

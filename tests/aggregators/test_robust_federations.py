@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flsuite import FlsuiteError
-from flsuite import aggregators as methods
+from flsuite import FlsuiteError, aggregators as methods
 from flsuite.common.errors import FederationError
 from flsuite.common.state import clone
 from flsuite.data import FederatedDataModule

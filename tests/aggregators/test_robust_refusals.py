@@ -6,8 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from flsuite import FlsuiteError
-from flsuite import aggregators as methods
+from flsuite import FlsuiteError, aggregators as methods
 from flsuite.aggregators.part import named, refuse_conflicts
 from flsuite.aggregators.rules.robust.base import number_of
 from flsuite.common.errors import FederationError

@@ -16,8 +16,7 @@ from flsuite.common.state import flatten_tree
 from flsuite.data.loader import TrainLoader
 from flsuite.metrics.privacy import RandomDraw, Release, epsilon, epsilon_of
 from flsuite.models import MLP, Classifier
-from tests.aggregators.test_fedfisher import KINDS
-from tests.aggregators.test_fedfisher import fit as federation
+from tests.aggregators.test_fedfisher import KINDS, fit as federation
 from tests.conftest import digits, equal_states
 
 accounting = pytest.importorskip("dp_accounting", reason="pip install 'flsuite[privacy]'")

@@ -13,8 +13,7 @@ from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from torchmetrics import MeanMetric
 
-from flsuite import FederatedTrainer, FlsuiteError
-from flsuite import aggregators as methods
+from flsuite import FederatedTrainer, FlsuiteError, aggregators as methods
 from flsuite.aggregators import (
     APFL,
     IFCA,

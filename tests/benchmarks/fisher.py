@@ -10,8 +10,13 @@ import torch
 from lightning.pytorch import Callback
 
 from flsuite.federation import InProcess
-from flsuite.metrics.fisher import estimates as measuring
-from flsuite.metrics.fisher import fisher_diagonal, gram_matrices, kfac_factors, predictive_diagonal
+from flsuite.metrics.fisher import (
+    estimates as measuring,
+    fisher_diagonal,
+    gram_matrices,
+    kfac_factors,
+    predictive_diagonal,
+)
 from flsuite.models import LeNet5, NFClassifier
 from flsuite.models.layers import read_layers
 from tests.benchmarks.sides import BATCH, RandomImages, federation, ratio, report

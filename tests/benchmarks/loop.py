@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 import torch
-from torch import Tensor, nn
-from torch import multiprocessing as mp
+from torch import Tensor, multiprocessing as mp, nn
 from torch.nn import functional as F
 
 __all__ = ["FusedLoop", "HandWrittenLoop", "TwoProcessLoop"]

@@ -4,6 +4,7 @@ A page has the same path on the site as in the repository, so its links work on 
 becomes a page with its stored outputs, and a package whose names users import a page of reference.
 """
 
+import ast
 import json
 import re
 from base64 import b64decode
@@ -98,7 +99,12 @@ def notebook(path: Path) -> dict[str, str | bytes]:
 
 
 class Roles(griffe.Extension):
-    """Turns the roles of docstrings, which name what they link, into links."""
+    """Turns the roles of docstrings, which name what they link, into links, and reads exports."""
+
+    def on_alias_instance(self, *, alias: griffe.Alias, node: ast.AST, **_: Any) -> None:
+        """Let a name be public that a package imports as itself, which exports it."""
+        names = node.names if isinstance(node, ast.ImportFrom) else []
+        alias.public = any(one.name == one.asname == alias.name for one in names) or None
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of an object."""

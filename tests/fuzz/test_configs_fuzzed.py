@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from jsonargparse._typehints import get_all_subclass_paths
 
 from flsuite.commands.main import main

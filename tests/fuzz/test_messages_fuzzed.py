@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from flsuite.aggregators import LowRank, PairwiseMasks, Quantize, TopK
 from flsuite.aggregators.transforms.base import Payload, Transform

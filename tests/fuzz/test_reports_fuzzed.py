@@ -5,8 +5,7 @@ import io
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from flsuite.commands.main import main
 from tests.analysis.made_runs import made_grid

@@ -15,8 +15,7 @@ from flsuite.common.state import clone
 from flsuite.data import DataSpec, Synthetic
 from flsuite.data.federated import FederatedData
 from flsuite.federation import Engine, InProcess, Vectorized
-from flsuite.models import ACVAE
-from flsuite.models import flows as gaussians
+from flsuite.models import ACVAE, flows as gaussians
 from tests.conftest import digits, trainer
 from tests.plain import plain_trainer
 

@@ -1,34 +1,21 @@
 """Partitions: the ways to split one dataset over clients."""
 
-from flsuite.data.partitions.base import Partition, partition_labels
+from flsuite.data.partitions.base import (
+    Partition as Partition,
+    partition_labels as partition_labels,
+)
 from flsuite.data.partitions.dirichlet import (
-    Dirichlet,
-    DirichletBalanced,
-    DirichletExtended,
-    DirichletProportions,
+    Dirichlet as Dirichlet,
+    DirichletBalanced as DirichletBalanced,
+    DirichletExtended as DirichletExtended,
+    DirichletProportions as DirichletProportions,
 )
-from flsuite.data.partitions.from_file import FromFile
+from flsuite.data.partitions.from_file import FromFile as FromFile
 from flsuite.data.partitions.shares import (
-    IID,
-    Natural,
-    Pathological,
-    QuantitySkew,
-    Ranked,
-    SoleOwner,
+    IID as IID,
+    Natural as Natural,
+    Pathological as Pathological,
+    QuantitySkew as QuantitySkew,
+    Ranked as Ranked,
+    SoleOwner as SoleOwner,
 )
-
-__all__ = [
-    "IID",
-    "Dirichlet",
-    "DirichletBalanced",
-    "DirichletExtended",
-    "DirichletProportions",
-    "FromFile",
-    "Natural",
-    "Partition",
-    "Pathological",
-    "QuantitySkew",
-    "Ranked",
-    "SoleOwner",
-    "partition_labels",
-]

@@ -11,26 +11,19 @@ from typing import TYPE_CHECKING
 from flsuite.common.exports import on_first_use
 
 if TYPE_CHECKING:
-    from flsuite.metrics.fisher.estimates import Expectation, full_fisher, measuring
-    from flsuite.metrics.fisher.forms import (
-        Estimator,
-        fisher_diagonal,
-        kfac_factors,
-        predictive_diagonal,
-        require_kfac,
+    from flsuite.metrics.fisher.estimates import (
+        Expectation as Expectation,
+        full_fisher as full_fisher,
+        measuring as measuring,
     )
-    from flsuite.metrics.fisher.products import gram_matrices
+    from flsuite.metrics.fisher.forms import (
+        Estimator as Estimator,
+        fisher_diagonal as fisher_diagonal,
+        kfac_factors as kfac_factors,
+        predictive_diagonal as predictive_diagonal,
+        require_kfac as require_kfac,
+    )
+    from flsuite.metrics.fisher.products import gram_matrices as gram_matrices
 
-__all__ = [
-    "Estimator",
-    "Expectation",
-    "fisher_diagonal",
-    "full_fisher",
-    "gram_matrices",
-    "kfac_factors",
-    "measuring",
-    "predictive_diagonal",
-    "require_kfac",
-]
 
 __getattr__, __dir__ = on_first_use(__name__)

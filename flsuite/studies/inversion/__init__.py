@@ -1,35 +1,19 @@
 """Model inversion: reconstruction of a client's images from the server's knowledge."""
 
 from flsuite.studies.inversion.attack import (
-    GAN,
-    GANTraining,
-    Inversion,
-    Reconstructions,
-    reconstruction_figure,
-    share_recognised,
+    GAN as GAN,
+    GANTraining as GANTraining,
+    Inversion as Inversion,
+    Reconstructions as Reconstructions,
+    reconstruction_figure as reconstruction_figure,
+    share_recognised as share_recognised,
 )
 from flsuite.studies.inversion.target import (
-    Knowledge,
-    Target,
-    kept_models,
-    known_to_server,
-    mean_model,
-    public_images,
-    sent_factors,
+    Knowledge as Knowledge,
+    Target as Target,
+    kept_models as kept_models,
+    known_to_server as known_to_server,
+    mean_model as mean_model,
+    public_images as public_images,
+    sent_factors as sent_factors,
 )
-
-__all__ = [
-    "GAN",
-    "GANTraining",
-    "Inversion",
-    "Knowledge",
-    "Reconstructions",
-    "Target",
-    "kept_models",
-    "known_to_server",
-    "mean_model",
-    "public_images",
-    "reconstruction_figure",
-    "sent_factors",
-    "share_recognised",
-]

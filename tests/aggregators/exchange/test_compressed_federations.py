@@ -34,8 +34,7 @@ from flsuite.federation import Asynchronous, Processes
 from flsuite.models import MLP, Classifier
 from flsuite.trainer import FederatedTrainer
 from tests.commands.command import QUICKSTART
-from tests.conftest import digits, equal_states
-from tests.conftest import trainer as quiet
+from tests.conftest import digits, equal_states, trainer as quiet
 
 RUNS = {
     "FedAvg": (FedAvg, None),

@@ -6,8 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from multiprocessing import forkserver as server
-from multiprocessing import util
+from multiprocessing import forkserver as server, util
 from tempfile import TemporaryDirectory
 from types import ModuleType
 

@@ -19,8 +19,7 @@ from flsuite.federation.engines.ray_cluster import pack, room, unpack
 from tests.conftest import equal_states
 from tests.federation.engines.small_ray import Fate, Plan, SmallRay
 from tests.federation.engines.test_processes import outcomes, requests, worker_setup
-from tests.federation.engines.test_wire import TENSORS
-from tests.federation.engines.test_wire import same as same_tensors
+from tests.federation.engines.test_wire import TENSORS, same as same_tensors
 
 
 class Writes(Callback):
