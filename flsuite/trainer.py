@@ -1,6 +1,5 @@
 """The federated trainer: a Lightning Trainer whose fit is rounds of per-client fits."""
 
-import logging
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -46,8 +45,6 @@ from flsuite.runs.run import Run
 from flsuite.runs.scoring import ScoringTrainer
 from flsuite.runs.session import choose_engine, left_on_cpu, opened, started
 from flsuite.runs.settings import Budget, OnClientError, RunOptions, run_settings
-
-log = logging.getLogger("flsuite")
 
 _PARTS = ("aggregator", "schedule", "engine", "compression", "secure_sum", "attack")
 

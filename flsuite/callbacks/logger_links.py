@@ -6,7 +6,6 @@ the last round that is surely in its log. Later rounds are sent from the run's t
 """
 
 import csv
-import logging
 import re
 import warnings
 from abc import ABC, abstractmethod
@@ -17,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
 
-from flsuite.common.errors import one_line
+from flsuite.common.errors import log, one_line
 from flsuite.runs.run import Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-log = logging.getLogger("flsuite")
 
 LAST_NUMBER = "wall_s"
 """The number that is sent last. A log with this number has the whole round."""

@@ -1,6 +1,5 @@
 """The callback that sends the federation's metrics and pictures to Lightning's loggers."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,6 +26,7 @@ from flsuite.callbacks.logger_links import (
 )
 from flsuite.callbacks.wandb_link import WandbLink
 from flsuite.common.arguments import NonNegativeInt, Settings
+from flsuite.common.errors import log
 from flsuite.common.score_names import score_of
 from flsuite.federation.server.evaluation import GLOBAL
 from flsuite.runs.run import Run
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-log = logging.getLogger("flsuite")
 
 _LINKS: tuple[tuple[type[Logger], type[LoggerLink]], ...] = (
     (WandbLogger, WandbLink),

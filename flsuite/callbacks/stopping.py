@@ -1,6 +1,5 @@
 """Callbacks that stop a run."""
 
-import logging
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -8,13 +7,11 @@ from typing import Annotated, Any, ClassVar
 
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.common.arguments import NonNegativeFloat, PositiveInt, Range, Settings
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError, log
 from flsuite.common.messages import Scores
 from flsuite.common.score_names import lower_is_better, require_score, score_name
 from flsuite.federation.server.evaluation import GLOBAL
 from flsuite.runs.run import Run
-
-log = logging.getLogger("flsuite")
 
 
 class _Stopping(FederationCallback, Settings, ABC):

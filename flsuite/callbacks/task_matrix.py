@@ -1,6 +1,5 @@
 """The accuracy on each task after each task."""
 
-import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.common.arguments import PositiveInt, Settings
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError, log
 from flsuite.data.tasks import TaskData
 from flsuite.metrics.scores import (
     average_accuracy,
@@ -18,8 +17,6 @@ from flsuite.metrics.scores import (
     forward_transfer,
 )
 from flsuite.runs.run import Run
-
-log = logging.getLogger("flsuite")
 
 
 @dataclass(eq=False)

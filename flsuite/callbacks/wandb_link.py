@@ -1,7 +1,6 @@
 """The link from a run to Weights & Biases: one W&B run per run, also after a resume."""
 
 import json
-import logging
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -22,14 +21,13 @@ from flsuite.callbacks.logger_links import (
     tags,
 )
 from flsuite.callbacks.stopping import StopAt
-from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, log, one_line
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-log = logging.getLogger("flsuite")
 
 # Arguments of wandb.init, and the equivalent environment variables.
 _VARIABLES = {

@@ -25,7 +25,7 @@ from flsuite.commands.fork import QUIET, repetition
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.request import require_run
 from flsuite.common.arguments import NonNegativeFloat, PositiveInt, require
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError, log
 from flsuite.common.files import csv_of, make_folder, replace_text, short_hash
 from flsuite.common.messages import Split
 from flsuite.common.random import numpy_generator
@@ -92,7 +92,7 @@ class Utility(ABC):
         kept = ("--trainer.keep_updates", "false", "--trainer.keep_rounds", "null")
         changes = ("--run_dir", str(folder), "--trainer.without", str(sorted(absent)), *kept)
         built = build(repetition(self.run, self._at or None, *QUIET, *changes))
-        logging.getLogger("flsuite").setLevel(logging.WARNING)
+        log.setLevel(logging.WARNING)
         return built
 
 

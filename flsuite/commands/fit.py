@@ -11,14 +11,12 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors, refuse_nulls
-from flsuite.common.errors import FlsuiteError, one_line, require_extra
+from flsuite.common.errors import FlsuiteError, log, one_line, require_extra
 from flsuite.common.exports import import_names
 from flsuite.common.files import parse_yaml
 from flsuite.runs.folder import new_run_dir
 from flsuite.runs.record import read_sweep_record
 from flsuite.trainer import FederatedTrainer
-
-log = logging.getLogger("flsuite")
 
 _ROOMS = ("aggregators", "callbacks", "data", "federation", "models")
 # A config may use any of their names.
@@ -244,12 +242,11 @@ class _FederatedCLI(LightningCLI):
 
 def _speak() -> None:
     """Send the federation's messages to the terminal as plain lines."""
-    logger = logging.getLogger("flsuite")
-    if logger.level != logging.DEBUG:  # by --debug
-        logger.setLevel(logging.INFO)
-    if not logger.handlers:
+    if log.level != logging.DEBUG:  # by --debug
+        log.setLevel(logging.INFO)
+    if not log.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
+        log.addHandler(handler)
     # "Seed set to 1", on stderr.
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)

@@ -16,7 +16,7 @@ from flsuite.commands.main import dispatch
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.request import require_run
 from flsuite.common.arguments import PositiveInt, Settings
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError, log
 from flsuite.common.files import read_yaml, replace_tensors
 from flsuite.runs.checkpoint import copy_files, load_checkpoint
 from flsuite.runs.folder import RunFolder
@@ -32,8 +32,6 @@ from flsuite.runs.record import (
     start_round,
 )
 from flsuite.runs.run import Run
-
-log = logging.getLogger("flsuite")
 
 QUIET = ("--trainer.logger", "false", "--trainer.enable_progress_bar", "false")
 """Arguments for a repetition that the user does not look at."""

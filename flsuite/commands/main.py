@@ -44,6 +44,7 @@ from flsuite.common.errors import (
     FlsuiteError,
     is_out_of_memory,
     likeliest,
+    log,
     notes_of,
     one_line,
     place_of,
@@ -199,15 +200,14 @@ def _ending_of(error: Exception) -> Ending | None:
 @contextmanager
 def _details(are_shown: bool) -> Iterator[None]:
     """Print the details of what the federation says, such as the tracebacks of its clients."""
-    logger = logging.getLogger("flsuite")
-    level = logger.level
+    level = log.level
     if are_shown:
-        logger.setLevel(logging.DEBUG)
+        log.setLevel(logging.DEBUG)
     try:
         yield
     finally:
         if are_shown:
-            logger.setLevel(level)
+            log.setLevel(level)
 
 
 def _disk_fault(error: OSError) -> Ending:

@@ -1,5 +1,6 @@
-"""The exceptions of flsuite, argument checks that raise them, and words of their messages."""
+"""The exceptions of flsuite, argument checks that raise them, words of their messages, the log."""
 
+import logging
 import sys
 import sysconfig
 import traceback
@@ -9,6 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
 from typing import Any
+
+log = logging.getLogger("flsuite")
+"""What the federation tells people while it runs."""
 
 
 class FlsuiteError(Exception):

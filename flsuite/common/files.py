@@ -339,7 +339,7 @@ class BackgroundTask:
     """Runs one task at a time in a thread, so the main thread does not wait for the disk."""
 
     def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor = ThreadPoolExecutor(max_workers=1)  # its thread starts with a task
         self._pending: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
@@ -348,8 +348,6 @@ class BackgroundTask:
         The previous task is finished first, and its error is raised.
         """
         self.wait()
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1)
         self._pending = self._executor.submit(work)
 
     def wait(self) -> None:
@@ -363,6 +361,4 @@ class BackgroundTask:
         try:
             self.wait()
         finally:
-            if self._executor is not None:
-                self._executor.shutdown()
-                self._executor = None
+            self._executor.shutdown()

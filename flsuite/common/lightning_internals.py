@@ -1,7 +1,8 @@
 """The private attributes of Lightning that flsuite uses, in one place.
 
-Lightning does not guarantee them, so ``pyproject.toml`` pins its version. A test resolves every
-name in :data:`INTERNALS` and reports those that are missing.
+Lightning does not guarantee them, so ``pyproject.toml`` pins its version. A test lists them, with
+those that the classes of Lightning's CLI, Trainer and loggers are used with elsewhere, and reports
+the ones that are missing.
 """
 
 import sys
@@ -21,34 +22,6 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim import Optimizer
 from torchmetrics import Metric
-
-INTERNALS = {
-    "GradScaler": "_found_inf_per_device",
-    "Trainer": (
-        "_run_stage _detect_anomaly _signal_connector.register_signal_handlers "
-        "_signal_connector.teardown _checkpoint_connector._restore_modules_and_callbacks "
-        "_checkpoint_connector._select_ckpt_path _checkpoint_connector.restore_training_state "
-        "_checkpoint_connector.resume_end "
-        "fit_loop._data_source.instance fit_loop._combined_loader "
-        "fit_loop.epoch_loop._batches_that_stepped "
-        "fit_loop.epoch_loop.batch_progress.is_last_batch"
-    ),
-    "LightningModule": "_current_fx_name _metric_attributes _trainer",
-    "LightningCLI": "_get _parse_ckpt_path _parser _run_subcommand _set_seed",
-    "WandbLogger": "_experiment _id _log_model _offline _project _wandb_init",
-    "CSVLogger": "_version",
-    "TensorBoardLogger": "_default_hp_metric _kwargs _version",
-    "MLFlowLogger": "_experiment_name _run_id _run_name",
-}
-"""The paths of every private attribute, by the class of its owner.
-
-The attributes of ``LightningCLI`` are overridden in :mod:`flsuite.commands.fit`. The loggers'
-attributes are used in :mod:`flsuite.callbacks.logger_links` and
-:mod:`flsuite.callbacks.wandb_link`.
-``Trainer._run_stage`` is overridden in :mod:`flsuite.federation.client.trainer`. The functions of
-this module use the others.
-"""
-
 
 HOOKS = {
     "on_federation_start": "run",

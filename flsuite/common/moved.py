@@ -1,6 +1,5 @@
 """Names of version 0.2 that have moved. Configs, runs and code may still use them."""
 
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -11,7 +10,7 @@ from pkgutil import resolve_name
 from types import CodeType, ModuleType
 from typing import Any
 
-log = logging.getLogger("flsuite")
+from flsuite.common.errors import log
 
 _PACKAGES = {
     "flsuite.attacks": "flsuite.aggregators.attacks",

@@ -1,12 +1,11 @@
 """A Flower client for any flsuite model."""
 
-import logging
 from typing import Any
 
 from flwr.app import Context, Error, Message, MetricRecord, RecordDict
 
 from flsuite.aggregators.objectives.checks import own_entries_of
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError, log
 from flsuite.common.messages import Broadcast, ClientFailure, ClientResult, FitRequest, Split
 from flsuite.common.state import State, mismatch
 from flsuite.data.module import FederatedDataModule
@@ -16,8 +15,6 @@ from flsuite.flower.records import ARRAYS, pack, to_state, unpack, write_update
 from flsuite.models.base import ClientModel
 from flsuite.runs.preparation import make_evaluator, set_precision, worker_setup
 from flsuite.trainer import FederatedTrainer
-
-log = logging.getLogger("flsuite")
 
 _MEMORY = "flsuite"
 _SPLITS: tuple[Split, ...] = ("val", "test")

@@ -3,7 +3,6 @@
 This module imports neither torch nor Lightning, because a node answers in a new process.
 """
 
-import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from flsuite.common.errors import FlsuiteError, one_line
-
-log = logging.getLogger("flsuite")
+from flsuite.common.errors import FlsuiteError, log, one_line
 
 FAILED = 1000
 """The code of an error that loses this client for the round."""

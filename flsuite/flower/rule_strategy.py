@@ -1,6 +1,5 @@
 """A Flower strategy for Flower clients without flsuite."""
 
-import logging
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -17,12 +16,10 @@ from flsuite.aggregators.objectives.base import Objective
 from flsuite.aggregators.part import Server, ServerTools
 from flsuite.aggregators.rules.base import Rule
 from flsuite.common.arguments import PositiveFloat, require
-from flsuite.common.errors import FlsuiteError, one_line, require_instance
+from flsuite.common.errors import FlsuiteError, log, one_line, require_instance
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import StateLayout, mismatch
 from flsuite.flower.records import to_arrays, to_state
-
-log = logging.getLogger("flsuite")
 
 CLASS_COUNTS = "class-counts"
 """The metric with a client's training samples of each class, a list of whole numbers."""

@@ -1,13 +1,12 @@
 """Runs a federation of Flower nodes: the nodes of a grid are an engine and a client store."""
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
-from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, log, one_line
 from flsuite.common.messages import ClientResult, FitRequest, Outcome, OwnScores, Split
 from flsuite.common.state import State
 from flsuite.data.module import FederatedDataModule
@@ -22,8 +21,6 @@ from flsuite.models.base import ClientModel
 from flsuite.runs.run import Run
 from flsuite.runs.session import opened
 from flsuite.trainer import FederatedTrainer
-
-log = logging.getLogger("flsuite")
 
 
 def serve(

@@ -1,7 +1,6 @@
 """A plain classifier over any backbone, which may start from pretrained weights."""
 
 import hashlib
-import logging
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,14 +11,12 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flsuite.common.errors import FlsuiteError, refused_as, some
+from flsuite.common.errors import FlsuiteError, log, refused_as, some
 from flsuite.common.files import require_whole
 from flsuite.data.federated import DataSpec
 from flsuite.models.abilities import mean_over_samples
 from flsuite.models.backbones.base import Backbone, LeNet5
 from flsuite.models.base import ClientModel, require_classes
-
-log = logging.getLogger("flsuite")
 
 _WEIGHTS = (
     "take checkpoints/model.ckpt of a run, another Lightning checkpoint with a state_dict, or a "

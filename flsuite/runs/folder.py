@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import platform
 import shutil
 import time
@@ -15,7 +14,7 @@ import torch
 import yaml
 
 from flsuite.aggregators.attacks.base import Attack
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError, log
 from flsuite.common.files import csv_of, locked, make_folder, replace_file, replace_text
 from flsuite.data.federated import FederatedData
 from flsuite.data.tasks import TaskData
@@ -23,8 +22,6 @@ from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.partition import task_table, write_partition
 from flsuite.runs.record import first_round
 from flsuite.runs.table import MetricsTable, TimelineTable, mark_of
-
-log = logging.getLogger("flsuite")
 
 _STORES = ("checkpoints", "clients", "in_flight")  # clients' memories, versions in flight
 _FILES = (

@@ -1,6 +1,5 @@
 """Preparation of the model, the data and the federation for a run."""
 
-import logging
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from flsuite.aggregators.attacks.base import Attack
 from flsuite.aggregators.part import named
 from flsuite.aggregators.rules.base import Rule
 from flsuite.aggregators.transforms.base import Transform
-from flsuite.common.errors import FlsuiteError, require_instance
+from flsuite.common.errors import FlsuiteError, log, require_instance
 from flsuite.common.random import seed_process
 from flsuite.data.datasets.from_dataset import as_federated
 from flsuite.data.module import FederatedDataModule
@@ -28,8 +27,6 @@ from flsuite.models.layers import to_channels_last
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.run import Run
 from flsuite.runs.settings import RunOptions
-
-log = logging.getLogger("flsuite")
 
 _USED: "weakref.WeakSet[LightningModule]" = weakref.WeakSet()
 """Models that were prepared for a run before, so a fit may have changed their weights."""

@@ -1,14 +1,14 @@
 """One run: it evaluates, records, saves and resumes a federation."""
 
-import logging
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
-from flsuite.common.errors import FederationError
+from flsuite.common.errors import FederationError, log
 from flsuite.common.files import replace_tensors
 from flsuite.common.messages import ClientResult, FitRequest, Outcome, Profile, Scores, Split
 from flsuite.common.state import clone
@@ -27,7 +27,6 @@ from flsuite.runs.table import timeline_rows
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-log = logging.getLogger("flsuite")
 
 _MOST_AT_ONCE = 100  # rounds without virtual time, in addition to the clients in flight
 _MOST_SCORED = 10_000  # clients that the last round scores one by one
@@ -35,6 +34,7 @@ _MOST_SCORED = 10_000  # clients that the last round scores one by one
 Status = Literal["running", "success", "failed"]
 
 
+@dataclass(eq=False, repr=False)
 class Run:
     """One run of a federation, from start to end.
 
@@ -60,35 +60,24 @@ class Run:
         profile: The sums over the fits since the start of the process, if they are profiled.
     """
 
-    def __init__(
-        self,
-        federation: Federation,
-        evaluator: Evaluator,
-        folder: RunFolder,
-        options: RunOptions,
-        settings: dict[str, Any],
-        config: dict[str, Any] | str,
-        callbacks: Hooks,
-        loggers: Sequence[Logger],
-        reuse: Reuse | None,
-        keep_rounds: int | None,
-        parent: Fork | None,
-    ) -> None:
-        self.federation = federation
-        self.evaluator = evaluator
-        self.folder = folder
-        self.options = options
-        self.settings = dict(settings)  # shared with the store, which completes them on a resume
-        self.config = config
-        self.callbacks = callbacks
-        self.loggers = list(loggers)
-        self.reuse = reuse
+    federation: Federation
+    evaluator: Evaluator
+    folder: RunFolder
+    options: RunOptions
+    settings: dict[str, Any]
+    config: dict[str, Any] | str
+    callbacks: Hooks
+    loggers: Sequence[Logger]
+    reuse: Reuse | None
+    keep_rounds: InitVar[int | None]
+    parent: InitVar[Fork | None]
 
-        self.summary = RunSummary(options.monitor or "accuracy")
+    def __post_init__(self, keep_rounds: int | None, parent: Fork | None) -> None:
+        self.settings = dict(self.settings)  # shared with the store, which completes them
+        self.summary = RunSummary(self.options.monitor or "accuracy")
         self.status: Status = "running"
-        self.store = RunStore(
-            federation, folder, self.settings, callbacks, self.summary, keep_rounds, parent
-        )
+        own = self.federation, self.folder, self.settings, self.callbacks, self.summary
+        self.store = RunStore(*own, keep_rounds, parent)
         self.engine: Engine | None = None
         self.pictures: dict[str, Figure] = {}
         self.profile: Profile = {}

@@ -1,6 +1,5 @@
 """The part of the trainer that scores and predicts, and gives access to its run."""
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 
-from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, log, one_line
 from flsuite.common.files import make_folder, replace_tensors
 from flsuite.common.messages import Split
 from flsuite.common.random import seed_process
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from PIL.Image import Image
 
-log = logging.getLogger("flsuite")
 
 _PICTURED = 10  # test samples
 _LEAST_SIDE = 56  # pixels of a picture

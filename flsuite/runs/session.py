@@ -1,7 +1,6 @@
 """The start and end of a run: its folder, a resume, and cleanup."""
 
 import errno
-import logging
 import traceback
 from bdb import BdbQuit
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from lightning.pytorch import LightningModule
 
 from flsuite.aggregators.part import named
 from flsuite.common.arguments import arguments
-from flsuite.common.errors import FederationError, FlsuiteError, add_note, one_line, path_of
+from flsuite.common.errors import FederationError, FlsuiteError, add_note, log, one_line, path_of
 from flsuite.common.files import replace_tensors
 from flsuite.common.state import plain
 from flsuite.federation.client.setup import WorkerSetup
@@ -26,8 +25,6 @@ from flsuite.runs.record import first_round, read_settings
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe, described_engine
 from flsuite.runs.summary import print_profile, print_summary
-
-log = logging.getLogger("flsuite")
 
 _IN_FLIGHT, _ROUNDS = 8, 100  # assumed where a schedule has no rounds, or a run no end
 _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)

@@ -1,13 +1,12 @@
 """The state of a run on disk, from which it continues as if it had never stopped."""
 
 import copy
-import logging
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, log, one_line
 from flsuite.common.files import (
     BackgroundTask,
     link_or_copy,
@@ -48,8 +47,6 @@ from flsuite.runs.settings import WEIGHTS, refuse_mismatch, with_contents
 from flsuite.runs.summary import RunSummary
 from flsuite.runs.table import MetricsTable, mark_of
 
-log = logging.getLogger("flsuite")
-
 _FROZEN = "frozen.pt"
 
 # Settings that a resumed run may change.
@@ -57,6 +54,7 @@ _MAY_DIFFER = (*LIMITS, "stopping", "forked_from", *WEIGHTS)
 _DECIDE_SCORES = ("seed", "model", "data", "batchnorm", "aggregator")  # for a given state
 
 
+@dataclass(eq=False, repr=False)
 class RunStore:
     """Writes a run's checkpoints, and restores them.
 
@@ -72,23 +70,15 @@ class RunStore:
         parent: The moment of another run that this one begins at, if any.
     """
 
-    def __init__(
-        self,
-        federation: Federation,
-        folder: RunFolder,
-        settings: dict[str, Any],
-        callbacks: Hooks,
-        summary: RunSummary,
-        keep_rounds: int | None,
-        parent: Fork | None,
-    ) -> None:
-        self.federation = federation
-        self.folder = folder
-        self.settings = settings
-        self.callbacks = callbacks
-        self.summary = summary
-        self.keep_rounds = keep_rounds
-        self.parent = parent
+    federation: Federation
+    folder: RunFolder
+    settings: dict[str, Any]
+    callbacks: Hooks
+    summary: RunSummary
+    keep_rounds: int | None
+    parent: Fork | None
+
+    def __post_init__(self) -> None:
         # What the checkpoints that stay need: memories of clients, and versions in flight.
         self._needed: dict[str, tuple[dict[int, int], set[int]]] = {}
         self._tensors = KeptTensors()

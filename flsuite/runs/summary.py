@@ -1,6 +1,5 @@
 """The results of a run: the last round, the round picked on validation data, and their cost."""
 
-import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
+from flsuite.common.errors import log
 from flsuite.common.messages import Profile
 from flsuite.common.score_names import (
     lower_is_better,
@@ -22,8 +22,6 @@ from flsuite.common.score_names import (
 )
 from flsuite.federation.server.arrivals import RoundLog
 from flsuite.runs.record import kept_on_disk
-
-log = logging.getLogger("flsuite")
 
 _LONGEST = 15  # steps of a profile
 _ADAPTED = {"adapted": "adapted", "unseen": "unseen", "unseen_adapted": "unseen+adapted"}

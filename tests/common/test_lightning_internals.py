@@ -14,10 +14,28 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from torch.amp import GradScaler
 
 from flsuite.callbacks import FederationCallback
-from flsuite.common.lightning_internals import HOOKS, INTERNALS, hooks_with
+from flsuite.common.lightning_internals import HOOKS, hooks_with
 from tests.plain import plain_trainer
 
 PACKAGE = Path(__file__).parents[2] / "flsuite"
+INTERNALS = {
+    "GradScaler": "_found_inf_per_device",
+    "Trainer": (
+        "_run_stage _detect_anomaly _signal_connector.register_signal_handlers "
+        "_signal_connector.teardown _checkpoint_connector._restore_modules_and_callbacks "
+        "_checkpoint_connector._select_ckpt_path _checkpoint_connector.restore_training_state "
+        "_checkpoint_connector.resume_end "
+        "fit_loop._data_source.instance fit_loop._combined_loader "
+        "fit_loop.epoch_loop._batches_that_stepped "
+        "fit_loop.epoch_loop.batch_progress.is_last_batch"
+    ),
+    "LightningModule": "_current_fx_name _metric_attributes _trainer",
+    "LightningCLI": "_get _parse_ckpt_path _parser _run_subcommand _set_seed",
+    "WandbLogger": "_experiment _id _log_model _offline _project _wandb_init",
+    "CSVLogger": "_version",
+    "TensorBoardLogger": "_default_hp_metric _kwargs _version",
+    "MLFlowLogger": "_experiment_name _run_id _run_name",
+}
 
 
 @cache

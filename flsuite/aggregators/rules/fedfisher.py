@@ -4,7 +4,6 @@ FedFisher: Leveraging Fisher Information for One-Shot Federated Learning, AISTAT
 arXiv:2403.12329.
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from flsuite.aggregators.rules.solvers import (
 )
 from flsuite.common.arguments import PositiveInt, Settings
 from flsuite.common.client import ClientContext
+from flsuite.common.errors import log
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.random import torch_generator
 from flsuite.common.state import State, StateLayout, Tree, cast, divided, scaled
@@ -36,8 +36,6 @@ from flsuite.data.loader import TrainLoader
 from flsuite.metrics.fisher.estimates import Expectation
 from flsuite.metrics.privacy import require_small_delta
 from flsuite.models.abilities import require_logits
-
-log = logging.getLogger("flsuite")
 
 
 @dataclass(frozen=True)

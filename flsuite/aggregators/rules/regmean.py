@@ -3,7 +3,6 @@
 Dataless Knowledge Fusion by Merging Weights of Language Models, arXiv:2212.09849.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,13 +16,12 @@ from flsuite.aggregators.rules.base import LinearRule, timed, withheld_by
 from flsuite.aggregators.rules.fisher_forms import columns, entries, matrix, square_template
 from flsuite.common.arguments import PositiveInt, Settings, Share
 from flsuite.common.client import ClientContext
+from flsuite.common.errors import log
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import Layer, State, StateLayout, Tree, cast, clone, divided, scaled
 from flsuite.data.loader import TrainLoader
 from flsuite.metrics.fisher.products import gram_matrices
 from flsuite.models.abilities import require_logits
-
-log = logging.getLogger("flsuite")
 
 _ALPHAS = (0.1, 0.9)
 # Grams are sent in float32: relative to the largest eigenvalue, smaller ones are rounding.

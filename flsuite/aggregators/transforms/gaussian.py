@@ -4,7 +4,6 @@ Learning Differentially Private Recurrent Language Models, arXiv:1710.06963. Dif
 Learning with Adaptive Clipping, arXiv:1905.03871.
 """
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from flsuite.common.arguments import (
     Settings,
     SmallProbability,
 )
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError, log
 from flsuite.common.random import secure_normal, torch_generator
 from flsuite.common.state import State, Tree
 from flsuite.metrics.privacy import (
@@ -35,8 +34,6 @@ from flsuite.metrics.privacy import (
     noise_beside_count,
     require_small_delta,
 )
-
-log = logging.getLogger("flsuite")
 
 _WITHIN = "within_clip"
 """The statistic for whether a change was within the norm: 1.0 or 0.0."""

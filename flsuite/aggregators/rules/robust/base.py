@@ -1,6 +1,5 @@
 """What a robust rule is, and the cohort that it sees."""
 
-import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ from flsuite.aggregators.rules.base import CohortRule, Rule, Weighting
 from flsuite.aggregators.rules.robust.vectors import Vectors, one_thread, row_dtype
 from flsuite.aggregators.staleness import rebased
 from flsuite.common.arguments import NonNegativeInt, Range, Settings
-from flsuite.common.errors import FederationError, some
+from flsuite.common.errors import FederationError, log, some
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.state import State, cast, flatten, flatten_tree, mean_of, nested_like, unflatten
-
-log = logging.getLogger("flsuite")
 
 _NAMED = 20  # clients in a line of the log
 

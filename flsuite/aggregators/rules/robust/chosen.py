@@ -8,7 +8,6 @@
   Trust Bootstrapping, NDSS, arXiv:2012.13995.
 """
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from flsuite.aggregators.rules.robust.base import (
 )
 from flsuite.aggregators.rules.robust.vectors import squared_distances
 from flsuite.common.arguments import PositiveInt, Settings
-from flsuite.common.errors import FlsuiteError
+from flsuite.common.errors import FlsuiteError, log
 from flsuite.common.messages import ClientUpdate
 from flsuite.common.random import numpy_generator
 from flsuite.common.state import State
@@ -189,9 +188,6 @@ class Bucketing(RuleAround, Settings):
                     "a bucket only has their mean; use another rule, or set size to 1"
                 )
         super().prepare(server)
-
-
-log = logging.getLogger("flsuite")
 
 
 @dataclass(frozen=True)
