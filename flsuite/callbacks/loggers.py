@@ -109,8 +109,6 @@ class RoundLogger(FederationCallback, Settings):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._states = list(state_dict.get("loggers", []))
-        if state_dict.get("wandb_id"):  # from an earlier version of flsuite
-            self._states = [{"link": WandbLink.__name__, "id": state_dict["wandb_id"]}]
 
     def _with_clients(self, run: Run) -> bool:
         """Return whether there are few enough clients to log each of them."""

@@ -61,12 +61,10 @@ class WandbLink(LoggerLink):
         self._id: str | None = None
         self._step = 0  # the next free step
         self._offsets: list[tuple[int, int]] = []  # (first round, W&B's step minus the round)
-        self._is_earlier_version = False
         self._has_warned = False
 
     def start(self, run: Run, state: dict[str, Any]) -> None:
         self._id, self._step = state.get("id"), state.get("step", 0)
-        self._is_earlier_version = bool(state) and "offsets" not in state
         self._offsets = [(first, offset) for first, offset in state.get("offsets", ())]
 
         experiment = self._open(run)
@@ -132,7 +130,7 @@ class WandbLink(LoggerLink):
         Online, the server has all rows before its starting step. Offline, the earlier parts of the
         run are files next to this one, unless they have been moved.
         """
-        if experiment.disabled or (self._is_earlier_version and not experiment.offline):
+        if experiment.disabled:
             return
         if not experiment.offline:
             self.last = self._last_on_server(run, experiment)
@@ -190,7 +188,7 @@ class WandbLink(LoggerLink):
         for name in [name for name, value in arguments.items() if value is None]:
             del arguments[name]
 
-        if arguments.get("project") == LIGHTNING_NAME and not self._is_earlier_version:
+        if arguments.get("project") == LIGHTNING_NAME:
             arguments["project"] = self.logger._project = PROJECT
         usual = {
             "group": group_name(run.settings),

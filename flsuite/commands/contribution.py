@@ -36,7 +36,7 @@ from flsuite.runs.rounds import KeptRound, read_rounds, refuse_unkept
 _TRAINING = "use --by training"
 
 
-class Utility(ABC):
+class _Utility(ABC):
     """The scores of a run without some clients.
 
     Args:
@@ -96,7 +96,7 @@ class Utility(ABC):
         return built
 
 
-class RetrainedUtility(Utility):
+class _RetrainedUtility(_Utility):
     """The scores on test data in the last round of forks that train without the clients.
 
     A finished fork is read, and an interrupted one goes on.
@@ -146,7 +146,7 @@ class RetrainedUtility(Utility):
         return float(scores[round])
 
 
-class RebuiltUtility(Utility):
+class _RebuiltUtility(_Utility):
     """The scores on validation data, summed over the kept rounds, of each round aggregated again.
 
     The models were trained with all clients, so a client's effect on the training of the others is
@@ -179,15 +179,15 @@ class RebuiltUtility(Utility):
         return self._values[key]
 
 
-_KINDS: dict[str, dict[str, type[Utility]]] = {
-    "training": {"contribution": RetrainedUtility},
-    "updates": {"estimate": RebuiltUtility},
+_KINDS: dict[str, dict[str, type[_Utility]]] = {
+    "training": {"contribution": _RetrainedUtility},
+    "updates": {"estimate": _RebuiltUtility},
 }
 _KINDS["both"] = _KINDS["training"] | _KINDS["updates"]
 """The columns of the table by ``--by``, and the utility of each."""
 
 
-def leave_one_out(utility: Utility, clients: Sequence[int]) -> Iterator[tuple[int, float]]:
+def leave_one_out(utility: _Utility, clients: Sequence[int]) -> Iterator[tuple[int, float]]:
     """Yield each client, and how much higher the score of the run is than without it."""
     whole = utility.score(frozenset())
     for place, client in enumerate(clients, start=1):
@@ -197,7 +197,7 @@ def leave_one_out(utility: Utility, clients: Sequence[int]) -> Iterator[tuple[in
 
 
 def shapley(
-    utility: Utility, clients: Sequence[int], permutations: int, tolerance: float
+    utility: _Utility, clients: Sequence[int], permutations: int, tolerance: float
 ) -> Iterator[tuple[int, float]]:
     """Yield the marginal contributions of clients that join in random orders.
 
@@ -265,7 +265,7 @@ def contribution(args: list[str]) -> None:
     print(f"{folder / 'contribution.csv'}\n{folder / 'contribution.png'}")
 
 
-def _checked(request: Any) -> list[tuple[str, list[int], dict[str, Utility]]]:
+def _checked(request: Any) -> list[tuple[str, list[int], dict[str, _Utility]]]:
     """Return each run, its clients and its utilities, before anything is trained.
 
     Raises:
@@ -299,7 +299,7 @@ def place_of(run: Path, at: int) -> str:
     return f"{run.resolve().name}-{short_hash([read_settings(run), at])}"
 
 
-def _chosen(text: str, utility: Utility) -> list[int]:
+def _chosen(text: str, utility: _Utility) -> list[int]:
     """Return the requested clients that are part of the run."""
     if text == "all":
         return [client for client in range(utility.clients) if client not in utility.absent]

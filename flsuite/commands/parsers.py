@@ -13,7 +13,7 @@ from flsuite.common.errors import FlsuiteError, likeliest
 _CONFIG = "-c", "--config"
 
 
-class CommandParser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """A parser whose errors are one line.
 
     Args:
@@ -34,10 +34,10 @@ class CommandParser(argparse.ArgumentParser):
         raise FlsuiteError(f"{self.command}: {message}; {hint}")
 
 
-def parser_of(command: str) -> CommandParser:
+def parser_of(command: str) -> _CommandParser:
     """Return the parser of one of :data:`PARSERS`."""
     declare = PARSERS[command]
-    parser = CommandParser(command)
+    parser = _CommandParser(command)
     parser.description = inspect.getdoc(declare)
     declare(parser)
     # Positional arguments come first: an option with several values would take them.
@@ -52,14 +52,14 @@ def _add_json(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", action="store_true", help=how)
 
 
-def _new(parser: CommandParser) -> None:
+def _new(parser: _CommandParser) -> None:
     """Write a folder with my_model.py (a LightningModule), my_data.py (a LightningDataModule) and
     exp.yaml (an experiment). They run as they are; change them to your needs.
     """
     parser.add_argument("name", metavar="NAME", help="the folder")
 
 
-def _resume(parser: CommandParser) -> None:
+def _resume(parser: _CommandParser) -> None:
     """Continue a run in its folder from its last finished round, with the settings of its
     config.yaml. Short for flsuite fit --config RUN/config.yaml --run_dir RUN --ckpt_path last.
 
@@ -70,7 +70,7 @@ def _resume(parser: CommandParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the folder of a run; flsuite ls lists them")
 
 
-def _fork(parser: CommandParser) -> None:
+def _fork(parser: _CommandParser) -> None:
     """Begin a run at the state of RUN after a round, under changed settings: an attack that begins,
     a client that leaves, another rule or rate. What does not change keeps its random draws, so
     that a fork without changes ends like its parent, bit for bit. settings.yaml says where it
@@ -88,7 +88,7 @@ def _fork(parser: CommandParser) -> None:
     add("--without", metavar="CLIENT", type=int, nargs="+", default=[], help=how)
 
 
-def _contribution(parser: CommandParser) -> None:
+def _contribution(parser: _CommandParser) -> None:
     """Measure what each client adds to the score of a run.
 
     By training: the test score of the last round, from forks of RUN without the client; all others
@@ -117,7 +117,7 @@ def _contribution(parser: CommandParser) -> None:
     add("--output", metavar="FOLDER", default="contribution", help="default: contribution")
 
 
-def _verify(parser: CommandParser) -> None:
+def _verify(parser: _CommandParser) -> None:
     """Do some rounds of a run again, and compare them with its record.
 
     Weights, table and timeline are compared bit for bit. The output says what differs. It also says
@@ -139,7 +139,7 @@ def _verify(parser: CommandParser) -> None:
     _add_json(parser)
 
 
-def _debug(parser: CommandParser) -> None:
+def _debug(parser: _CommandParser) -> None:
     """Do the fit of one client in one round of RUN again, in this process and bit for bit, and
     print the client's classes, the loss and the gradient of each step, and the batch at fault. If
     the fit raises an exception, Python's debugger (pdb) opens there. If a number is not finite, the
@@ -158,7 +158,7 @@ def _debug(parser: CommandParser) -> None:
     add("--no-pdb", action="store_true", help="only print, and open no debugger")
 
 
-def _pack(parser: CommandParser) -> None:
+def _pack(parser: _CommandParser) -> None:
     """Write what is needed to verify a run into one file: config, settings, tables, versions, kept
     checkpoints, and digests of all of them and of the data. A run that was interrupted is named.
     """
@@ -167,7 +167,7 @@ def _pack(parser: CommandParser) -> None:
     parser.add_argument("--output", metavar="FILE", help=how)
 
 
-def _ls(parser: CommandParser) -> None:
+def _ls(parser: _CommandParser) -> None:
     """List the runs in or below a FOLDER: method, data, rounds done, the score on test data in the
     last round and in the round picked on validation data, and the time since they last wrote a
     file. Part of a name is enough for a filter if no run has exactly that name.
@@ -186,7 +186,7 @@ def _ls(parser: CommandParser) -> None:
     output.add_argument("--csv", action="store_true", help="write the list as CSV")
 
 
-def _partition(parser: CommandParser) -> None:
+def _partition(parser: _CommandParser) -> None:
     """Draw how a config splits the data (class by client), without training.
 
     Writes NAME-partition.png, and the same numbers to NAME-partition.csv with the columns client,
@@ -204,7 +204,7 @@ def _partition(parser: CommandParser) -> None:
     add("--seed_everything", metavar="SEED", help=how)
 
 
-def _schedule(parser: CommandParser) -> None:
+def _schedule(parser: _CommandParser) -> None:
     """Draw which clients train when on the virtual clock, without training.
 
     Writes NAME-timeline.png, and the same fits to NAME-timeline.csv with the columns fit, client,
@@ -220,7 +220,7 @@ def _schedule(parser: CommandParser) -> None:
     add("--output", metavar="FOLDER", default=".", help=how)
 
 
-def _schema(parser: CommandParser) -> None:
+def _schema(parser: _CommandParser) -> None:
     """Print the JSON schema of a config, by which an editor completes keys and marks mistakes.
 
     Save it next to your configs, and begin each of them with the line
@@ -228,7 +228,7 @@ def _schema(parser: CommandParser) -> None:
     """
 
 
-def _sweep(parser: CommandParser) -> None:
+def _sweep(parser: _CommandParser) -> None:
     """Run methods x grid x seeds.
 
     Each cell is an ordinary run folder, FOLDER/METHOD-GRID-HASH/seed-N. Run the same command again
@@ -258,7 +258,7 @@ def _sweep(parser: CommandParser) -> None:
     add("--dry-run", action="store_true", help=how)
 
 
-def _report(parser: CommandParser) -> None:
+def _report(parser: _CommandParser) -> None:
     """Compare all runs in or below the FOLDERs.
 
     Unfinished runs are left out, and a note names them, unless no run is finished. Runs whose
@@ -328,7 +328,7 @@ def _report(parser: CommandParser) -> None:
     _add_json(parser)
 
 
-def _workspace(parser: CommandParser) -> None:
+def _workspace(parser: _CommandParser) -> None:
     """Create the charts of a project in Weights & Biases: the score by round, bytes, virtual
     seconds and client updates, as mean and band over the seeds of a group; last and picked
     round; gamma and its parts; clients; partition; comparison of runs. Needs pip install
@@ -345,7 +345,7 @@ def _workspace(parser: CommandParser) -> None:
     add("--dry-run", action="store_true", help=how)
 
 
-PARSERS: dict[str, Callable[[CommandParser], None]] = {
+PARSERS: dict[str, Callable[[_CommandParser], None]] = {
     "new": _new,
     "resume": _resume,
     "fork": _fork,

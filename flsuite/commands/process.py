@@ -151,7 +151,7 @@ def output_fault(raised: OSError | None = None) -> int:
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-class Termination:
+class _Termination:
     """Records whether a signal was received.
 
     Attributes:
@@ -163,13 +163,13 @@ class Termination:
 
 
 @contextmanager
-def ending_on_signals() -> Iterator[Termination]:
+def ending_on_signals() -> Iterator[_Termination]:
     """Interrupt the command on SIGTERM or SIGHUP, as Ctrl-C would.
 
     Further signals are ignored until the process ends, because clusters repeat the signal and the
     exit status must not change. A signal that is ignored at the start, as by nohup, remains so.
     """
-    termination = Termination()
+    termination = _Termination()
     if threading.current_thread() is not threading.main_thread():  # signals belong to that thread
         yield termination
         return

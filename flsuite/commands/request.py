@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flsuite.common.errors import FlsuiteError, likeliest, one_line
+from flsuite.common.errors import FlsuiteError, likeliest, one_line, refused_as
 from flsuite.common.files import parse_yaml, read_yaml
 
 _RUN_FILES = ("config.yaml", "metrics.csv")  # of a run from the command line
@@ -118,13 +118,9 @@ def import_plugins(args: list[str]) -> None:
         if not all(isinstance(name, str) for name in names):
             raise FlsuiteError(f"plugins: expected a list of modules, got {plugins!r}")
         for plugin in names:
-            try:
+            remedy = "fix or install it, or run the command in the folder that contains it"
+            with refused_as(f"plugins: cannot import {plugin!r}", remedy):
                 importlib.import_module(plugin)
-            except Exception as error:  # a module may raise anything while it is imported
-                raise FlsuiteError(
-                    f"plugins: cannot import {plugin!r} ({one_line(error)}); fix or install it, or "
-                    "run the command in the folder that contains it"
-                ) from error
 
 
 def with_run_folder(command: str, args: list[str]) -> tuple[str, list[str]]:

@@ -61,7 +61,7 @@ def serve(
         # From here on, private parts are on the nodes.
         federation.clients = _NodeStore(bool(federation.entries.personal))
         if federation.entries.personal:
-            run.evaluator = NodeEvaluator(run.evaluator)
+            run.evaluator = _NodeEvaluator(run.evaluator)
         while not run.finished:
             engine.submit(run.requests(run.begin_round()))
             for outcome in federation.schedule.arrivals(engine, federation.clock, run.requests):
@@ -208,7 +208,7 @@ def _read_scores(answer: Message | None) -> dict[str, OwnScores]:
     return {split: OwnScores(**own) for split, own in fields.items()}
 
 
-class NodeEvaluator(Evaluator):
+class _NodeEvaluator(Evaluator):
     """Scores the clients' own models on their nodes.
 
     Args:

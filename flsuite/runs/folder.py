@@ -68,6 +68,7 @@ class RunFolder:
         path: The folder. ``None`` writes nothing.
 
     Attributes:
+        checkpoints: The folder of the checkpoints, or ``None`` if nothing is written.
         table: The metrics.
         timeline: The fits and their times.
         tables: Both, by their names in checkpoints.
@@ -75,6 +76,7 @@ class RunFolder:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self.checkpoints = self.inside("checkpoints")
         self.table = MetricsTable(path / "metrics.csv" if path else None)
         self.timeline = TimelineTable(path / "timeline.csv" if path else None)
         self.tables = {"table": self.table, "timeline": self.timeline}
@@ -84,11 +86,6 @@ class RunFolder:
     def inside(self, name: str) -> Path | None:
         """Return a path in the folder, or ``None`` if the run writes nothing."""
         return self.path / name if self.path else None
-
-    @property
-    def checkpoints(self) -> Path | None:
-        """Return the folder of the checkpoints, or ``None`` if nothing is written."""
-        return self.inside("checkpoints")
 
     def find_checkpoint(self, ckpt_path: str | None) -> Path | None:
         """Return the file of a requested checkpoint, or ``None`` if there is none to resume."""

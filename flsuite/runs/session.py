@@ -158,21 +158,16 @@ def _saying_what_is_left(folder: RunFolder) -> Iterator[None]:
 def _begin(run: Run, is_restart: bool) -> None:
     """Start in a new folder, which is removed if this fails or is interrupted."""
     try:
-        _create(run, is_restart)
+        data, attack = run.federation.data, run.evaluator.attack
+        run.folder.create(run.config, run.settings, data, is_restart, attack)
+        run.store.create()
         _begin_at_the_parent(run)
     except BaseException:
         run.folder.discard()
         raise
-
-
-def _create(run: Run, is_restart: bool) -> None:
-    """Start in a new folder, or in the folder of a run that was killed in its first round."""
-    data, attack = run.federation.data, run.evaluator.attack
-    run.folder.create(run.config, run.settings, data, is_restart, attack)
     if is_restart:
         first = first_round(run.settings)
         log.info("no checkpoint in %s yet: starting with round %d", run.folder.checkpoints, first)
-    run.store.create()
     if run.settings.get("initial_weights"):
         log.warning(
             "the model was built before, perhaps by another fit: the federation starts from "

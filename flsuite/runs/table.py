@@ -127,7 +127,7 @@ def mark_of(checkpoint: Mapping[str, Any], name: str) -> tuple[int, str | None]:
     return checkpoint[name], checkpoint.get("digests", {}).get(name)
 
 
-class MetricsRow(NamedTuple):
+class _MetricsRow(NamedTuple):
     """One number of a run."""
 
     round: int
@@ -154,7 +154,7 @@ class MetricsTable(AppendedTable):
         latest: The last value of each global number, as ``<split>/<metric>``.
     """
 
-    columns = MetricsRow._fields
+    columns = _MetricsRow._fields
 
     def __init__(self, path: Path | None) -> None:
         super().__init__(path)
@@ -178,14 +178,14 @@ class MetricsTable(AppendedTable):
             self.latest[f"{split}/{metric}"] = value
 
     @property
-    def rows(self) -> list[MetricsRow]:
+    def rows(self) -> list[_MetricsRow]:
         """Return the rows of all closed rounds."""
         return list(self)
 
-    def __iter__(self) -> Iterator[MetricsRow]:
+    def __iter__(self) -> Iterator[_MetricsRow]:
         names = list(self._names)
         for time, name, value in zip(self._time_of, self._name_of, self._values, strict=True):
-            yield MetricsRow(*self._times[time], *names[name], value)
+            yield _MetricsRow(*self._times[time], *names[name], value)
 
     def by_round(self) -> dict[int, dict[str, float]]:
         """Return the global numbers of each scored round, as ``<split>/<metric>``."""

@@ -18,7 +18,7 @@ import yaml
 from lightning.pytorch.loggers import WandbLogger
 
 from flsuite.analysis.groups import experiment_hash
-from flsuite.callbacks import FederationCallback, RoundLogger, StopAt
+from flsuite.callbacks import FederationCallback, StopAt
 from flsuite.callbacks.loggers import client_rounds, confusion_counts
 from flsuite.data.federated import DataSpec, DataSplit
 from flsuite.federation.client.entries import Entries
@@ -224,12 +224,6 @@ def test_an_offline_resume_goes_on_with_the_steps(tmp_path: Path) -> None:
     # The partition and two rounds, the pictures of an end; two rounds, the pictures of the end.
     assert [run.steps for run in runs] == [[0, 1, 2, 3], [4, 5, 6]]
     assert "partition/_type" not in runs[1].rows[0]
-
-
-def test_a_checkpoint_of_an_earlier_version_names_its_wandb_run() -> None:
-    logger = RoundLogger()
-    logger.load_state_dict({"wandb_id": "abc"})
-    assert logger.state_dict() == {"loggers": [{"link": "WandbLink", "id": "abc"}]}
 
 
 def test_a_table_that_wandb_refuses_is_named_once(

@@ -14,8 +14,8 @@ import torch
 from flsuite.analysis import read_metrics
 from flsuite.analysis.clients import rank_correlation
 from flsuite.commands.contribution import (
-    RebuiltUtility,
-    RetrainedUtility,
+    _RebuiltUtility,
+    _RetrainedUtility,
     leave_one_out,
     place_of,
     shapley,
@@ -96,7 +96,7 @@ def test_a_federation_without_each_client(kept: Path, finished: Path) -> None:
     rows = column("out", "contribution")
     assert [*rows] == [2] and Path("out/contribution.png").is_file()
 
-    utility = RetrainedUtility(kept, "accuracy", 0, Path())
+    utility = _RetrainedUtility(kept, "accuracy", 0, Path())
     whole, without = (utility._last(finished / name) for name in ("run", "alone"))
     assert rows[2] == pytest.approx(whole - without, abs=1e-12)
 
@@ -122,7 +122,7 @@ def test_a_round_with_all_clients_is_rebuilt_as_it_was(aggregator: str) -> None:
     half = ["--trainer.schedule.participation", "0.5", "--trainer.aggregator", aggregator]
     cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, *KEEPS, *half)
     before = files(Path("run"))
-    rebuilt = RebuiltUtility(Path("run"), "loss", 0, Path())
+    rebuilt = _RebuiltUtility(Path("run"), "loss", 0, Path())
     assert rebuilt.score(frozenset()) == pytest.approx(sum(scores(Path("run"), "loss")), abs=1e-6)
     for kept in rebuilt.rounds:
         assert len(kept.clients) == 2
@@ -134,7 +134,7 @@ def test_a_round_with_all_clients_is_rebuilt_as_it_was(aggregator: str) -> None:
 
 def test_after_one_round_the_estimate_is_exact(finished: Path) -> None:
     """Nobody has trained on a model that the absent client had a part in."""
-    first, _ = RebuiltUtility(finished / "run", "accuracy", 0, Path()).rounds
+    first, _ = _RebuiltUtility(finished / "run", "accuracy", 0, Path()).rounds
     alone = finished / "alone"
     saved = load_checkpoint(alone / "checkpoints" / "round-000001.ckpt")
     assert equal_states(first.without({2}), saved["federation"]["state"])
@@ -148,7 +148,7 @@ def test_both_are_compared_in_one_table(kept: Path, capsys: Any) -> None:
     out = capsys.readouterr().out
     assert "estimate: val data, 10 aggregations" in out and "rank correlation of the two" in out
     assert "contribution: test data, 4 forks" in out
-    rebuilt = RebuiltUtility(Path("run"), "accuracy", 0, Path())
+    rebuilt = _RebuiltUtility(Path("run"), "accuracy", 0, Path())
     whole = rebuilt.score(frozenset())
     for client, value in column("out", "estimate").items():
         own = whole - rebuilt.score(frozenset({client}))
@@ -178,7 +178,7 @@ def test_of_a_loss_a_useful_client_is_positive_and_first(kept: Path, capsys: Any
     cli("contribution", "run", *request)
     out = capsys.readouterr().out
     values = column("out", "estimate")
-    utility = RebuiltUtility(Path("run"), "loss", 0, Path())
+    utility = _RebuiltUtility(Path("run"), "loss", 0, Path())
     whole = utility.score(frozenset())
     for client, value in values.items():
         assert value == pytest.approx(utility.score(frozenset({client})) - whole)
@@ -218,7 +218,7 @@ def test_forks_of_another_run_or_moment_are_not_taken_for_ones_own() -> None:
     places = {place_of(Path(run), at) for run in ("a/run", "b/run") for at in (0, 1)}
     assert len(places) == 4
     cli("fork", "a/run", "--at", "1", "--without", "2", "--run_dir", "fork")
-    utility = RetrainedUtility(Path("fork"), "accuracy", 0, Path("out"))
+    utility = _RetrainedUtility(Path("fork"), "accuracy", 0, Path("out"))
     assert utility.absent == {2}
     # Nobody trains after the fork: the score is the parent's in that round.
     assert utility.score(frozenset({0, 1, 3})) == utility._at_the_fork(1)
@@ -230,7 +230,7 @@ def test_forks_of_another_run_or_moment_are_not_taken_for_ones_own() -> None:
 @pytest.mark.long
 def test_forks_use_the_engine_that_auto_chose() -> None:
     cli("fit", "--config", QUICKSTART, "--run_dir", "run", *SHORT, "--trainer.engine", "Auto")
-    utility = RetrainedUtility(Path("run"), "accuracy", 0, Path())
+    utility = _RetrainedUtility(Path("run"), "accuracy", 0, Path())
     trainer, _, _ = utility._built(frozenset({1}), Path("a"))
     chosen = read_settings(Path("run")).get("engine", {}).get("class_path", "InProcess")
     assert type(trainer.engine).__name__ == chosen.rpartition(".")[2]

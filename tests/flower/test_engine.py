@@ -14,7 +14,7 @@ from flsuite.flower.app import make_client_app
 from flsuite.flower.client import Site
 from flsuite.flower.nodes import own_client
 from flsuite.flower.records import pack, read_update, to_arrays, to_state, unpack, write_update
-from flsuite.flower.server import NodeEvaluator, serve
+from flsuite.flower.server import _NodeEvaluator, serve
 from tests.conftest import classifier, digits, trainer
 from tests.flower.grid import Nodes, check_round_without_client_1, convolution, node_app, unscaled
 
@@ -23,7 +23,7 @@ def test_the_server_scores_as_the_run_does() -> None:
     run = trainer(rounds=1, seed=5, attack=LabelFlip([0]), gradient_clip_val=1.0).prepare(
         convolution(), digits()
     )
-    made = NodeEvaluator(run.evaluator)
+    made = _NodeEvaluator(run.evaluator)
     assert made.seed == 5 and made.attack is run.evaluator.attack is not None
     assert made.trainer_kwargs == run.evaluator.trainer_kwargs
 

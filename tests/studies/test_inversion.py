@@ -30,7 +30,7 @@ from flsuite.studies.inversion import (
     sent_factors,
     share_recognised,
 )
-from flsuite.studies.inversion.attack import Critic, Generator, gradient_penalty
+from flsuite.studies.inversion.attack import Generator, _Critic, gradient_penalty
 from flsuite.studies.inversion.target import batch_factors
 from tests.conftest import trainer
 
@@ -104,7 +104,7 @@ def test_generator_and_critic_fit_the_shape(shape: tuple[int, ...]) -> None:
     assert made.shape == (4, *shape)
     assert made.min() >= 0
     assert made.max() <= 1
-    assert Critic(shape, width=2)(made).shape == (4,)
+    assert _Critic(shape, width=2)(made).shape == (4,)
 
 
 def test_a_gan_learns_where_the_ink_is_and_is_a_function_of_its_seed() -> None:

@@ -58,7 +58,7 @@ class Generator(nn.Sequential):
         )
 
 
-class Critic(nn.Sequential):
+class _Critic(nn.Sequential):
     """A network from images ``(n, *shape)`` to scores ``(n,)``, higher for real ones.
 
     It has no BatchNorm, because the gradient penalty is per image.
@@ -127,7 +127,10 @@ class GANTraining(Settings):
         shape = tuple(images.shape[1:])
         with isolate_rng(), torch.enable_grad():
             seed_process(seed, "inversion/gan")  # the layers' initial weights
-            generator, critic = Generator(shape, self.width, self.latent), Critic(shape, self.width)
+            generator, critic = (
+                Generator(shape, self.width, self.latent),
+                _Critic(shape, self.width),
+            )
         for module in (generator, critic):
             module.to(images.device).to(memory_format=torch.channels_last)
         of_generator, of_critic = (
