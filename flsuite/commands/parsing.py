@@ -77,14 +77,9 @@ class OneLineParser(LightningArgumentParser):
 
     def _refusal(self, message: str, ex: Exception | None) -> _RefusedError:
         """Return the error that names the innermost key and the reason."""
-        unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
-        if unknown:
-            options = [name for action in self._actions for name in action.option_strings]
-            known = [name.lstrip("-") for name in options]
-            key = unknown.split("=")[0].lstrip("-")
-            meant = nearest_key(key, [k for k in known if "." not in k], known)
-            hint = did_you_mean(meant and f"--{meant}")
-            return _RefusedError(f"unknown key {unknown}{hint}")
+        # Misspelled options were refused before, by refuse_typos.
+        if unknown := message.partition("unrecognized arguments: ")[2].partition(" ")[0]:
+            return _RefusedError(f"unknown key {unknown}")
 
         reason: BaseException | None = ex
         while reason and reason.__cause__ and not isinstance(reason.__cause__, KeyError):

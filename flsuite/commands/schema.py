@@ -51,6 +51,7 @@ _SWEEP = {
         "overrides": _OVERRIDES,
         "workers": _COUNT,
         "updates_from": {"type": "string"},
+        "until": {"anyOf": [{"enum": ["decided"]}, {"type": "object"}]},
     },
     "additionalProperties": False,
     "required": ["config", "seeds", "methods"],

@@ -23,6 +23,7 @@ from flsuite.commands.known import (
     subclasses,
 )
 from flsuite.commands.request import options, read_config, read_value
+from flsuite.commands.sweeps.reading import KEYS
 from flsuite.common.errors import FlsuiteError, likeliest
 from flsuite.common.files import LAMBDA, NO_LAMBDA
 from flsuite.common.moved import moved
@@ -31,7 +32,6 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
 _CONFIGS = (".yaml", ".yml", ".json")  # a file with a class, which the parser reads
 _SPLITS = ("clients", "partition", "labels", "ids", "bins", "val_fraction")
-_SWEEPS = ("config", "grid", "methods", "overrides", "seeds", "tune", "updates_from", "workers")
 _PARTS = ("rule", "objective", "transforms", "server_optimizer")
 _FEW = 8  # classes that are listed
 MODULE_TOO = "; give its module too, as my_module.Name"
@@ -172,7 +172,7 @@ class _Checked:
             return (*at, name), known[name]
         if at and (chosen is None or chosen.is_open):
             return None
-        if name in _SWEEPS and not at and self.file:  # once for all of them
+        if name in KEYS and not at and self.file:  # once for all of them
             self._refuse(at, f"this is a sweep: flsuite sweep --config {self.file}")
             return None
 

@@ -42,7 +42,8 @@ data: {class_path: MedMNIST, init_args: {name: retinamnist, partition: {class_pa
 trainer: {rounds: 3, aggregator: {class_path: FedProx, init_args: {mu: 0.1}}}
 """
 SWEEP = (
-    "{config: a.yaml, seeds: [1], methods: {A: {trainer.aggregator: FedAvg}}, grid: {data.x: [1]}}"
+    "{config: a.yaml, seeds: [1], methods: {A: {trainer.aggregator: FedAvg}}, grid: {data.x: [1]}, "
+    "until: decided}"
 )
 MISTAKES = {
     "a first key": ("trainer:", "trianer:"),
@@ -96,7 +97,8 @@ def test_an_argument_of_a_class_by_its_path_is_checked() -> None:
         ("seeds", "seed"),
         ("trainer.aggregator", "trainer.agregator"),
         ("FedAvg", "FedAvgg"),
-        ("[1]}}", "1}}"),
+        ("x: [1]}", "x: 1}"),
+        ("until: decided", "until: soon"),
     ],
 )
 def test_a_mistake_in_a_sweep_does_not_fit(right: str, wrong: str) -> None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,8 @@ Overrides = dict[str, Any]
 Choices = dict[str, list[Any]]
 """A mapping from dotted keys of a config, without ``init_args``, to lists of values."""
 
-_KEYS = (
-    "config",
-    "seeds",
-    "methods",
-    "grid",
-    "tune",
-    "overrides",
-    "workers",
-    "updates_from",
-    "until",
-)
-_UNTIL_KEYS = ("seeds", "width", "alpha")
+_REQUIRED = ("config", "seeds", "methods")
+KEYS = (*_REQUIRED, "grid", "tune", "overrides", "workers", "updates_from", "until")
 _TUNING_KEYS = ("trials", "seeds", "seed", "common", "overrides")
 # The sweep itself sets these keys, one value per run.
 _SWEEP_KEYS = ("config", "seed_everything", "run_dir", "ckpt_path", "trainer.run_dir")
@@ -161,7 +151,7 @@ def read_sweep(
     path = Path(path)
     content = read_config(path)
     try:
-        _require_keys(content, _KEYS, ("config", "seeds", "methods"), "")
+        _require_keys(content, KEYS, _REQUIRED, "")
         config, methods = _config(content["config"], path), _methods(content["methods"])
         if "grid" in content and not content["grid"]:
             raise FlsuiteError("grid is empty; map keys to lists of values, or leave grid out")
@@ -265,11 +255,12 @@ def _until(content: Any) -> Until | None:
         return None
     if content == "decided":
         return Until()
+    known = [field.name for field in fields(Until)]
     if not isinstance(content, dict):
         raise FlsuiteError(
-            f"until must be decided, or a mapping with {', '.join(_UNTIL_KEYS)}, got {content!r}"
+            f"until must be decided, or a mapping with {', '.join(known)}, got {content!r}"
         )
-    _require_keys(content, _UNTIL_KEYS, (), "until")
+    _require_keys(content, known, (), "until")
     return Until(**content)
 
 
