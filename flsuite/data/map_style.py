@@ -1,6 +1,5 @@
 """Map-style torch datasets as splits: in memory if possible, else read batch by batch."""
 
-import logging
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,12 +22,10 @@ from torch.utils.data import (
     default_collate,
 )
 
-from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, log, one_line
 from flsuite.common.random import seed_cpu, torch_generator
 from flsuite.common.state import raw_bytes
 from flsuite.data.federated import DataSplit, unchanged
-
-log = logging.getLogger("flsuite")
 
 
 @dataclass

@@ -1,23 +1,12 @@
 """Scores, forgetting, gradient dissimilarity and Fisher information."""
 
-from flsuite.metrics.dissimilarity import RunningDissimilarity
+from flsuite.metrics.dissimilarity import RunningDissimilarity as RunningDissimilarity
 from flsuite.metrics.scores import (
-    average_accuracy,
-    backward_transfer,
-    class_accuracy,
-    forgetting,
-    forward_transfer,
-    scores,
-    summary,
+    average_accuracy as average_accuracy,
+    backward_transfer as backward_transfer,
+    class_accuracy as class_accuracy,
+    forgetting as forgetting,
+    forward_transfer as forward_transfer,
+    scores as scores,
+    summary as summary,
 )
-
-__all__ = [
-    "RunningDissimilarity",
-    "average_accuracy",
-    "backward_transfer",
-    "class_accuracy",
-    "forgetting",
-    "forward_transfer",
-    "scores",
-    "summary",
-]

@@ -138,7 +138,7 @@ PARTS = ("aggregators", "callbacks", "data", "federation", "metrics", "models")
 
 def test_what_a_shipped_config_may_name_is_known() -> None:
     modules = [importlib.import_module(f"flsuite.{part}") for part in PARTS]
-    named = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
+    named = {f"{module.__name__}.{name}" for module in modules for name in dir(module)}
     classes = {name for name in named if find(name)}
     text = "".join(path.read_text() for path in CONFIGS.rglob("*.yaml"))
     dotted = re.findall(r"(?:flsuite|torch|lightning)(?:\.\w+)+", text)

@@ -1,7 +1,6 @@
 """Wraps map-style torch datasets, and plain Lightning data modules, as federated data."""
 
 import hashlib
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from flsuite.common.arguments import NonNegativeInt, PositiveInt, at_least, check_init
-from flsuite.common.errors import FlsuiteError, require_instance
+from flsuite.common.errors import FlsuiteError, log, require_instance
 from flsuite.common.lightning_internals import hooks_with
 from flsuite.common.random import seed_process
 from flsuite.data.digest import described
@@ -33,8 +32,6 @@ from flsuite.data.map_style import (
     require_map_style,
 )
 from flsuite.data.module import FederatedDataModule
-
-log = logging.getLogger("flsuite")
 
 _ATTRIBUTES = ("clients", "partition", "labels", "ids", "bins", "val_fraction")
 

@@ -1,6 +1,5 @@
 """Base of engines with a pool of workers: the backlog of jobs, and the workers that take them."""
 
-import logging
 import os
 from abc import abstractmethod
 from collections import deque
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flsuite.common.arguments import Settings
-from flsuite.common.errors import FederationError, FlsuiteError, one_line
+from flsuite.common.errors import FederationError, FlsuiteError, log, one_line
 from flsuite.common.messages import (
     Broadcast,
     ClientFailure,
@@ -22,8 +21,6 @@ from flsuite.common.messages import (
 from flsuite.federation.client.setup import WorkerSetup
 from flsuite.federation.engines.base import NO_TIMEOUT, Engine, jobs_of
 from flsuite.federation.engines.wire import CANNOT_PICKLE, Fatal, Jobs
-
-log = logging.getLogger("flsuite")
 
 _AHEAD = 4  # uncollected calls per worker: bounds memory, hides uneven clients
 _SCORES_AHEAD = 4  # per worker: bounds the clients' models in memory

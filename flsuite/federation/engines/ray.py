@@ -1,6 +1,5 @@
 """Engine with the actors of a Ray cluster, on one machine or many."""
 
-import logging
 import math
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from flsuite.common.arguments import PositiveFloat, PositiveInt, Range, Threads, at_least
-from flsuite.common.errors import FederationError, FlsuiteError, one_line, require_extra
+from flsuite.common.errors import FederationError, FlsuiteError, log, one_line, require_extra
 from flsuite.common.messages import Broadcast, ClientResult, FitRequest, ScoreRequest
 from flsuite.common.state import nbytes
 from flsuite.federation.client.setup import WorkerSetup
@@ -25,8 +24,6 @@ from flsuite.federation.engines.ray_cluster import (
     unpack,
 )
 from flsuite.federation.engines.wire import Jobs, split
-
-log = logging.getLogger("flsuite")
 
 _Gpus = Annotated[
     float,
