@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from flsuite.aggregators.part import Server
 from flsuite.common.arguments import BelowOne, PositiveFloat, require
-from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, one_line, refused_as
 from flsuite.common.state import State, cast
 
 __path__: list[str] = []  # a package in 0.2, whose modules may still be imported by their names
@@ -55,14 +55,10 @@ def require_step(make_optimizer: OptimizerCallable, parameters: Iterable[Tensor]
     """
     key = "trainer.aggregator.server_optimizer"
     shapes = [torch.empty(p.shape, dtype=torch.float64, device="meta") for p in parameters]
-    try:
+    what = f"{key} refuses its arguments or the model's parameters"
+    with refused_as(what, "change them, or take another one, such as torch.optim.SGD", 200):
         if shapes:
             make_optimizer(shapes)
-    except Exception as error:
-        raise FlsuiteError(
-            f"{key} refuses its arguments or the model's parameters ({one_line(error, 200)}); "
-            "change them, or take another one, such as torch.optim.SGD"
-        ) from error
     parameter = torch.zeros(2, 2, dtype=torch.float64)
     parameter.grad = torch.ones_like(parameter)
     try:

@@ -21,7 +21,7 @@ from flsuite.callbacks.logger_links import (
     tags,
 )
 from flsuite.callbacks.stopping import StopAt
-from flsuite.common.errors import FlsuiteError, log, one_line
+from flsuite.common.errors import log, one_line, refused_as
 from flsuite.runs.run import Run
 from flsuite.runs.settings import describe
 
@@ -173,13 +173,10 @@ class WandbLink(LoggerLink):
 
         if self.logger._experiment is None and wandb.run is None:
             self._complete(self.logger._wandb_init, run)
-        try:
+        # W&B or its service process may refuse it, such as a run id in use.
+        remedy = "log in with wandb login, or set trainer.logger.init_args.offline to true"
+        with refused_as("trainer.logger: W&B cannot open a run", remedy):
             return self.logger.experiment
-        except Exception as error:  # from W&B or its service process, e.g. a run id in use
-            raise FlsuiteError(
-                f"trainer.logger: W&B cannot open a run ({one_line(error)}); log in with wandb "
-                "login, or set trainer.logger.init_args.offline to true"
-            ) from error
 
     def _complete(self, arguments: dict[str, Any], run: Run) -> None:
         """Fill in the arguments of wandb.init that the user has not set."""

@@ -22,7 +22,7 @@ from flsuite.commands.sweeps.plan import Cell, fit_arguments, require_distinct, 
 from flsuite.commands.sweeps.queue import DONE, Queue
 from flsuite.commands.sweeps.reading import Sweep
 from flsuite.commands.sweeps.worker import die_with, fork, run_workers
-from flsuite.commands.typos import TyposError, refuse_typos
+from flsuite.commands.typos import refuse_typos
 from flsuite.common.errors import FlsuiteError, one_line, with_place
 
 _CELLS_PER_CHECK, _MOST_CHECKS = 8, 8  # each process that checks cells loads their data
@@ -126,8 +126,8 @@ def _typos_of(sweep: Sweep) -> dict[str, Any]:
     for cell in samples_of(sweep):
         try:
             refuse_typos("fit", fit_arguments(sweep, cell, Path()))
-        except TyposError as error:
-            lines = dict.fromkeys(error.lines, _place(sweep, cell)) | lines
+        except FlsuiteError as error:
+            lines = dict.fromkeys(error.args, _place(sweep, cell)) | lines
     if not lines:
         return {}
     return {"error": "; ".join(f"{place}: {line}" for line, place in lines.items())}

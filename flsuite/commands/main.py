@@ -38,7 +38,7 @@ from flsuite.commands.request import (
     require_config,
     with_run_folder,
 )
-from flsuite.commands.typos import TyposError, refuse_typos
+from flsuite.commands.typos import refuse_typos
 from flsuite.common.errors import (
     FederationError,
     FlsuiteError,
@@ -179,10 +179,9 @@ def _ending_of(error: Exception) -> Ending | None:
     A user's request, a user's own code, or the machine may be at fault.
     """
     notes = notes_of(error)
-    if isinstance(error, TyposError):
-        return Ending(2, error.lines)
     if isinstance(error, FlsuiteError):
-        return Ending(2, ["; ".join([one_line(error), *notes])])
+        *lines, last = map(one_line, error.args or [error])
+        return Ending(2, [*lines, "; ".join([last, *notes])])
     if isinstance(error, FederationError):
         return Ending(1, ["; ".join([one_line(error), *notes])], error.result)
     if isinstance(error, OSError):  # a full or read-only disk, a missing folder

@@ -40,18 +40,6 @@ _LIBRARIES = ("flsuite", "lightning", "torch", "torchmetrics")
 _KeyPath = tuple[str, ...]
 
 
-class TyposError(FlsuiteError):
-    """A request with misspelled names.
-
-    Attributes:
-        lines: One line per misspelled name.
-    """
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__("; ".join(lines))
-        self.lines = lines
-
-
 def refuse_typos(command: str, args: list[str], imports: bool = False) -> bool:
     """Refuse a command line if it, or a config that it names, has an unknown key or class.
 
@@ -66,8 +54,8 @@ def refuse_typos(command: str, args: list[str], imports: bool = False) -> bool:
         Whether names are left that only a second call with ``imports`` can check.
 
     Raises:
-        TyposError: If a key or a class is unknown. The error lists all of them.
-        FlsuiteError: If a config cannot be read.
+        FlsuiteError: If keys or classes are unknown, with a line for each, or a config cannot be
+            read.
     """
     checked = _Checked(command, imports)
     for key, text in options(args):
@@ -80,7 +68,7 @@ def refuse_typos(command: str, args: list[str], imports: bool = False) -> bool:
     waits = checked.needs_imports and not imports
     lines = [line for line, is_guess in checked.lines.items() if not (is_guess and waits)]
     if lines:
-        raise TyposError(lines)
+        raise FlsuiteError(*lines)
     return waits
 
 

@@ -20,8 +20,12 @@ class FlsuiteError(Exception):
 
     The message says what to change. The command prints it as one line and exits with status 2. A
     message is a single sentence that names the argument and, where applicable, the client and the
-    round. This class is not a ValueError, because parsers catch those to try another reading.
+    round. Several messages are several lines. This class is not a ValueError, because parsers catch
+    those to try another reading.
     """
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.args))
 
 
 class FederationError(RuntimeError):

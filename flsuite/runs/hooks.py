@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.errors import refused_as
 from flsuite.common.lightning_internals import hooks_with
 from flsuite.federation.client.hooks import hooks_of_callback
 
@@ -65,11 +65,7 @@ def _reads_updates(callback: Callback) -> bool:
 
 
 def _copied(callback: Callback) -> Callback:
-    try:
+    what = f"trainer.callbacks: {type(callback).__name__} cannot be copied for a client's fit"
+    remedy = "open files and connections in its hooks, or give it __deepcopy__"
+    with refused_as(what, remedy):
         return copy.deepcopy(callback)
-    except Exception as error:
-        raise FlsuiteError(
-            f"trainer.callbacks: {type(callback).__name__} cannot be copied ({one_line(error)}), "
-            "but every client's fit works on a copy; open files and connections in its hooks, or "
-            "give it __deepcopy__"
-        ) from error

@@ -17,7 +17,7 @@ from flsuite.commands.known import TRAINER, find
 from flsuite.commands.main import work_here
 from flsuite.commands.parsing import OneLineParser
 from flsuite.commands.request import import_plugins, options
-from flsuite.commands.typos import TyposError, refuse_typos
+from flsuite.commands.typos import refuse_typos
 from flsuite.common.errors import FlsuiteError
 from flsuite.federation.engines.base import EngineChoice
 from flsuite.trainer import FederatedTrainer
@@ -108,8 +108,8 @@ def typos(*args: str, command: str = "fit") -> list[str]:
         if refuse_typos(command, list(args)):
             import_plugins(list(args))
             refuse_typos(command, list(args), imports=True)
-    except TyposError as error:
-        return error.lines
+    except FlsuiteError as error:
+        return [*error.args]
     return []
 
 
