@@ -213,7 +213,7 @@ class FederatedTrainer(ScoringTrainer):
         run = self.prepare(model, datamodule, ckpt_path)
         setup = worker_setup(self, run)
         engine = run.engine = choose_engine(run, self.engine, setup, ckpt_path)
-        with left_on_cpu(model), opened(run, ckpt_path), started(run, engine, setup):
+        with left_on_cpu(model), opened(run, ckpt_path), started(engine, setup):
             schedule, clock = self.schedule, run.federation.clock
             while not run.finished:
                 # 1. A round begins: who starts training now, from the current global model.

@@ -58,8 +58,11 @@ Bits = Annotated[int, Range("from 2 to 16", lambda x: 2 <= x <= 16)]
 Threads = Annotated[int, at_least(1), Range("at most 4096", lambda x: x <= 4096)]
 
 
+_NUMBERS = {int: Integral, float: Real}
 _WORDS = {
     bool: "true or false",
+    int: "a whole number",
+    float: "a number",
     str: "text",
     dict: "a mapping",
     tuple: "a list",
@@ -274,13 +277,10 @@ def _fault_of_kind(value: Any, kind: Any) -> str | None:
         return None
     if kind is None or kind is type(None):
         return None if value is None else "null"
-    if kind is float:
+    if kind in (int, float):
         # bool is a subclass of int, but is never meant as a number. NumPy's numbers are Real.
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        return None if is_number else "a number"
-    if kind is int:
-        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-        return None if is_whole else "a whole number"
+        is_number = isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+        return None if is_number else _WORDS[kind]
     if isinstance(kind, type) and not isinstance(value, kind):
         # Arrays and tensors count as lists of values.
         is_indexed = hasattr(value, "__getitem__") and not isinstance(value, (str, Mapping))

@@ -4,7 +4,7 @@ import errno
 import traceback
 from bdb import BdbQuit
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +42,25 @@ def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
         FlsuiteError: If the request cannot be met. A new run without a round leaves no files.
     """
     folder, is_restart = run.folder, ckpt_path is not None
-    with ExitStack() as stack:
-        stack.enter_context(_naming_the_disk(folder))
-        stack.enter_context(_saying_what_is_left(folder))
+    with _saying_what_is_left(folder):
         if folder.find_checkpoint(ckpt_path) is None:
             if run.reuse:
                 run.reuse.read(run.settings)
             folder.make()
-        stack.enter_context(folder.locked())
-        # Only under the lock, because another process may be writing the first checkpoint.
-        checkpoint = folder.find_checkpoint(ckpt_path)
-        if checkpoint is None:
-            _begin(run, is_restart)
-        else:
-            run.store.resume(checkpoint)
-            run.folder.write_clients(run.federation.data, run.evaluator.attack)
-            # If the other run was deleted, clients of the first version that are still in flight
-            # train, with the same result.
-            reuse, is_first = run.reuse, 0 in run.store.versions_in_flight
-            if reuse and reuse.source and reuse.source.exists() and is_first:
-                reuse.read(run.settings)
-        yield from _running(run, is_resumed=checkpoint is not None)
+        with folder.locked():
+            # Only under the lock, because another process may be writing the first checkpoint.
+            checkpoint = folder.find_checkpoint(ckpt_path)
+            if checkpoint is None:
+                _begin(run, is_restart)
+            else:
+                run.store.resume(checkpoint)
+                run.folder.write_clients(run.federation.data, run.evaluator.attack)
+                # If the other run was deleted, clients of the first version that are still in
+                # flight train, with the same result.
+                reuse, is_first = run.reuse, 0 in run.store.versions_in_flight
+                if reuse and reuse.source and reuse.source.exists() and is_first:
+                    reuse.read(run.settings)
+            yield from _running(run, is_resumed=checkpoint is not None)
 
 
 @contextmanager
@@ -75,7 +73,7 @@ def left_on_cpu(model: LightningModule) -> Iterator[None]:
 
 
 @contextmanager
-def started(run: Run, engine: Engine, setup: WorkerSetup) -> Iterator[None]:
+def started(engine: Engine, setup: WorkerSetup) -> Iterator[None]:
     """Start the engine, which trains and scores the clients, and stop it at the end."""
     try:
         engine.start(setup)
@@ -121,33 +119,26 @@ def choose_engine(
 
 
 @contextmanager
-def _naming_the_disk(folder: RunFolder) -> Iterator[None]:
-    """Name the file, or the folder, in errors from a full or read-only disk.
+def _saying_what_is_left(folder: RunFolder) -> Iterator[None]:
+    """Say how to continue after an interrupt or a fault of the disk: only the run knows its folder.
 
     Raises:
-        FederationError: If the disk caused an error.
+        FederationError: If a full or read-only disk caused an error. It names the file or folder.
     """
+    path = folder.path
     try:
         yield
     except OSError as error:
-        if folder.path is None or error.errno not in _DISK_ERRNOS:
+        if path is None or error.errno not in _DISK_ERRNOS:
             raise
         remedy = "free some space or make the folder writable"
         if error.errno == errno.EFBIG:
             remedy = "raise the limit of file sizes (ulimit -f)"
         raise FederationError(
-            f"cannot write to {error.filename or folder.path} ({error.strerror}); the last "
+            f"cannot write to {error.filename or path} ({error.strerror}); the last "
             f"checkpoint, if there is one, is kept: {remedy}, and continue with --ckpt_path last"
         ) from error
-
-
-@contextmanager
-def _saying_what_is_left(folder: RunFolder) -> Iterator[None]:
-    """Say how to continue in an interrupt: only the run knows its folder."""
-    try:
-        yield
     except (KeyboardInterrupt, BdbQuit) as error:
-        path = folder.path
         if path is None or not (path / "metrics.csv").is_file():
             error.args = ("no folder is left; the same command starts again",)
         else:
