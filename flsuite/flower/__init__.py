@@ -5,11 +5,6 @@ Flower (``flwr``) is an extra: ``pip install "flsuite[flower]"``. A Flower app n
 :class:`flsuite.flower.client.Site` take objects instead of a config.
 """
 
-from importlib.util import find_spec
+from flsuite.common.errors import require_extra
 
-from flsuite.common.errors import FlsuiteError
-
-if find_spec("flwr") is None:
-    raise FlsuiteError(
-        'flsuite.flower needs Flower, which is not installed: pip install "flsuite[flower]"'
-    )
+require_extra("flsuite.flower", ("flwr",), "flower")

@@ -60,5 +60,5 @@ def test_without_flower_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch)
         if name.split(".")[0] == "flwr" or name.startswith("flsuite.flower"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flwr", None)
-    with pytest.raises(FlsuiteError, match=r'pip install "flsuite\[flower\]"'):
+    with pytest.raises(FlsuiteError, match=r"pip install 'flsuite\[flower\]'"):
         import flsuite.flower  # noqa: F401
