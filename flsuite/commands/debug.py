@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
@@ -26,18 +27,25 @@ from flsuite.commands.fit import build
 from flsuite.commands.fork import QUIET, keep, repetition
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.request import require_run
-from flsuite.common.arguments import NonNegativeInt, PositiveInt, require
 from flsuite.common.errors import FederationError, FlsuiteError, some, with_place
 from flsuite.common.lightning_internals import scaler_of
 from flsuite.common.messages import ClientFailure, ClientResult, FitRequest, Outcome
-from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
 from flsuite.federation.client.jobs import JobRunner
-from flsuite.federation.engines.base import threads_set
+from flsuite.federation.engines.base import InProcess, threads_set
+from flsuite.federation.schedules.base import Fit
 from flsuite.runs.preparation import worker_setup
-from flsuite.runs.record import is_asynchronous, is_finished, kept_rounds, rows_of
+from flsuite.runs.record import (
+    is_asynchronous,
+    is_finished,
+    kept_rounds,
+    read_settings,
+    rows_of,
+    start_round,
+)
 from flsuite.runs.run import Run
-from flsuite.runs.session import left_on_cpu, opened
+from flsuite.runs.session import left_on_cpu, opened, started
+from flsuite.trainer import FederatedTrainer
 
 _ALONE = (
     *("--trainer.keep_updates", "false", "--trainer.keep_rounds", "null"),
@@ -45,7 +53,7 @@ _ALONE = (
 )
 """Arguments for a fit whose run keeps nothing."""
 _SHOWN = 20  # steps of a table
-_AROUND = 3  # steps before and after the one at fault
+_AROUND = 3  # steps shown of a long fit: at its ends, and on both sides of the one at fault
 
 
 @dataclass
@@ -55,8 +63,8 @@ class Step:
     Attributes:
         epoch: The epoch, counted from 1.
         batch: The number of the batch in the epoch, counted from 1.
-        samples: The numbers of the samples in the training split.
-        content: What to know of the batch if the step fails.
+        samples: The numbers of the samples in the published splits.
+        note: Which numbers of the batch are not finite. A model may mask them.
         loss: The loss. ``None`` before the step is done, or if it returns none.
         gradient: The norm of the gradient, before the algorithm changes it.
         fault: What is wrong, or an empty text.
@@ -65,7 +73,7 @@ class Step:
     epoch: int
     batch: int
     samples: list[int]
-    content: str
+    note: str
     loss: float | None = None
     gradient: float | None = None
     fault: str = ""
@@ -80,38 +88,32 @@ class FitWatch(Callback):
 
     Attributes:
         steps: The steps so far.
+        fault: The number of the step at fault, counted from 1: the one that raised an exception, or
+            the first whose loss or gradient is not finite. ``None`` if there is none.
         error: The exception that ended the fit, if any.
     """
 
     def __init__(self, stop_at: int | None = None) -> None:
         self.steps: list[Step] = []
+        self.fault: int | None = None
         self.error: BaseException | None = None
-        self._stop_at, self._epoch, self._is_inside = stop_at, 0, False
+        self._stop_at, self._epoch, self._batch = stop_at, 0, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FitWatch":
         return self  # a fit has copies of its callbacks, and the record must come back
-
-    @property
-    def fault(self) -> int | None:
-        """Return the number of the first step with a fault, counted from 1."""
-        return next((n for n, step in enumerate(self.steps, start=1) if step.fault), None)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loader: Any = trainer.train_dataloader
         twin: TrainLoader = copy.copy(loader)
         twin.epoch = self._epoch
-        self._rows, self._data, self._epoch = twin.rows(), loader.data, self._epoch + 1
+        self._rows, self._split, self._epoch = twin.rows(), loader.data.train, self._epoch + 1
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        split, rows = self._data.train, next(self._rows)
-        # The samples of a dataset that is read on demand have the numbers of that dataset.
-        samples = (rows if split.in_memory else split.x[rows]).tolist()
-        step = Step(self._epoch, batch_idx + 1, samples, _content(batch, samples))
-        step.fault = _fault_of(batch, samples)
-        self.steps.append(step)
-        self._is_inside = True
+        samples = self._split.numbers[next(self._rows)].tolist()
+        self.steps.append(Step(self._epoch, batch_idx + 1, samples, _not_finite(batch, samples)))
+        self._batch = batch
         if len(self.steps) == self._stop_at:
             own = pl_module.training_step
             vars(pl_module)["training_step"] = partial(pdb.Pdb().runcall, own)
@@ -120,58 +122,63 @@ class FitWatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
-        if not norms or not self.steps:
-            return
-        step = self.steps[-1]
-        step.gradient = float(torch.linalg.vector_norm(torch.stack(norms)))
-        if scaler_of(trainer) is None and not math.isfinite(step.gradient):
-            step.fault = step.fault or "the gradient is not finite"
+        norms = [_norm(p.grad) for p in parameters if p.grad is not None]
+        if norms and self.steps:
+            self.steps[-1].gradient = math.hypot(*norms)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
     ) -> None:
-        self._is_inside = False
         vars(pl_module).pop("training_step", None)
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if loss is None:
-            return
-        step = self.steps[-1]
-        step.loss = float(loss)
-        if not math.isfinite(step.loss) and not step.fault.startswith("batch"):
-            step.fault = "the loss is not finite"
+        step, loss = self.steps[-1], outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if loss is not None:
+            # Lightning has divided it, because gradients of several batches are summed.
+            parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            step.loss = float(loss) * parts
+        # A scaler skips a step whose gradient overflows.
+        gradient = step.gradient if scaler_of(trainer) is None else None
+        for name, value in (("loss", step.loss), ("gradient", gradient)):
+            if self.fault is None and value is not None and not math.isfinite(value):
+                self._blame(f"the {name} is not finite")
+        self._batch = None
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        self.error = exception
+        self.error, self.fault = exception, None
         vars(pl_module).pop("training_step", None)
-        if self._is_inside:
-            step = self.steps[-1]
-            step.fault = f"{type(exception).__name__}: {with_place(exception, longest=300)}"
+        if self._batch is not None:
+            self._blame(f"{type(exception).__name__}: {with_place(exception, longest=300)}")
+
+    def _blame(self, what: str) -> None:
+        """Note that the last step is at fault, with what is to know of its batch."""
+        step, self.fault = self.steps[-1], len(self.steps)
+        step.fault = "; ".join(filter(None, (what, step.note, _ranges(self._batch, step.samples))))
+
+
+def _norm(gradient: Tensor) -> float:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))  # float32 overflows earlier
 
 
 def _parts(batch: Any, samples: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
     """Yield the parts of a batch that have one row per sample, by their places."""
     for place, leaf in tree_leaves_with_path(batch):
-        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(samples):
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(samples) and leaf.numel():
             yield f"batch{keystr(place)}", leaf.detach().reshape(len(leaf), -1)
 
 
-def _fault_of(batch: Any, samples: Sequence[int]) -> str:
+def _not_finite(batch: Any, samples: Sequence[int]) -> str:
     """Return which numbers of a batch are not finite, or an empty text."""
-    for name, part in _parts(batch, samples):
-        bad = ~torch.isfinite(part).all(1)
-        if bad.any():
-            return f"{name} is not finite in {_named(samples, bad)}"
-    return ""
+    bad = ((name, ~torch.isfinite(part).all(1)) for name, part in _parts(batch, samples))
+    return ", ".join(f"{n} is not finite in {_named(samples, b)}" for n, b in bad if b.any())
 
 
-def _content(batch: Any, samples: Sequence[int]) -> str:
+def _ranges(batch: Any, samples: Sequence[int]) -> str:
     """Return the ranges of the whole numbers in a batch, such as classes and words."""
     ranges = []
     for name, part in _parts(batch, samples):
-        if part.numel() and not part.is_floating_point() and not part.is_complex():
+        if not part.is_floating_point() and not part.is_complex() and part.dtype != torch.bool:
             low, high = (f"{e} ({_named(samples, (part == e).any(1))})" for e in part.aminmax())
             ranges.append(f"{name} is from {low} to {high}")
     return ", ".join(ranges)
@@ -187,7 +194,7 @@ class Replay:
     """One fit of a run, ready to be done again.
 
     Args:
-        run: The run, before the round.
+        run: The run, before the fit.
         runner: Trains the client.
         request: The fit.
         threads: torch threads of the run's fits.
@@ -199,11 +206,12 @@ class Replay:
     threads: int
 
     def fit(self, watch: FitWatch) -> Outcome:
-        """Do the fit again."""
+        """Do the fit again, without a fault that the schedule injects."""
         broadcast = self.request.broadcast
         watched = replace(broadcast, callbacks=(*broadcast.callbacks, watch))
         with threads_set(self.threads):
-            (outcome,) = self.runner.answer([replace(self.request, broadcast=watched)])
+            request = replace(self.request, broadcast=watched, fault=None)
+            (outcome,) = self.runner.answer([request])
         return outcome
 
 
@@ -213,58 +221,93 @@ def replayed(run: Path, at: int, client: int) -> Iterator[Replay]:
 
     Args:
         run: The folder of the run.
-        at: The round, counted from 1.
+        at: The round, counted from 1, in which the fit begins.
         client: The client.
 
     Raises:
         FlsuiteError: If there is no such fit, or nothing can repeat its start.
     """
-    _require_round(run, at)
-    keep("debug", run, at - 1)
+    first = start_round(run)
+    done = max(first, *kept_rounds(run), 0)
+    last = done if done > first and is_finished(run) else done + 1
+    if not first < at <= last:
+        raise FlsuiteError(f"debug: {run} has rounds {first + 1} to {last}; give --at one of them")
+    if at - 1 > first:
+        keep("debug", run, at - 1)
     with tempfile.TemporaryDirectory(prefix="flsuite-debug-") as folder:
-        start = at - 1 if at - 1 in kept_rounds(run) else None
         changes = ("--run_dir", str(Path(folder) / "run"), *QUIET, *_ALONE)
+        start = at - 1 if at - 1 > first else None
         trainer, model, data = build(repetition(run, start, *changes))
         logging.getLogger("flsuite").setLevel(logging.ERROR)
-        prepared = trainer.prepare(model, data)
-        with left_on_cpu(model), opened(prepared):
-            requests = prepared.requests(prepared.begin_round())
-            fits = {request.client: request for request in requests}
-            if client not in fits:
-                raise FlsuiteError(
-                    f"debug: client {client} did not begin a fit in round {at}; --client may be "
-                    f"{some(sorted(map(str, fits), key=int), 10)}"
-                )
-            runner = JobRunner(worker_setup(trainer, prepared))
-            threads = getattr(trainer.engine, "threads", 1)
-            yield Replay(prepared, runner, fits[client], threads)
+        prepared, threads = trainer.prepare(model, data), getattr(trainer.engine, "threads", 1)
+        setup, engine = worker_setup(trainer, prepared), InProcess(threads)
+        with left_on_cpu(model), opened(prepared), started(prepared, engine, setup):
+            request = _begun(trainer, prepared, engine, client, _number(run, at, client))
+            yield Replay(prepared, JobRunner(setup), request, threads)
 
 
-def _require_round(run: Path, at: int) -> None:
-    """Refuse a round that a run has not begun."""
-    done = max(kept_rounds(run), default=0)
-    last = done if done and is_finished(run) else done + 1
-    if at > last:
-        raise FlsuiteError(f"debug: {run} has {done} finished rounds; give --at up to {last}")
+def _begun(
+    trainer: FederatedTrainer, run: Run, engine: InProcess, client: int, number: int | None
+) -> FitRequest:
+    """Begin a round, and return a client's fit that begins in it.
+
+    Without rounds, the fit may begin when others have come back.
+
+    Args:
+        trainer: The trainer of the run.
+        run: The run, before the round.
+        engine: Where others train until the fit begins.
+        client: The client.
+        number: The number of the fit. Default: the first one.
+    """
+    begun: list[FitRequest] = []
+
+    def begin(fits: Sequence[Fit]) -> list[FitRequest]:
+        requests = run.requests(fits)
+        begun.extend(r for r in requests if r.broadcast.round == run.round + 1)
+        return requests
+
+    schedule = trainer.schedule
+    engine.submit(begin(run.begin_round()))
+    arrivals = schedule.arrivals(engine, run.federation.clock, begin)
+    while True:
+        for request in begun:
+            if request.client == client and number in (None, request.number):
+                return request
+        outcome = next(arrivals, None) if schedule.is_asynchronous else None
+        if outcome is None:
+            clients = sorted({request.client for request in begun})
+            raise FlsuiteError(
+                f"debug: client {client} did not begin a fit in round {run.round + 1}; --client "
+                f"may be {some([*map(str, clients)], 10)}"
+            )
+        run.accept(outcome)
+
+
+def _number(run: Path, at: int, client: int) -> int | None:
+    """Return the number of a client's fit that failed in a round without end, if one did."""
+    place = {"client": str(client), "version": str(at - 1), "outcome": "failed"}
+    rows = (row for row in rows_of(run / "timeline.csv") if place.items() <= row.items())
+    return next((int(row["fit"]) for row in rows), None)
 
 
 def debug(args: list[str]) -> None:
     """Do one fit of a run again, print its steps, and stop at the fault in the debugger.
 
     Raises:
-        FederationError: If the fit fails, or a number in it is not finite.
+        FederationError: If the fit fails, or its loss or gradient is not finite.
     """
     request = parser_of("debug").parse_args(args)
-    require("debug", PositiveInt | None, **{"--at": request.at, "--step": request.step})
-    require("debug", NonNegativeInt, **{"--client": request.client})
-    run, client = require_run("debug", Path(request.run)), request.client
-    with replayed(run, request.at, client) as replay:
-        data = replay.run.federation.data.at(replay.request.broadcast.round)
+    run, at, client = require_run("debug", Path(request.run)), request.at, request.client
+    with replayed(run, at, client) as replay:
         watch = FitWatch()
         outcome = replay.fit(watch)
-        where = f"round {request.at}: client {client}"
-        _print(watch, where, data, client)
-        _compare(run, request.at, client, outcome)
+        steps = len(watch.steps)
+        where = f"round {at}: client {client}"
+        _print(watch, where, replay)
+        _compare(run, at, client, outcome)
+        if request.step is not None and not 0 < request.step <= steps:
+            raise FlsuiteError(f"debug: the fit has {steps} steps, got --step {request.step}")
 
         stop = request.step or (watch.fault if watch.error is None else None)
         if not request.no_pdb and stop is not None:
@@ -280,41 +323,37 @@ def _fault(watch: FitWatch, outcome: Outcome | None) -> str:
     """Return what is wrong with a fit, or an empty text."""
     if (number := watch.fault) is not None:
         step = watch.steps[number - 1]
-        content = f"; {step.content}" if step.content and watch.error is not None else ""
-        numbers = some([*map(str, step.samples)], 10)
         return (
-            f"step {number}, batch {step.batch} of epoch {step.epoch}, is at fault: {step.fault}"
-            f"{content}; its samples of the training split: {numbers}"
+            f"step {number}, batch {step.batch} of epoch {step.epoch}, is at fault: {step.fault}; "
+            f"its samples: {some([*map(str, step.samples)], 10)}"
         )
     return outcome.reason if isinstance(outcome, ClientFailure) else ""
 
 
-def _print(watch: FitWatch, where: str, data: FederatedData, client: int) -> None:
+def _print(watch: FitWatch, where: str, replay: Replay) -> None:
     """Print a client's classes and the steps of its fit."""
-    counts = zip(data.spec.names, data.class_counts(client).tolist(), strict=False)
+    request = replay.request
+    data = replay.run.federation.data.at(request.broadcast.round)
+    counts = zip(data.spec.names, data.class_counts(request.client).tolist(), strict=False)
     classes = ", ".join(f"{name}: {count}" for name, count in counts if count)
-    print(f"{where}, {data.samples(client)} samples, classes {classes}")
+    print(f"{where}, {data.samples(request.client)} samples, classes {classes}")
+    if request.fault is not None:
+        print(f"trainer.schedule injects the fault {request.fault} into the fit, not done here")
     table = Table(title="steps", title_justify="left", show_edge=False)
     for column in ("step", "epoch", "batch", "samples", "loss", "gradient", ""):
-        table.add_column(column, justify="left" if not column else "right")
-    before, fault = 0, watch.fault
-    for number in _shown_steps(len(watch.steps), fault):
+        table.add_column(column, justify="right" if column else "left")
+    steps, fault, before = watch.steps, watch.fault, 0
+    for number, step in enumerate(steps, start=1):
+        far = min(number - 1, len(steps) - number, abs(number - (fault or 1)))
+        if len(steps) > _SHOWN and far > _AROUND:
+            continue
         if number > before + 1:
             table.add_row("...")
-        step, before = watch.steps[number - 1], number
-        numbers = ("" if value is None else f"{value:.6g}" for value in (step.loss, step.gradient))
+        before = number
         counts_of = map(str, (number, step.epoch, step.batch, len(step.samples)))
-        table.add_row(*counts_of, *numbers, "at fault" if number == fault else "")
+        values = ("" if v is None else f"{v:.6g}" for v in (step.loss, step.gradient))
+        table.add_row(*counts_of, *values, "at fault" if number == fault else escape(step.note))
     Console().print(table)
-
-
-def _shown_steps(steps: int, fault: int | None) -> list[int]:
-    """Return the numbers of the steps to print: all, or the first, the last and the faulty ones."""
-    if steps <= _SHOWN:
-        return list(range(1, steps + 1))
-    ends = {*range(1, _AROUND + 1), *range(steps - _AROUND, steps + 1)}
-    near = range(max(fault - _AROUND, 1), min(fault + _AROUND, steps) + 1) if fault else ()
-    return sorted({*ends, *near})
 
 
 def _compare(run: Path, at: int, client: int, outcome: Outcome) -> None:
@@ -330,5 +369,7 @@ def _compare(run: Path, at: int, client: int, outcome: Outcome) -> None:
         print(f"the loss of the fit is that of the record: {record}")
         return
     print(f"the loss of the fit is {now:.9g}, and {record} in the record")
+    if "engine" in read_settings(run):
+        print("the run trained the client in a stack, which rounds otherwise")
     for line in environment_differences(run):
         print(f"another environment: {line}")

@@ -106,9 +106,16 @@ class TrainLoader:
         return {number: [*islice(batches, self._length)] for number in numbers}
 
     def rows(self) -> Iterator[Tensor]:
-        """Return the rows of each batch of the next epoch, int64, without reading them."""
+        """Yield the rows of each batch of the next epoch, int64.
+
+        The batches are read as well, because an augmentation between two passes over the samples
+        draws from the same randomness.
+        """
         self.epoch += 1
-        return self._batch_rows(self._generator(self.epoch - 1))
+        generator, drawn = self._generator(self.epoch - 1), list[Tensor]()
+        own = (drawn.append(rows) or rows for rows in self._batch_rows(generator))
+        for _ in self.data.batches_of(self.data.train, own, generator):
+            yield drawn.pop(0)
 
     def _batch_rows(self, generator: torch.Generator) -> Iterator[Tensor]:
         if self.is_poisson:
