@@ -246,10 +246,13 @@ def find_runs(places: Iterable[str | Path]) -> list[Path]:
     folders = sorted(table.parent for table in tables if is_metrics(table))
     if not folders:
         other = f"; {min(tables)} is damaged, or not from flsuite" if tables else ""
-        raise FlsuiteError(
-            f"no run below {', '.join(map(str, roots))}: name folders with a metrics.csv of "
-            f"flsuite fit{other}"
+        gone = [str(root) for root in roots if not root.exists()]
+        fault = (
+            f"there is no folder {gone[0]}"
+            if gone
+            else f"no run below {', '.join(map(str, roots))}"
         )
+        raise FlsuiteError(f"{fault}: name folders with a metrics.csv of flsuite fit{other}")
     return folders
 
 

@@ -32,6 +32,7 @@ from flsuite.common.lightning_internals import scaler_of
 from flsuite.common.messages import ClientFailure, ClientResult, FitRequest, Outcome
 from flsuite.data.loader import TrainLoader
 from flsuite.federation.client.jobs import JobRunner
+from flsuite.federation.client.setup import remedy_of
 from flsuite.federation.engines.base import InProcess, threads_set
 from flsuite.federation.schedules.base import Fit
 from flsuite.runs.preparation import worker_setup
@@ -130,7 +131,10 @@ class FitWatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
     ) -> None:
         vars(pl_module).pop("training_step", None)
-        step, loss = self.steps[-1], outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        step, loss = (
+            self.steps[-1],
+            outputs.get("loss") if isinstance(outputs, Mapping) else outputs,
+        )
         if loss is not None:
             # Lightning has divided it, because gradients of several batches are summed.
             parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
@@ -148,7 +152,8 @@ class FitWatch(Callback):
         self.error, self.fault = exception, None
         vars(pl_module).pop("training_step", None)
         if self._batch is not None:
-            self._blame(f"{type(exception).__name__}: {with_place(exception, longest=300)}")
+            place = with_place(exception, longest=300)
+            self._blame(f"{type(exception).__name__}: {place}{remedy_of(exception)}")
 
     def _blame(self, what: str) -> None:
         """Note that the last step is at fault, with what is to know of its batch."""
@@ -231,7 +236,9 @@ def replayed(run: Path, at: int, client: int) -> Iterator[Replay]:
     done = max(first, *kept_rounds(run), 0)
     last = done if done > first and is_finished(run) else done + 1
     if not first < at <= last:
-        raise FlsuiteError(f"debug: {run} has rounds {first + 1} to {last}; give --at one of them")
+        raise FlsuiteError(
+            f"debug: --at must be from {first + 1} to {last}, got {at}: a round of {run}"
+        )
     if at - 1 > first:
         keep("debug", run, at - 1)
     with tempfile.TemporaryDirectory(prefix="flsuite-debug-") as folder:

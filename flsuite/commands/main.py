@@ -60,7 +60,7 @@ _ANSWERING = ("fit", "resume", "ls", "report", "verify")  # these take --json
 
 # How to continue after Ctrl-C, unless a run in its folder says it.
 _AFTER_INTERRUPT = {
-    "fit": "fit continues from the last finished round with --ckpt_path last",
+    "fit": "the same command starts again",
     "resume": "the same command continues the run",
     "fork": "nothing was written, and the same command starts again",
     "contribution": "the same command continues",

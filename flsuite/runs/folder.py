@@ -207,6 +207,13 @@ class RunFolder:
             self._made.insert(0, folder)
         replace_text(text, make_folder(folder) / f"round-{round}.txt")
 
+    def forget_errors(self, round: int) -> None:
+        """Remove the tracebacks of the rounds after a round, which are repeated."""
+        for path in self.path.glob("errors/round-*.txt") if self.path else ():
+            number = path.stem.removeprefix("round-")
+            if number.isdecimal() and int(number) > round:
+                path.unlink()
+
     def require_tables(self) -> None:
         """Refuse tables that are not the ones that the last checkpoint was written with, if any.
 

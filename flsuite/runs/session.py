@@ -60,6 +60,7 @@ def opened(run: Run, ckpt_path: str | None = None) -> Iterator[Run]:
                 reuse, is_first = run.reuse, 0 in run.store.versions_in_flight
                 if reuse and reuse.source and reuse.source.exists() and is_first:
                     reuse.read(run.settings)
+            run.folder.forget_errors(run.round)
             yield from _running(run, is_resumed=checkpoint is not None)
 
 

@@ -177,7 +177,8 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
     console.print(table)
     last = [f"run: {folder}"] if folder is not None else []
     if summary.failed:
-        see = ", see errors/" if folder is not None and (folder / "errors").is_dir() else ""
+        has_tracebacks = folder is not None and any(folder.glob("errors/*.txt"))
+        see = ", see errors/" if has_tracebacks else ""
         last.append(f"({summary.failed} of {summary.fits} fits failed{see})")
     if last:
         console.print(" ".join(last), soft_wrap=True)

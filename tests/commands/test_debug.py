@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.commands.debug import FitWatch, replayed
+from flsuite.commands.debug import FitWatch, _norm, replayed
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientResult, Outcome
 from flsuite.common.state import State, clone
-from flsuite.data import FromDataset
+from flsuite.data import Digits, FromDataset
 from flsuite.federation import Processes
 from flsuite.runs.record import kept_rounds, rows_of
 from flsuite.runs.run import Run
@@ -44,6 +44,10 @@ class Net(LightningModule):
         if self.stops == "here":
             breakpoint()
         x, y = batch
+        if self.stops.startswith("masks"):
+            x = x.nan_to_num()
+        if self.stops == "masks, then raises" and batch_idx == 6 or self.stops == "short":
+            x.reshape(4, 4)
         return F.cross_entropy(self.layer(x), y)
 
     def configure_optimizers(self):
@@ -139,7 +143,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 FAULTS = {
     "nan": "batch[0] is not finite in sample 57",
-    "label": "IndexError: Target 7 is out of bounds. (own.py, line 23, in ",
+    "label": "IndexError: Target 7 is out of bounds. (own.py, line 27, in ",
 }
 
 
@@ -155,8 +159,9 @@ def test_the_batch_at_fault_is_named_and_the_debugger_stops_there(
     captured = capsys.readouterr()
     (error,) = [line for line in captured.err.splitlines() if line.startswith("flsuite: error")]
     assert f"round 3: client {client}: step " in error and FAULTS[bug] in error
-    assert bug == "nan" or "batch[1] is from 0 (sample 96) to 7 (sample 57)" in error
-    samples = error.rpartition("training split: ")[2].split(", ")
+    assert "correct the label" in error or bug == "nan"
+    assert "batch[1] is from 0 (sample 96) to 7 (sample 57)" in error
+    samples = error.rpartition("its samples: ")[2].split(", ")
     assert samples == ["96", "57", "37"], "the last batch of the epoch"
     assert captured.out.count("at fault") == 1 and "round 2 was not kept" in captured.err
     assert 2 in kept_rounds(Path("run")), "the next time is faster"
@@ -166,7 +171,7 @@ def test_the_batch_at_fault_is_named_and_the_debugger_stops_there(
     assert cli(*where) == 1
     out = capsys.readouterr().out
     assert {"nan": "tensor(1)", "label": ", tensor(7))"}[bug] in out
-    assert ("own.py(18)training_step()" if bug == "nan" else "own.py(23)training_step()") in out
+    assert ("own.py(18)training_step()" if bug == "nan" else "own.py(27)training_step()") in out
 
 
 def test_a_step_is_run_in_the_debugger_on_request(capsys: Capture, typed: Any) -> None:
@@ -180,11 +185,100 @@ def test_a_step_is_run_in_the_debugger_on_request(capsys: Capture, typed: Any) -
 def test_a_round_or_client_that_is_not_there_is_one_line(capsys: Capture) -> None:
     assert own_run("", "", *HALF) == 0
     line = refused(capsys, "debug", "run", "--at", "4", "--client", "0")
-    assert "run has 3 finished rounds; give --at up to 3" in line
-    assert "must be at least 1" in refused(capsys, "debug", "run", "--at", "0", "--client", "0")
+    assert "--at must be from 1 to 3, got 4: a round of run" in line
     assert "client 9 did not begin a fit in round 1; --client may be" in refused(
         capsys, "debug", "run", "--at", "1", "--client", "9"
     )
+    (client, *_) = (row["client"] for row in rows_of(Path("run/timeline.csv")))
+    line = refused(capsys, "debug", "run", "--at", "1", "--client", client, "--step", "50")
+    assert "the fit has 7 steps, got --step 50" in line
+
+
+def debugged(capsys: Capture, *where: str) -> tuple[int, str, str]:
+    """Return the exit status, the output, and the error of a fit."""
+    capsys.readouterr()
+    status = cli("debug", *where, "--no-pdb")
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err.splitlines()[-1] if status else ""
+
+
+@pytest.mark.parametrize("then", ["", ", then raises"])
+def test_a_number_that_the_model_masks_is_a_note(then: str, capsys: Capture) -> None:
+    assert own_run("nan", f"masks{then}", "--trainer.max_epochs", "2") == (1 if then else 0)
+    status, out, error = debugged(capsys, "run", "--at", "1", "--client", "3")
+    assert status == (1 if then else 0) and "batch[0] is not finite" in out
+    assert out.count("at fault") == bool(then)
+    if then:
+        assert "step 7, batch 7 of epoch 1, is at fault: RuntimeError: shape '[4, 4]' is" in error
+        assert "take the size from the batch" in error and "is not finite" not in error
+    else:
+        assert out.count(" 2 │     7 ") == 1, "the second epoch"
+
+
+def test_without_rounds_the_fit_that_failed_is_found(capsys: Capture) -> None:
+    several = ("--concurrency", "3", "--buffer_size", "3")
+    names = [f"--trainer.schedule.{e[2:]}" if e.startswith("--") else e for e in several]
+    assert own_run("", "short", "--trainer.schedule", "Asynchronous", *names) == 0
+    rows = [row for row in rows_of(Path("run/timeline.csv")) if row["version"] == "1"]
+    (*_, row) = (row for row in rows if row["outcome"] == "failed")
+    starts = min(float(row["started_s"]) for row in rows)
+    assert float(row["started_s"]) > starts, "it begins when others have come back"
+    status, _, error = debugged(capsys, "run", "--at", "2", "--client", row["client"])
+    assert status == 1 and "step 7, batch 7 of epoch 1" in error
+
+
+def test_the_first_round_of_a_fork_begins_at_the_parent(capsys: Capture) -> None:
+    assert own_run("", "", "--trainer.keep_rounds", "1") == 0
+    assert cli("fork", "run", "--at", "2", "--run_dir", "fork") == 0
+    status, out, _ = debugged(capsys, "fork", "--at", "3", "--client", "1")
+    assert status == 0 and "the loss of the fit is that of the record" in out
+    assert debugged(capsys, "fork", "--at", "1", "--client", "1")[0] == 2
+
+
+def test_a_fault_that_the_schedule_injects_is_left_out(capsys: Capture) -> None:
+    faults = ("--trainer.schedule", "Faults", "--trainer.schedule.raises", "1.0")
+    assert own_run("", "", *faults) == 1
+    status, out, _ = debugged(capsys, "run", "--at", "1", "--client", "1")
+    assert status == 0 and "injects the fault raises into the fit" in out
+
+
+class Batches(FitWatch):
+    """Keeps the targets of the batches."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, index)
+        self.targets = [*getattr(self, "targets", []), batch[1]]
+
+
+POOLED = ("--trainer.aggregator", "Centralized", "--data.augment", "CropFlip")
+
+
+@pytest.mark.parametrize("more", [(), POOLED])
+def test_samples_have_the_numbers_of_the_data_set(more: tuple[str, ...]) -> None:
+    few = ("--data.train_samples", "200", "--data.clients", "4", "--trainer.rounds", "1")
+    assert cli("fit", "--config", QUICKSTART, "--run_dir", "run", *few, *FAST, *more) == 0
+    labels = Digits(clients=4).load().train.y
+    with replayed(Path("run"), 1, -1 if more else 1) as replay:
+        watch = Batches()
+        replay.fit(watch)
+    for step, targets in zip(watch.steps, watch.targets, strict=True):
+        assert torch.equal(labels[step.samples], targets)
+
+
+def test_the_loss_of_a_step_is_that_of_its_batch() -> None:
+    assert own_run("", "", "--trainer.accumulate_grad_batches", "2") == 0
+    with replayed(Path("run"), 1, 1) as replay:
+        watch = FitWatch()
+        outcome = replay.fit(watch)
+    assert isinstance(outcome, ClientResult)
+    losses = [step.loss or 0.0 for step in watch.steps]
+    assert sum(losses) / len(losses) == pytest.approx(outcome.update.metrics["loss"])
+
+
+def test_a_large_or_sparse_gradient_is_finite() -> None:
+    large = torch.full((4,), 1e30)
+    assert _norm(large) == pytest.approx(2e30)
+    assert _norm(large.to_sparse()) == pytest.approx(2e30)
 
 
 def test_who_leaves_the_debugger_ends_the_run(capsys: Capture) -> None:

@@ -137,7 +137,7 @@ def test_csv_is_for_other_programs(runs: Path, capsys: Capture) -> None:
 
 def test_nothing_to_list_is_one_line(runs: Path, capsys: Capture) -> None:
     assert "no run has method Krum" in refused(capsys, "ls", "--method", "Krum")
-    assert "no run below nowhere" in refused(capsys, "ls", "nowhere")
+    assert "there is no folder nowhere" in refused(capsys, "ls", "nowhere")
     assert "invalid choice: 'done'" in refused(capsys, "ls", "--state", "done")
 
 

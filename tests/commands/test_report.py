@@ -188,7 +188,7 @@ def test_the_command_prints_and_writes(runs: Path, tmp_path: Path, capsys: Captu
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["nowhere"], "no run below nowhere"),
+        (["nowhere"], "there is no folder nowhere"),
         ([], "required: FOLDER"),
         (["RUNS", "--metric", "f1"], "no run has the test score 'f1'; there are accuracy"),
         (["RUNS", "--last", "0"], "--last must be at least 1"),

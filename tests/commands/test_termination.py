@@ -188,7 +188,7 @@ def test_of_two_processes_that_start_in_one_folder_one_runs(
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("fit", "interrupted; fit continues from the last finished round with --ckpt_path last"),
+        ("fit", "interrupted; the same command starts again"),
         ("sweep", "interrupted; the same command continues the sweep"),
         ("report", "interrupted"),
     ],

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,13 @@ _REFUSED: dict[str, tuple[_Accepted, str]] = {
     "num_sanity_val_steps": ((None, 0), "has no effect in a federation; remove it"),
     "strategy": ((None, "auto"), f"must be auto, {_WORKERS}"),
     "val_check_interval": ((None,), "has no effect; set trainer.evaluate_every instead"),
+}
+# Words of an error that a client's fit raises: what to change.
+_REMEDIES = {
+    "^Early stopping conditioned on metric": "RoundEarlyStopping stops by the scores of the rounds",
+    "^Target .* is out of bounds": "correct the label, or give the model an output for it",
+    "^shape .* is invalid for input": "take the size from the batch, since the last one is smaller",
+    "shapes cannot be multiplied": "make the layer as wide as what it receives",
 }
 _PRECISIONS = ("32-true", "32", "bf16-mixed", "bf16", "16-mixed", "16", "transformer-engine")
 _FEDERATION_CALLBACKS = {
@@ -250,9 +258,9 @@ def epoch_batches(trainer_kwargs: Mapping[str, Any], batches: int) -> int:
 
 
 def remedy_of(error: BaseException) -> str:
-    """Return what to use instead of a callback that has failed in a client's fit, if known."""
-    is_early = str(error).startswith("Early stopping conditioned on metric")
-    return "; RoundEarlyStopping stops by the scores of the rounds" if is_early else ""
+    """Return what to change after an error of a client's fit, if known."""
+    text = str(error)
+    return next((f"; {what}" for words, what in _REMEDIES.items() if re.search(words, text)), "")
 
 
 def without_replaced(callbacks: Sequence[Callback]) -> list[Callback]:
