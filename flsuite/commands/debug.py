@@ -309,12 +309,11 @@ def debug(args: list[str]) -> None:
     with replayed(run, at, client) as replay:
         watch = FitWatch()
         outcome = replay.fit(watch)
-        steps = len(watch.steps)
-        where = f"round {at}: client {client}"
-        _print(watch, where, replay)
-        _compare(run, at, client, outcome)
+        steps, where = len(watch.steps), f"round {at}: client {client}"
         if request.step is not None and not 0 < request.step <= steps:
             raise FlsuiteError(f"debug: the fit has {steps} steps, got --step {request.step}")
+        _print(watch, where, replay)
+        _compare(run, at, client, outcome)
 
         stop = request.step or (watch.fault if watch.error is None else None)
         if not request.no_pdb and stop is not None:

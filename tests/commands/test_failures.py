@@ -69,6 +69,23 @@ def test_the_first_failure_may_end_a_run(engine: str, capsys: Capture) -> None:
     assert fit("FailsAtTwo", *settings, "continue", "--ckpt_path", "last") == 0
 
 
+def test_a_resume_forgets_the_tracebacks_of_the_rounds_that_it_repeats() -> None:
+    assert fit("FailsAtTwo", "--trainer.keep_rounds", "1") == 0
+    for round in (2, 10):
+        Path(f"run/errors/round-{round}.txt").write_text("stale\n", "utf-8")
+    kept = ("--ckpt_path", "run/checkpoints/round-000001.ckpt")
+    assert fit("FailsAtTwo", "--trainer.keep_rounds", "1", *kept) == 0
+    texts = [path.read_text("utf-8") for path in sorted(Path("run/errors").iterdir())]
+    assert [text.count("Traceback") for text in texts] == [1, 1]
+
+
+def test_only_tracebacks_that_are_there_are_named(capsys: Capture) -> None:
+    faults = ("--trainer.schedule", "Faults", "--trainer.schedule.schedule", "Synchronous")
+    assert fit("Net", *faults, "--trainer.schedule.nan", "0.2") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "fits failed)" in line]
+    assert "errors" not in line and not Path("run/errors").exists()
+
+
 def test_debug_prints_the_traceback(capsys: Capture) -> None:
     assert fit("FailsAlways", "--debug") == 1
     said = capsys.readouterr().err
