@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -31,9 +31,8 @@ from flsuite.common.errors import FederationError, FlsuiteError, some, with_plac
 from flsuite.common.lightning_internals import scaler_of
 from flsuite.common.messages import ClientFailure, ClientResult, FitRequest, Outcome
 from flsuite.data.loader import TrainLoader
-from flsuite.federation.client.jobs import JobRunner
 from flsuite.federation.client.setup import remedy_of
-from flsuite.federation.engines.base import InProcess, threads_set
+from flsuite.federation.engines.base import InProcess
 from flsuite.federation.schedules.base import Fit
 from flsuite.runs.preparation import worker_setup
 from flsuite.runs.record import (
@@ -46,7 +45,6 @@ from flsuite.runs.record import (
 )
 from flsuite.runs.run import Run
 from flsuite.runs.session import left_on_cpu, opened, started
-from flsuite.trainer import FederatedTrainer
 
 _ALONE = (
     *("--trainer.keep_updates", "false", "--trainer.keep_rounds", "null"),
@@ -194,30 +192,19 @@ def _named(samples: Sequence[int], chosen: Tensor) -> str:
     return f"sample{'s' * (len(numbers) > 1)} {some(numbers)}"
 
 
-@dataclass
-class Replay:
-    """One fit of a run, ready to be done again.
-
-    Args:
-        run: The run, before the fit.
-        runner: Trains the client.
-        request: The fit.
-        threads: torch threads of the run's fits.
-    """
+class Replay(NamedTuple):
+    """One fit of a run, ready to be done again: the run before it, an engine, and the request."""
 
     run: Run
-    runner: JobRunner
+    engine: InProcess
     request: FitRequest
-    threads: int
 
     def fit(self, watch: FitWatch) -> Outcome:
         """Do the fit again, without a fault that the schedule injects."""
         broadcast = self.request.broadcast
         watched = replace(broadcast, callbacks=(*broadcast.callbacks, watch))
-        with threads_set(self.threads):
-            request = replace(self.request, broadcast=watched, fault=None)
-            (outcome,) = self.runner.answer([request])
-        return outcome
+        self.engine.submit([replace(self.request, broadcast=watched, fault=None)])
+        return self.engine.collect(self.request.number)
 
 
 @contextmanager
@@ -246,26 +233,21 @@ def replayed(run: Path, at: int, client: int) -> Iterator[Replay]:
         start = at - 1 if at - 1 > first else None
         trainer, model, data = build(repetition(run, start, *changes))
         logging.getLogger("flsuite").setLevel(logging.ERROR)
-        prepared, threads = trainer.prepare(model, data), getattr(trainer.engine, "threads", 1)
-        setup, engine = worker_setup(trainer, prepared), InProcess(threads)
+        prepared = trainer.prepare(model, data)
+        setup, engine = (
+            worker_setup(trainer, prepared),
+            InProcess(getattr(trainer.engine, "threads", 1)),
+        )
         with left_on_cpu(model), opened(prepared), started(prepared, engine, setup):
-            request = _begun(trainer, prepared, engine, client, _number(run, at, client))
-            yield Replay(prepared, JobRunner(setup), request, threads)
+            yield Replay(
+                prepared, engine, _begun(prepared, engine, client, _number(run, at, client))
+            )
 
 
-def _begun(
-    trainer: FederatedTrainer, run: Run, engine: InProcess, client: int, number: int | None
-) -> FitRequest:
-    """Begin a round, and return a client's fit that begins in it.
+def _begun(run: Run, engine: InProcess, client: int, number: int | None) -> FitRequest:
+    """Begin a round, and return a client's fit that begins in it: of this number, or the first.
 
-    Without rounds, the fit may begin when others have come back.
-
-    Args:
-        trainer: The trainer of the run.
-        run: The run, before the round.
-        engine: Where others train until the fit begins.
-        client: The client.
-        number: The number of the fit. Default: the first one.
+    Without rounds, the fit may begin when others, which the engine trains, have come back.
     """
     begun: list[FitRequest] = []
 
@@ -274,7 +256,7 @@ def _begun(
         begun.extend(r for r in requests if r.broadcast.round == run.round + 1)
         return requests
 
-    schedule = trainer.schedule
+    schedule = run.federation.schedule
     engine.submit(begin(run.begin_round()))
     arrivals = schedule.arrivals(engine, run.federation.clock, begin)
     while True:
@@ -283,12 +265,13 @@ def _begun(
                 return request
         outcome = next(arrivals, None) if schedule.is_asynchronous else None
         if outcome is None:
-            clients = sorted({request.client for request in begun})
-            raise FlsuiteError(
-                f"debug: client {client} did not begin a fit in round {run.round + 1}; --client "
-                f"may be {some([*map(str, clients)], 10)}"
-            )
+            break
         run.accept(outcome)
+    clients = some(sorted({str(request.client) for request in begun}, key=int), 10)
+    raise FlsuiteError(
+        f"debug: client {client} did not begin a fit in round {run.round + 1}; --client may be "
+        f"{clients}"
+    )
 
 
 def _number(run: Path, at: int, client: int) -> int | None:
@@ -321,19 +304,15 @@ def debug(args: list[str]) -> None:
                 replay.fit(FitWatch(stop))
         elif not request.no_pdb and watch.error is not None:
             pdb.post_mortem(watch.error.__traceback__)
-        if fault := _fault(watch, replay.run.federation.check(outcome)):
-            raise FederationError(f"{where}: {fault}")
-
-
-def _fault(watch: FitWatch, outcome: Outcome | None) -> str:
-    """Return what is wrong with a fit, or an empty text."""
-    if (number := watch.fault) is not None:
-        step = watch.steps[number - 1]
-        return (
-            f"step {number}, batch {step.batch} of epoch {step.epoch}, is at fault: {step.fault}; "
-            f"its samples: {some([*map(str, step.samples)], 10)}"
-        )
-    return outcome.reason if isinstance(outcome, ClientFailure) else ""
+        checked = replay.run.federation.check(outcome)
+        if watch.fault is not None:
+            step = watch.steps[watch.fault - 1]
+            raise FederationError(
+                f"{where}: step {watch.fault}, batch {step.batch} of epoch {step.epoch}, is at "
+                f"fault: {step.fault}; its samples: {some([*map(str, step.samples)], 10)}"
+            )
+        if isinstance(checked, ClientFailure):
+            raise FederationError(f"{where}: {checked.reason}")
 
 
 def _print(watch: FitWatch, where: str, replay: Replay) -> None:
