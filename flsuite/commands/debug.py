@@ -36,6 +36,7 @@ from flsuite.federation.engines.base import InProcess
 from flsuite.federation.schedules.base import Fit
 from flsuite.runs.preparation import worker_setup
 from flsuite.runs.record import (
+    Row,
     is_asynchronous,
     is_finished,
     kept_rounds,
@@ -223,9 +224,7 @@ def replayed(run: Path, at: int, client: int) -> Iterator[Replay]:
     done = max(first, *kept_rounds(run), 0)
     last = done if done > first and is_finished(run) else done + 1
     if not first < at <= last:
-        raise FlsuiteError(
-            f"debug: --at must be from {first + 1} to {last}, got {at}: a round of {run}"
-        )
+        raise FlsuiteError(f"debug: --at must be from {first + 1} to {last}, the rounds of {run}")
     if at - 1 > first:
         keep("debug", run, at - 1)
     with tempfile.TemporaryDirectory(prefix="flsuite-debug-") as folder:
@@ -234,14 +233,10 @@ def replayed(run: Path, at: int, client: int) -> Iterator[Replay]:
         trainer, model, data = build(repetition(run, start, *changes))
         logging.getLogger("flsuite").setLevel(logging.ERROR)
         prepared = trainer.prepare(model, data)
-        setup, engine = (
-            worker_setup(trainer, prepared),
-            InProcess(getattr(trainer.engine, "threads", 1)),
-        )
+        engine = InProcess(getattr(trainer.engine, "threads", 1))
+        setup, number = worker_setup(trainer, prepared), _failed_fit(run, at, client)
         with left_on_cpu(model), opened(prepared), started(prepared, engine, setup):
-            yield Replay(
-                prepared, engine, _begun(prepared, engine, client, _number(run, at, client))
-            )
+            yield Replay(prepared, engine, _begun(prepared, engine, client, number))
 
 
 def _begun(run: Run, engine: InProcess, client: int, number: int | None) -> FitRequest:
@@ -268,17 +263,20 @@ def _begun(run: Run, engine: InProcess, client: int, number: int | None) -> FitR
             break
         run.accept(outcome)
     clients = some(sorted({str(request.client) for request in begun}, key=int), 10)
-    raise FlsuiteError(
-        f"debug: client {client} did not begin a fit in round {run.round + 1}; --client may be "
-        f"{clients}"
-    )
+    what = f"client {client} did not begin a fit in round {run.round + 1}"
+    raise FlsuiteError(f"debug: {what}; --client may be {clients}")
 
 
-def _number(run: Path, at: int, client: int) -> int | None:
-    """Return the number of a client's fit that failed in a round without end, if one did."""
-    place = {"client": str(client), "version": str(at - 1), "outcome": "failed"}
-    rows = (row for row in rows_of(run / "timeline.csv") if place.items() <= row.items())
-    return next((int(row["fit"]) for row in rows), None)
+def _failed_fit(run: Path, at: int, client: int) -> int | None:
+    """Return the number of the client's first fit that failed from a version, if one did."""
+    row = _row(run / "timeline.csv", client=client, version=at - 1, outcome="failed")
+    return int(row["fit"]) if row else None
+
+
+def _row(path: Path, **cells: object) -> Row:
+    """Return the first row of a table with these cells, or an empty one."""
+    wanted = {name: str(cell) for name, cell in cells.items()}.items()
+    return next((row for row in rows_of(path) if wanted <= row.items()), {})
 
 
 def debug(args: list[str]) -> None:
@@ -327,17 +325,13 @@ def _print(watch: FitWatch, where: str, replay: Replay) -> None:
     table = Table(title="steps", title_justify="left", show_edge=False)
     for column in ("step", "epoch", "batch", "samples", "loss", "gradient", ""):
         table.add_column(column, justify="right" if column else "left")
-    steps, fault, before = watch.steps, watch.fault, 0
+    steps, fault = watch.steps, watch.fault
     for number, step in enumerate(steps, start=1):
         far = min(number - 1, len(steps) - number, abs(number - (fault or 1)))
-        if len(steps) > _SHOWN and far > _AROUND:
-            continue
-        if number > before + 1:
-            table.add_row("...")
-        before = number
-        counts_of = map(str, (number, step.epoch, step.batch, len(step.samples)))
-        values = ("" if v is None else f"{v:.6g}" for v in (step.loss, step.gradient))
-        table.add_row(*counts_of, *values, "at fault" if number == fault else escape(step.note))
+        if len(steps) <= _SHOWN or far <= _AROUND:
+            whole = map(str, (number, step.epoch, step.batch, len(step.samples)))
+            values = ("" if v is None else f"{v:.6g}" for v in (step.loss, step.gradient))
+            table.add_row(*whole, *values, "at fault" if number == fault else escape(step.note))
     Console().print(table)
 
 
@@ -345,9 +339,8 @@ def _compare(run: Path, at: int, client: int, outcome: Outcome) -> None:
     """Print whether the loss of the fit is the one of the record, if it has one."""
     if is_asynchronous(run) or not isinstance(outcome, ClientResult):
         return  # without rounds, the row is that of the round in which the fit arrived
-    place = {"round": str(at), "scope": str(client), "split": "train", "metric": "loss"}
-    rows = (row for row in rows_of(run / "metrics.csv") if place.items() <= row.items())
-    record, now = next(rows, {}).get("value"), outcome.update.metrics.get("loss")
+    row = _row(run / "metrics.csv", round=at, scope=client, split="train", metric="loss")
+    record, now = row.get("value"), outcome.update.metrics.get("loss")
     if record is None or now is None:
         return
     if record == f"{now:.9g}":

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, tee
 from typing import Any
 
 import torch
@@ -106,16 +106,16 @@ class TrainLoader:
         return {number: [*islice(batches, self._length)] for number in numbers}
 
     def rows(self) -> Iterator[Tensor]:
-        """Yield the rows of each batch of the next epoch, int64.
+        """Return the rows of each batch of the next epoch, int64.
 
-        The batches are read as well, because an augmentation between two passes over the samples
-        draws from the same randomness.
+        The batches are read as well, because an augmentation draws from the same randomness between
+        two passes over the samples.
         """
         self.epoch += 1
-        generator, drawn = self._generator(self.epoch - 1), list[Tensor]()
-        own = (drawn.append(rows) or rows for rows in self._batch_rows(generator))
-        for _ in self.data.batches_of(self.data.train, own, generator):
-            yield drawn.pop(0)
+        generator = self._generator(self.epoch - 1)
+        rows, read = tee(self._batch_rows(generator))
+        batches = self.data.batches_of(self.data.train, read, generator)
+        return (own for own, _ in zip(rows, batches, strict=True))
 
     def _batch_rows(self, generator: torch.Generator) -> Iterator[Tensor]:
         if self.is_poisson:

@@ -185,7 +185,7 @@ def test_a_step_is_run_in_the_debugger_on_request(capsys: Capture, typed: Any) -
 def test_a_round_or_client_that_is_not_there_is_one_line(capsys: Capture) -> None:
     assert own_run("", "", *HALF) == 0
     line = refused(capsys, "debug", "run", "--at", "4", "--client", "0")
-    assert "--at must be from 1 to 3, got 4: a round of run" in line
+    assert "--at must be from 1 to 3, the rounds of run" in line
     assert "client 9 did not begin a fit in round 1; --client may be" in refused(
         capsys, "debug", "run", "--at", "1", "--client", "9"
     )
