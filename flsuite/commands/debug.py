@@ -235,7 +235,7 @@ def replayed(run: Path, at: int, client: int) -> Iterator[Replay]:
         prepared = trainer.prepare(model, data)
         engine = InProcess(getattr(trainer.engine, "threads", 1))
         setup, number = worker_setup(trainer, prepared), _failed_fit(run, at, client)
-        with left_on_cpu(model), opened(prepared), started(prepared, engine, setup):
+        with left_on_cpu(model), opened(prepared), started(engine, setup):
             yield Replay(prepared, engine, _begun(prepared, engine, client, number))
 
 

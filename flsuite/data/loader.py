@@ -108,11 +108,13 @@ class TrainLoader:
     def rows(self) -> Iterator[Tensor]:
         """Return the rows of each batch of the next epoch, int64.
 
-        The batches are read as well, because an augmentation draws from the same randomness between
-        two passes over the samples.
+        An augmentation draws from the same randomness between two passes over the samples, so its
+        batches are read as well.
         """
         self.epoch += 1
         generator = self._generator(self.epoch - 1)
+        if self.data.augment is None:
+            return self._batch_rows(generator)
         rows, read = tee(self._batch_rows(generator))
         batches = self.data.batches_of(self.data.train, read, generator)
         return (own for own, _ in zip(rows, batches, strict=True))
