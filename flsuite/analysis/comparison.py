@@ -1,7 +1,10 @@
 """Paired comparisons of methods: differences over common seeds, with intervals and p-values."""
 
 import itertools
-from typing import Literal, get_args
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -9,8 +12,12 @@ import pandas as pd
 from flsuite.analysis.report import markdown_table
 from flsuite.analysis.results import only, run_tables
 from flsuite.analysis.runs import run_scores
+from flsuite.analysis.sequential import decisions_of
 from flsuite.common.errors import FlsuiteError, require_one_of
+from flsuite.common.score_names import shown_number, shown_score
 
+LEVEL = 0.05
+"""The level of all tests."""
 Score = Literal["last", "picked"]
 
 
@@ -27,7 +34,9 @@ def compare(
     Both come from the paired t-test (:func:`scipy.stats.ttest_rel`). ``p_holm`` is the p-value with
     Holm's correction over all pairs of the table. A pair with a single common seed, or with equal
     differences on all seeds, has no interval and no p-value. A pair without common seeds is left
-    out.
+    out. Where a sweep has added seeds until its differences were decided, the t-test would be wrong
+    too often. Its pairs then have the numbers of the sweep, with intervals that are corrected for
+    looking, and no p-value. Other pairs are not tested.
 
     Args:
         results: A table from :func:`~flsuite.analysis.load`.
@@ -38,7 +47,8 @@ def compare(
 
     Returns:
         One row per pair, with the columns ``partition, method, other, seeds, difference, low, high,
-        p, p_holm``.
+        p, p_holm, differs``. ``differs`` is whether the test finds a difference, at 5 % with Holm's
+        correction. ``attrs["looked"]`` is whether a sweep has added seeds.
 
     Raises:
         FlsuiteError: If the score or method does not exist.
@@ -53,19 +63,53 @@ def compare(
     pairs = list(itertools.combinations(methods, 2))
     if against is not None:
         pairs = [(method, against) for method in methods if method != against]
+    has_looked = any(map(decisions_of, scores["run"]))
+    # A sweep decides on the score by which methods are compared.
+    is_decided = has_looked and score in (None, default_score(results, metric)[0])
     rows = []
     for partition, of_partition in scores.groupby("partition", sort=False):
+        runs = of_partition.groupby("method")["run"].first()
         by_seed = of_partition.pivot_table(index="seed", columns="method", values="value")
         by_seed = by_seed.reindex(columns=methods)
         for method, other in pairs:
             both = by_seed[[method, other]].dropna()
-            if len(both):
-                numbers = paired(both[method].to_numpy(), both[other].to_numpy())
-                rows.append((partition, method, other, len(both), *numbers))
-    columns = ["partition", "method", "other", "seeds", "difference", "low", "high", "p"]
+            if not len(both):
+                continue
+            seeds, numbers = len(both), paired(both[method].to_numpy(), both[other].to_numpy())
+            differs = False
+            if has_looked:
+                numbers = numbers[0], math.nan, math.nan, math.nan
+            if is_decided and (own := _decision(runs, method, other, metric)):
+                seeds, *numbers, differs = own
+            rows.append((partition, method, other, seeds, *numbers, differs))
+    columns = ["partition", "method", "other", "seeds", "difference", "low", "high", "p", "differs"]
     table = pd.DataFrame(rows, columns=columns)
-    table["p_holm"] = holm(table["p"].to_numpy(dtype=float))
+    table.insert(8, "p_holm", holm(table["p"].to_numpy(dtype=float)))
+    table["differs"] = table["differs"].astype(bool) | (table["p_holm"] < LEVEL)
+    table.attrs["looked"] = has_looked
     return table
+
+
+def _decision(
+    runs: Mapping[Any, str], method: str, other: str, metric: str
+) -> tuple[int, float, float, float, float, bool] | None:
+    """Return what a sweep has decided on a pair: the columns after ``other``, without ``p_holm``.
+
+    Args:
+        runs: A run of each method.
+        method: The method.
+        other: The method that is subtracted.
+        metric: The score.
+    """
+    for own, baseline, sign in ((method, other, 1), (other, method, -1)):
+        place = Path(runs[own]).parent.name, metric, baseline
+        for decision in decisions_of(runs[own]):
+            if (decision.folder, decision.metric, decision.baseline) == place:
+                look = decision.look
+                low, high = sorted((sign * look.low, sign * look.high))
+                numbers = look.seeds, sign * look.difference, low, high, math.nan
+                return *numbers, look.because == "zero"
+    return None
 
 
 def seed_scores(results: pd.DataFrame, metric: str, score: Score | None) -> pd.DataFrame:
@@ -115,11 +159,16 @@ def paired(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, f
     """
     from scipy.stats import ttest_rel
 
-    with np.errstate(invalid="ignore"):  # infinite losses
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite or huge losses
         differences = ours - theirs
-    difference = float(np.mean(differences))
-    if len(ours) < 2 or np.ptp(differences) <= 1e-12 * np.abs([ours, theirs]).max():
-        return difference, float("nan"), float("nan"), float("nan")
+        difference = float(np.mean(differences))
+        spread = float(np.var(differences))
+        if (
+            len(ours) < 2
+            or not math.isfinite(spread)
+            or np.ptp(differences) <= 1e-12 * np.abs([ours, theirs]).max()
+        ):
+            return difference, math.nan, math.nan, math.nan
     test = ttest_rel(ours, theirs)
     interval = test.confidence_interval(0.95)
     return difference, float(interval.low), float(interval.high), float(test.pvalue)
@@ -146,8 +195,15 @@ def comparison_note(table: pd.DataFrame, metric: str, score: Score) -> str:
         "picked": "of the round picked on validation data",
     }[score]
     seeds = int(table["seeds"].max()) if len(table) else 0
+    metric = shown_score(metric)
     if seeds < 2:
         return f"Test {metric} {place}. Intervals and p-values need two common seeds per pair."
+    if table.attrs.get("looked"):
+        return (
+            f"Test {metric} {place}: mean difference over common seeds, and 95 % interval, corrected "
+            "for looking after every seed, of the pairs on which the sweep has decided. Other pairs "
+            "are not tested, because the t-test does not know that seeds were added."
+        )
     pairs = int(table["p"].notna().sum())
     if not pairs:
         return (
@@ -178,8 +234,10 @@ def pair_cells(table: pd.DataFrame) -> list[tuple[str, ...]]:
         (
             f"{row['method']} - {row['other']}",
             f"{row['seeds']}",
-            f"{row['difference']:+.4f}",
-            "" if np.isnan(row["low"]) else f"{row['low']:+.4f} to {row['high']:+.4f}",
+            shown_number(row["difference"], sign="+"),
+            ""
+            if np.isnan(row["low"])
+            else " to ".join(shown_number(row[end], sign="+") for end in ("low", "high")),
             *(
                 "" if np.isnan(p) else "<0.0001" if p < 1e-4 else f"{p:.4f}"
                 for p in (row["p"], row["p_holm"])

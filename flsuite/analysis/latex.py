@@ -1,15 +1,12 @@
 """A table of scores for a paper, in LaTeX with booktabs."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from flsuite.analysis.comparison import Score, compare, default_score, seed_scores
-from flsuite.analysis.report import score_cell
-from flsuite.common.score_names import lower_is_better, shown_score
-from flsuite.runs.record import read_sweep_record
+from flsuite.analysis.comparison import LEVEL, Score, compare, default_score, seed_scores
+from flsuite.analysis.report import mean_and_spread
+from flsuite.common.score_names import lower_is_better, shown_number, shown_score
 
 _SPECIAL = str.maketrans(
     {character: f"\\{character}" for character in "&%$#_{}"}
@@ -20,7 +17,7 @@ _PLACES: dict[Score, str] = {
     "last": "in the last round",
     "picked": "in the round picked on validation data",
 }
-_LEVEL = 0.05
+_MARKS = {"*": "$^{*}$", "dagger": r"$^{\dagger}$"}
 _PLUS_MINUS = r" \pm "
 
 
@@ -31,9 +28,8 @@ def latex_table(
 
     Rows are methods, the baseline first, and columns are metrics and partitions. A cell is
     ``mean ± standard deviation`` over seeds. The best mean of a column is bold. A star marks a
-    difference from the baseline with ``p < 0.05`` in the paired t-test, with Holm's correction over
-    all methods and partitions of the metric. Where a sweep has added seeds until it was decided,
-    a star marks what it has decided, because the t-test is not corrected for looking.
+    difference from the baseline, by :func:`~flsuite.analysis.compare` over all methods and
+    partitions of the metric. Where there are tests, a dagger marks a score that has none.
 
     Args:
         results: A table from :func:`~flsuite.analysis.load`.
@@ -46,21 +42,29 @@ def latex_table(
     metrics = [metrics] if isinstance(metrics, str) else metrics
     are_picked = all(default_score(results, metric)[0] == "picked" for metric in metrics)
     score: Score = "picked" if are_picked else "last"
+    scores = {metric: seed_scores(results, metric, score) for metric in metrics}
+    baseline = str(scores[metrics[0]]["method"].iloc[0]) if against is None else against
+    tests = {}
+    for metric, of_seeds in scores.items():
+        has_baseline = against is not None or baseline in set(of_seeds["method"])
+        own = compare(results, metric, score, baseline if has_baseline else None)
+        tests[metric] = own[own["other"] == baseline]
+    has_tests = any(own["low"].notna().any() for own in tests.values())
     columns, seeds = {}, set[int]()
-    for metric in metrics:
-        of_seeds = seed_scores(results, metric, score)
-        baseline = str(of_seeds["method"].iloc[0]) if against is None else against
-        tests = compare(results, metric, score, baseline)
+    for metric, of_seeds in scores.items():
         for partition, rows in of_seeds.groupby("partition", sort=False):
-            of_column = tests[(tests["partition"] == partition) & (tests["p_holm"] < _LEVEL)]
-            marked = _as_decided(set(of_column["method"]), rows, metric, baseline)
-            columns[shown_score(metric), str(partition)] = _column(rows, metric, marked)
+            own = tests[metric][tests[metric]["partition"] == partition].set_index("method")
+            marks = dict.fromkeys(set(rows["method"]) - {baseline}, "dagger") if has_tests else {}
+            marks |= dict.fromkeys(own.index[own["low"].notna()], "")
+            marks |= dict.fromkeys(own.index[own["differs"]], "*")
+            columns[shown_score(metric), str(partition)] = _column(rows, metric, marks)
             seeds |= set(rows.groupby("method").size())
     table = pd.DataFrame(columns)
     table = table.loc[[baseline, *table.index.drop(baseline)]].fillna("--")
 
-    has_looked = any(map(_stopping_of, results["run"].unique()))
-    caption = _caption([*map(shown_score, metrics)], score, seeds, _escaped(baseline), has_looked)
+    has_looked = any(own.attrs["looked"] for own in tests.values())
+    caption = _caption([*map(shown_score, metrics)], score, seeds, len(table))
+    caption += _legend(table, _escaped(baseline), has_looked) if has_tests else ""
     single = [level for level in (0, 1) if table.columns.get_level_values(level).nunique() == 1]
     table.columns = table.columns.droplevel(single[-1:])
     table = table.rename(index=_escaped, columns=_escaped)
@@ -74,59 +78,57 @@ def latex_table(
     )
 
 
-def _column(rows: pd.DataFrame, metric: str, marked: set[str]) -> pd.Series:
+def _column(rows: pd.DataFrame, metric: str, marks: Mapping[str, str]) -> pd.Series:
     """Return the cells of a column by method."""
-    values = rows.groupby("method", sort=False)["value"]
-    # A seed without a score has no mean either.
-    means, spreads = values.agg(lambda own: own.mean(skipna=False)), values.std()
-    lower = lower_is_better(metric)
-    best = None if lower is None else means.min() if lower else means.max()
+    lower, values = lower_is_better(metric), rows.groupby("method", sort=False)["value"]
+    statistics = {str(method): mean_and_spread(own) for method, own in values}
+    means = [mean for mean, _ in statistics.values() if not pd.isna(mean)]
+    best = None if lower is None or len(means) < 2 else min(means) if lower else max(means)
     cells = {}
-    for method, mean, spread in zip(means.index, means, spreads, strict=True):
-        if pd.isna(mean):
+    for method, (mean, spread) in statistics.items():
+        if pd.isna(mean):  # a seed has no score
             cells[method] = "--"
             continue
-        number, *rest = score_cell({"m": mean, "m_std": spread}, "m").split(" ± ")
+        number, *rest = (_number(n) for n in (mean, spread) if not pd.isna(n))
         shown = rf"\mathbf{{{number}}}" if mean == best else number
-        # The star takes no room, so that the numbers stay below each other.
-        star = r"\rlap{$^{*}$}" if method in marked else ""
-        cells[method] = f"${_PLUS_MINUS.join([shown, *rest])}${star}"
+        # The mark takes no room, so that the numbers stay below each other.
+        mark = rf"\rlap{{{_MARKS[own]}}}" if (own := marks.get(method)) else ""
+        cells[method] = f"${_PLUS_MINUS.join([shown, *rest])}${mark}"
     return pd.Series(cells)
 
 
-def _as_decided(marked: set[str], rows: pd.DataFrame, metric: str, baseline: str) -> set[str]:
-    """Return the marked methods. A sweep that has added seeds decides on its own methods."""
-    runs = rows.groupby("method", sort=False)["run"].first()
-    for method, run in runs.items():
-        if until := _stopping_of(run):
-            is_decided = any(
-                (pair["folder"], pair["metric"], pair["baseline"], pair["look"]["because"])
-                == (Path(run).parent.name, metric, baseline, "zero")
-                for pair in until["pairs"]
-            )
-            marked = marked | {str(method)} if is_decided else marked - {str(method)}
-    return marked
+def _number(value: float) -> str:
+    """Return a number as LaTeX."""
+    digits, e, power = shown_number(value, 3).partition("e")
+    digits = digits.replace("inf", r"\infty")
+    return rf"{digits} \times 10^{{{int(power)}}}" if e else digits
 
 
-def _stopping_of(run: str) -> dict[str, Any]:
-    """Return how the sweep of a run was stopped, or nothing if it has not added seeds."""
-    return read_sweep_record(Path(run).parent.parent).get("until", {})
-
-
-def _caption(
-    metrics: Sequence[str], score: Score, seeds: set[int], baseline: str, has_looked: bool
-) -> str:
+def _caption(metrics: Sequence[str], score: Score, seeds: set[int], methods: int) -> str:
     """Return what the cells are, as LaTeX."""
     names = _escaped(" and ".join(metrics))
     number = f"{min(seeds)}" if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)}"
-    test = rf"$p < {_LEVEL}$, paired $t$-test over common seeds with Holm's correction over the "
+    what = rf"mean $\pm$ standard deviation over {number} seeds" if seeds != {1} else "one seed"
+    best = " Bold: the best mean." if methods > 1 else ""
+    return f"Test {names} {_PLACES[score]}: {what}.{best}"
+
+
+def _legend(table: pd.DataFrame, baseline: str, has_looked: bool) -> str:
+    """Return what the marks are that the cells have, as LaTeX."""
+    test = rf"$p < {LEVEL}$, paired $t$-test over common seeds with Holm's correction over the "
     test += f"comparisons with {baseline}"
+    why = "for lack of common seeds, or of a spread"
     if has_looked:
         test = "paired intervals after every seed, corrected by Pocock-type alpha spending"
-    return (
-        rf"Test {names} {_PLACES[score]}: mean $\pm$ standard deviation over {number} seeds. Bold: "
-        rf"the best mean. $^{{*}}$: differs from {baseline} ({test})."
-    )
+        why = "because seeds were added until other differences were decided"
+    meanings = {
+        "*": f"differs from {baseline} ({test})",
+        "dagger": f"not tested against {baseline}, {why}",
+    }
+    cells = table.to_numpy().ravel().tolist()
+    # The star also says which test was made, if it has found nothing.
+    have = [name for name, mark in _MARKS.items() if name == "*" or any(mark in c for c in cells)]
+    return "".join(f" {_MARKS[name]}: {meanings[name]}." for name in have)
 
 
 def _escaped(text: str) -> str:

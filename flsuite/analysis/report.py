@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -99,9 +100,15 @@ def _mean_and_spread(scores: list[dict[str, float]]) -> dict[str, float]:
     for name in ("last", "picked", "picked_round", "mean_last", "best_on_test"):
         if any(name in row for row in scores):
             values = pd.Series([row[name] for row in scores if name in row])
-            statistics[name] = float(values.mean(skipna=False))
-            statistics[f"{name}_std"] = float(values.std(skipna=False))
+            statistics[name], statistics[f"{name}_std"] = mean_and_spread(values)
     return statistics
+
+
+def mean_and_spread(values: pd.Series) -> tuple[float, float]:
+    """Return the mean and the standard deviation with ddof 1, NaN if it is not finite."""
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite or huge losses
+        mean, spread = float(values.mean(skipna=False)), float(values.std(skipna=False))
+    return mean, spread if np.isfinite(spread) else np.nan
 
 
 def report_markdown(table: pd.DataFrame) -> str:

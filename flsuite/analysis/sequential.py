@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from flsuite.analysis.runs import files_of_sweeps
+from flsuite.common.score_names import shown_number
 from flsuite.runs.record import SWEEP, read_sweep_record
 
 _PATHS = 200_000  # the standard error of an error of 0.05 is 0.0005
@@ -140,10 +141,11 @@ class Decision:
             "seeds": "open at the maximum",
             None: "open",
         }
-        interval = f"({own.low:+.4f} to {own.high:+.4f})"
+        shown = [shown_number(n, sign="+") for n in (own.difference, own.low, own.high)]
         pair = f"{self.method} - {self.baseline} {self.point}".strip()
         return (
-            f"{pair}: {own.difference:+.4f} {interval} after {own.seeds} seeds, {ends[own.because]}"
+            f"{pair}: {shown[0]} ({shown[1]} to {shown[2]}) after {own.seeds} seeds, "
+            f"{ends[own.because]}"
         )
 
 
@@ -154,15 +156,14 @@ def stopping_lines(record: Mapping[str, Any]) -> list[str]:
         record: ``seeds``, the maximum, ``alpha``, ``width``, and ``pairs``, the decisions as
             dictionaries.
     """
-    pairs = record["pairs"]
-    decisions = [Decision(**{**pair, "look": Look(**pair["look"])}) for pair in pairs]
+    decisions = _decisions(record)
     width = "" if record["width"] is None else f", or its interval was at most {record['width']:g}"
-    together = f" over {len(pairs)} pairs" if len(pairs) > 1 else ""
+    together = f" over {len(decisions)} pairs" if len(decisions) > 1 else ""
     return [
         f"seeds were added until each difference of test {decisions[0].metric} excluded "
         f"zero{width}, up to {record['seeds']}; the intervals are corrected for looking after "
         "every seed (alpha spending by Lan and DeMets, Pocock's type, alpha "
-        f"{record['alpha']:g}{together}); the paired t-tests are not",
+        f"{record['alpha']:g}{together})",
         *map(str, decisions),
     ]
 
@@ -171,3 +172,13 @@ def stopping_of(places: Iterable[str | Path]) -> list[str]:
     """Return how the sweeps in or above some folders were stopped, see :func:`stopping_lines`."""
     records = [read_sweep_record(path.parent) for path in files_of_sweeps(places, SWEEP)]
     return [line for own in records if "until" in own for line in stopping_lines(own["until"])]
+
+
+def decisions_of(run: str | Path) -> list[Decision]:
+    """Return what the sweep of a run has decided. It is empty if it has not added seeds."""
+    record = read_sweep_record(Path(run).parent.parent).get("until")
+    return _decisions(record) if record else []
+
+
+def _decisions(record: Mapping[str, Any]) -> list[Decision]:
+    return [Decision(**{**pair, "look": Look(**pair["look"])}) for pair in record["pairs"]]

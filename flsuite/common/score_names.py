@@ -78,9 +78,9 @@ def shown_score(name: str) -> str:
     return _SHOWN.get(name, name.replace("_", " "))
 
 
-def shown_number(value: float, digits: int = 4) -> str:
+def shown_number(value: float, digits: int = 4, sign: str = "-") -> str:
     """Return a number for people, in scientific form from a million on."""
-    return f"{value:.{digits}{'f' if abs(value) < 1e6 else 'e'}}"
+    return f"{value:{sign}.{digits}{'f' if abs(value) < 1e6 else 'e'}}"
 
 
 def score_of(name: str) -> str:

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgba
 
-from flsuite.analysis import curves_figure, latex_table, load, report_table
+from flsuite.analysis import compare, curves_figure, latex_table, load, report_table
+from flsuite.analysis.comparison import comparison_note
 from flsuite.analysis.sequential import Decision, Look
 from flsuite.common.errors import FlsuiteError
 from flsuite.runs.record import SWEEP
 from tests.analysis.made_runs import made_run, settings
-from tests.commands.command import cli
+from tests.commands.command import Capture, cli
 
 SCORES = {"Prox_1": (0.50, 0.52, 0.54), "FedAvg": (0.60, 0.63, 0.66), "Adam": (0.1, 0.9, 0.2)}
 
@@ -77,6 +78,54 @@ def test_a_star_is_what_a_sweep_has_decided(sweep: Path) -> None:
     marked = {method for method, own in cells(tex).items() if "*" in own[0]}
     assert marked == {"Adam"} and "alpha spending" in tex and "Holm" not in tex
     assert "*" not in cells(latex_table(load(sweep), against="FedAvg"))["Adam"][0]
+
+    table = compare(load(sweep)).set_index(["method", "other"])
+    assert table["p_holm"].isna().all(), "as in the terminal"
+    assert table[table["differs"]].index.tolist() == [("Prox_1", "Adam")]
+    assert table.loc[("Prox_1", "Adam"), ["low", "high"]].tolist() == [-0.1, -0.1]
+
+
+def test_a_table_claims_only_the_tests_that_were_made(sweep: Path) -> None:
+    others = sweep / "others"
+    others.mkdir()
+    for method in ("FedAvg-00000001", "Adam-00000002"):
+        (sweep / method).rename(others / method)
+    assert not re.search(r"Bold|differs|bf|\*", latex_table(load(sweep / "Prox_1-00000000")))
+    for seed in (2, 3):
+        rmtree(sweep / "Prox_1-00000000" / f"seed-{seed}")
+    made = latex_table(load(sweep), against="FedAvg")
+    assert "differs from FedAvg" in made and "dagger}$: not tested against FedAvg, for lack" in made
+    assert cells(made)[r"Prox\_1"] == [r"$0.500$\rlap{$^{\dagger}$}"]
+    assert "over 1 to 3 seeds" in made
+    one_seed = latex_table(load(sweep / "Prox_1-00000000", others / "Adam-00000002" / "seed-1"))
+    assert "one seed. Bold: the best mean.}" in one_seed
+
+
+def test_other_scores_of_a_sweep_that_added_seeds_are_not_tested(sweep: Path) -> None:
+    pair = Decision("loss", "FedAvg", "Prox_1", "", "FedAvg-00000001", Look(3, 1, 1, 1, "zero"))
+    until = {"seeds": 3, "alpha": 0.05, "width": None, "pairs": [asdict(pair)]}
+    (sweep / SWEEP).write_text(json.dumps({"methods": [*SCORES], "until": until}))
+    made = latex_table(load(sweep))
+    assert not re.search(r"differs|dagger|\*|Pocock", made)
+    table = compare(load(sweep))
+    assert table["p"].isna().all() and not table["differs"].any()
+    assert "Other pairs are not tested" in comparison_note(table, "accuracy", "last")
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_huge_losses_are_in_scientific_form(tmp_path: Path, capsys: Capture) -> None:
+    losses = {"A": (1e300, 3e300), "B": (math.inf, 1.0), "C": (2.5e6, 2.5e6), "D": (0.1, 0.2)}
+    for number, (method, own) in enumerate(losses.items()):
+        for seed, loss in enumerate(own):
+            folder = tmp_path / f"{method}-0000000{number}" / f"seed-{seed}"
+            content = settings("FedAvg", seed, epochs=number)
+            made_run(folder, content, [("global", "test", "loss", [loss])])
+    tex = cells(latex_table(load(tmp_path), ["loss"], against="D"))
+    assert tex["A"] == [r"$2.000 \times 10^{300}$\rlap{$^{\dagger}$}"]
+    assert tex["B"] == [r"$\infty$\rlap{$^{\dagger}$}"]
+    assert tex["C"][0].startswith(r"$2.500 \times 10^{6} \pm 0.000$")
+    assert cli("report", str(tmp_path), "--metric", "loss") == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 99
 
 
 def test_the_table_can_be_compiled(sweep: Path) -> None:
