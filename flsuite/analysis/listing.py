@@ -191,23 +191,25 @@ def _share_budget(groups: Sequence[Group], setting: str, column: str) -> bool:
     return is_common and min(ends) >= limit
 
 
-def mixed_in(groups: Sequence[Group], metric: str, split: str) -> list[Group]:
-    """Return the groups scored by many models, if another group is scored by one global model."""
-    own = [group for group in groups if _has_score(group, f"{metric}_worst", split)]
-    return own if len(own) < len(groups) else []
-
-
-def own_models(groups: Sequence[Group], metrics: Sequence[str], split: str) -> list[str]:
-    """Return a line per score of one global model in some groups and of many models in others."""
-    lines = []
+def own_models(groups: Sequence[Group], metrics: Sequence[str], split: str) -> set[tuple[str, str]]:
+    """Return the groups, by label, and scores of many models, if others have one global model."""
+    marked: set[tuple[str, str]] = set()
     for metric in metrics:
-        if own := mixed_in(groups, metric, split):
-            names = dict.fromkeys(group.method for group in own)
-            lines.append(
-                f"* {metric} of {', '.join(names)} is the mean over the clients' own models, each "
-                f"on the whole {split} split; --metric {metric}_client_mean scores the models of "
-                f"all methods on each client's own {split} samples"
-            )
+        own = {(g.label, metric) for g in groups if _has_score(g, f"{metric}_worst", split)}
+        marked |= own if len(own) < len(groups) else set()
+    return marked
+
+
+def own_models_notes(groups: Sequence[Group], marked: set[tuple[str, str]], split: str) -> list[str]:
+    """Return a line per score of :func:`own_models`."""
+    lines = []
+    for metric in sorted({metric for _, metric in marked}):
+        names = dict.fromkeys(group.method for group in groups if (group.label, metric) in marked)
+        lines.append(
+            f"* {metric} of {', '.join(names)} is the mean over the clients' own models, each "
+            f"on the whole {split} split; --metric {metric}_client_mean scores the models of "
+            f"all methods on each client's own {split} samples"
+        )
     return lines
 
 

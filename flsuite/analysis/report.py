@@ -1,6 +1,6 @@
 """Comparison of experiments: mean and spread over their runs, and when they reach a target."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,18 +111,27 @@ def mean_and_spread(values: pd.Series) -> tuple[float, float]:
     return mean, spread if np.isfinite(spread) else np.nan
 
 
-def report_markdown(table: pd.DataFrame) -> str:
+def report_markdown(
+    table: pd.DataFrame, marked: Collection[tuple[str, str]] = (), notes: Sequence[str] = ()
+) -> str:
     """Write a table of :func:`report_table` as Markdown, with cells ``mean ± spread``.
 
     The mean of the last scores is left out if a run has only one.
+
+    Args:
+        table: The table.
+        marked: The groups and metrics whose rows have a star.
+        notes: Lines below the table.
     """
     titles = score_titles(table)
     headings = ["what differs", "metric", "runs", *titles.values()]
     rows = []
     for row in table.to_dict("records"):
-        names = [row["group"].replace("|", "\\|"), row["metric"], str(row["runs"])]
+        star = " \\*" if (row["group"], row["metric"]) in marked else ""
+        names = [row["group"].replace("|", "\\|") + star, row["metric"], str(row["runs"])]
         rows.append([*names, *(score_cell(row, name) for name in titles)])
-    return markdown_table(headings, rows)
+    lines = ["\\" * line.startswith("*") + line + "\n" for line in notes]
+    return "\n".join([markdown_table(headings, rows), *lines])
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,8 @@ from flsuite.analysis.listing import (
     apart,
     finished,
     measured,
-    mixed_in,
     own_models,
+    own_models_notes,
     repeated,
     undefined,
     uneven,
@@ -119,7 +119,9 @@ class _Tables:
         ranks: The ranks of the methods, by score.
         tuning: The budget of the tuning, if there was any.
         stopping: How sweeps that add seeds were stopped.
-        notes: All lines below the tables, ``stopping`` included.
+        marked: The groups and scores with a star, which are of many models.
+        stars: What the stars say.
+        notes: All lines below the tables, ``stopping`` and ``stars`` included.
     """
 
     groups: Sequence[Group]
@@ -130,6 +132,8 @@ class _Tables:
     ranks: dict[str, Ranks]
     tuning: pd.DataFrame | None
     stopping: list[str]
+    marked: set[tuple[str, str]]
+    stars: list[str]
     notes: list[str]
 
 
@@ -141,7 +145,8 @@ def _tables_of(
     targets: dict[str, pd.DataFrame] = {}
     if request.target is not None:
         targets = {m: target_table(results, request.target, m, split) for m in metrics}
-    stopping = stopping_of(request.folders)
+    stopping, marked = stopping_of(request.folders), own_models(groups, metrics, split)
+    stars = own_models_notes(groups, marked, split)
     notes = [*stopping, *left_out, *uneven(groups), *repeated(groups), *measured(groups, request.x)]
     return _Tables(
         groups=groups,
@@ -152,7 +157,9 @@ def _tables_of(
         ranks=_ranked(results, metrics),
         tuning=read_tuning(request.folders),
         stopping=stopping,
-        notes=[*notes, *undefined(groups, metrics), *own_models(groups, metrics, split)],
+        marked=marked,
+        stars=stars,
+        notes=[*notes, *undefined(groups, metrics), *stars],
     )
 
 
@@ -164,8 +171,7 @@ def _print_tables(request: argparse.Namespace, tables: _Tables, console: Console
     for metric in metrics:
         rows = tables.scores[tables.scores["metric"] == metric]
         if len(groups) > 1 or len(metrics) == 1:
-            marked = [group.label for group in mixed_in(groups, metric, request.split)]
-            console.print(_shown(rows, marked))
+            console.print(_shown(rows, tables.marked))
         if metric in tables.targets:
             _print_target(console, tables.targets[metric], _goal(metric, request), request.x)
         _print_comparison(console, tables.pairs[metric], tables.results, metric)
@@ -189,7 +195,7 @@ def _goal(metric: str, request: argparse.Namespace) -> str:
 def _markdown(request: argparse.Namespace, tables: _Tables) -> str:
     """Return the scores, and when they reach the target."""
     pages = [target_markdown(own, _goal(metric, request)) for metric, own in tables.targets.items()]
-    return "\n".join([report_markdown(tables.scores), *pages])
+    return "\n".join([report_markdown(tables.scores, tables.marked, tables.stars), *pages])
 
 
 def _parse(args: list[str]) -> argparse.Namespace:
@@ -204,12 +210,12 @@ def _parse(args: list[str]) -> argparse.Namespace:
     return request
 
 
-def _shown(table: pd.DataFrame, marked: Sequence[str] = ()) -> Table:
+def _shown(table: pd.DataFrame, marked: Collection[tuple[str, str]] = ()) -> Table:
     """Return a table for a terminal of 80 characters, for one score or one experiment.
 
     Args:
         table: The rows.
-        marked: The groups with a star, whose score is one of many models.
+        marked: The groups and scores with a star.
     """
     metrics = table["metric"].unique()
     only = shown_score(metrics[0])
@@ -223,7 +229,7 @@ def _shown(table: pd.DataFrame, marked: Sequence[str] = ()) -> Table:
 
     for row in table.to_dict("records"):
         label = row["group"] if len(metrics) == 1 else shown_score(row["metric"])
-        label += " *" if row["group"] in marked else ""
+        label += " *" if (row["group"], row["metric"]) in marked else ""
         numbers = (score_cell(row, name).replace(" ", "") for name in score_titles(table))
         shown.add_row(label, str(row["runs"]), *numbers)
 

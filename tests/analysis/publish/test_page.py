@@ -166,7 +166,8 @@ def pair(method: str, other: str, p: float, seeds: int = 3, by: float = 0.2) -> 
         "other": other,
         "seeds": seeds,
         "difference": by,
-        "p_holm": p,
+        "low": p,
+        "differs": p < 0.05,
     }
 
 

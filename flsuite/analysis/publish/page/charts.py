@@ -142,10 +142,10 @@ def _targets(data: PageData, frame: pd.DataFrame) -> alt.LayerChart:
 
 def _differences(data: PageData, frame: pd.DataFrame) -> alt.LayerChart:
     """Draw the mean difference of each pair with its interval."""
-    verdicts = ["p < 0.05 after Holm", "not significant"]
+    verdicts = ["differs", "no clear difference"]
     frame = frame.assign(
         pair=frame["method"] + " - " + frame["other"],
-        verdict=[verdicts[0 if p < 0.05 else 1] for p in frame["p_holm"]],
+        verdict=[verdicts[0 if differs else 1] for differs in frame["differs"]],
     )
     base = of_partition(frame[["partition", "pair", "verdict", *_INTERVAL]])
     y = alt.Y("pair:N", title=None, sort=unique(frame["pair"]), axis=row_axis())

@@ -9,6 +9,7 @@ import pandas as pd
 
 from flsuite.analysis.comparison import PAIR_HEADINGS, Score, pair_cells
 from flsuite.analysis.groups import Group, differing, setting_text
+from flsuite.analysis.listing import own_models
 from flsuite.analysis.panels import AXES
 from flsuite.analysis.report import (
     amount_cell,
@@ -17,7 +18,7 @@ from flsuite.analysis.report import (
     score_cell,
     target_table,
 )
-from flsuite.common.score_names import lower_is_better
+from flsuite.common.score_names import lower_is_better, shown_score
 
 
 @dataclass(frozen=True)
@@ -70,21 +71,23 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
-def scores(groups: Sequence[Group], metric: str, last: int) -> Table:
-    """Return the scores of each experiment and their cost."""
+def scores(groups: Sequence[Group], metric: str, last: int, split: str) -> Table:
+    """Return the scores of each experiment and their cost. A star marks one of many models."""
     averaged = averaged_scores(groups, metric, last)
     heads = {"last": "last round", "picked": "picked on validation"}
     heads |= {"mean_last": f"mean of the last\N{NO-BREAK SPACE}{averaged}"} if averaged > 1 else {}
-    heads |= {"best_on_test": "best on test\N{NO-BREAK SPACE}*"}
+    heads |= {"best_on_test": "best on test\N{NO-BREAK SPACE}†"}
     rows = [(n, g, row) for n, g in enumerate(groups) if (row := group_row(g, metric, averaged))]
     shown = [name for name in heads if any(name in row for _, _, row in rows)]
     # A full bar is the best possible score.
     values = [row[name] for _, _, row in rows for name in shown if name in row]
     has_bars = lower_is_better(metric) is False and min(values) >= 0 and max(values) <= 1
+    marked = own_models(groups, [metric], split)
     cells = []
     for n, group, row in rows:
+        star = "\N{NO-BREAK SPACE}*" if (group.label, metric) in marked else ""
         names = [
-            Entry(group.method, link=f"run-{n}"),
+            Entry(group.method + star, link=f"run-{n}"),
             Entry(group.partition),
             Entry(f"{row['runs']}", row["runs"]),
         ]
@@ -119,7 +122,7 @@ def pairs(table: pd.DataFrame) -> Table:
     for row, (_, *texts) in zip(table.to_dict("records"), pair_cells(table), strict=True):
         cells = [Entry(row[name]) for name in words]
         for name, text in zip(numbers, texts, strict=True):
-            is_best = name == "p_holm" and row[name] < 0.05
+            is_best = row["differs"] and name == ("low" if math.isnan(row["p"]) else "p_holm")
             cells.append(Entry(text, _known(row[name]), is_best=is_best))
         rows.append(cells)
     return Table([*words, "seeds", "difference", *PAIR_HEADINGS[3:]], rows, words=3)
@@ -186,14 +189,12 @@ def _number(text: str) -> float | None:
 
 
 _MOST_NAMES = 3
-_SIGNIFICANT = 0.05
 
 
 def headline(groups: Sequence[Group], pairs: pd.DataFrame, metric: str, score: Score) -> list[str]:
     """Return a sentence per partition on the method with the best mean.
 
-    It is ahead of another method if the p-value of their difference is below 0.05, with Holm's
-    correction over all pairs.
+    It is ahead of another method if the test finds a difference.
 
     Args:
         groups: The experiments.
@@ -220,19 +221,23 @@ def headline(groups: Sequence[Group], pairs: pd.DataFrame, metric: str, score: S
             best = (min if lower else max)(shown, key=lambda name: rows[name][score])
             others = [name for name in shown if name != best]
             own = pairs[pairs["partition"] == partition]
-            lines.append(_sentence(best, others, shown, own, f"{metric} on {partition}"))
+            lines.append(_sentence(best, others, shown, own, f"{shown_score(metric)} on {partition}"))
     return lines
 
 
 def _sentence(
     best: str, others: Sequence[str], shown: dict[str, str], pairs: pd.DataFrame, what: str
 ) -> str:
-    p_values = {name: _p_value(best, name, pairs) for name in others}
-    if all(p is None for p in p_values.values()):
+    tests = {name: _test(best, name, pairs) for name in others}
+    known = {name: row for name, row in tests.items() if row["seeds"] > 1}
+    if not known:
         return f"{shown[best]} has the best {what}; to say that it is ahead takes two common seeds"
-    known = {name: p for name, p in p_values.items() if p is not None}
-    ahead = [name for name, p in known.items() if p < _SIGNIFICANT]
-    same = [name for name, p in known.items() if math.isnan(p)]
+    ahead = [name for name, row in known.items() if row["differs"]]
+    same = [
+        name
+        for name, row in known.items()
+        if row["difference"] and math.isnan(row["low"]) and not pairs.attrs.get("looked")
+    ]
     level = [name for name in known if name not in (*ahead, *same)]
     single = [name for name in others if name not in known]
     parts = [f"{shown[best]} has the best mean {what}"]
@@ -243,16 +248,11 @@ def _sentence(
     return "; ".join(parts)
 
 
-def _p_value(best: str, other: str, pairs: pd.DataFrame) -> float | None:
-    """Return the corrected p-value of a difference, or ``None`` without two common seeds.
-
-    It is 1 if the methods have equal scores, and NaN if their difference is the same on all seeds.
-    """
+def _test(best: str, other: str, pairs: pd.DataFrame) -> dict[str, Any]:
+    """Return the row of two methods in either order. Without one, they have no common seeds."""
     names = pairs[["method", "other"]].apply(frozenset, axis=1)
-    for row in pairs[names == {best, other}].to_dict("records"):
-        if row["seeds"] > 1:
-            return float(row["p_holm"]) if row["difference"] else 1.0
-    return None
+    rows = pairs[names == {best, other}].to_dict("records")
+    return rows[0] if rows else {"seeds": 0}
 
 
 def _listed(names: Sequence[str], shown: dict[str, str]) -> str:
