@@ -279,6 +279,7 @@ def _write_probabilities(
     """Write ``predictions.csv``, a row per sample and model.
 
     Its columns are ``sample, client, model, target, prediction``, and a probability per class.
+    ``sample`` is the number in the published samples, as in the CSV file of ``FromFile``.
     ``client`` is the one whose part of the test data has the sample, empty for none. ``model`` is
     ``global``, ``mean`` over the clients' models, or the number of the client whose model it is.
 
@@ -307,6 +308,8 @@ def _write_probabilities(
     table = pd.concat(tables)
     names = ["client", "model", "target", "prediction"]
     path = folder / "predictions.csv"
+    if data.test.numbers is not None:
+        table.index = data.test.numbers[table.index.to_numpy()].tolist()
     table[[*names, *table.columns.drop(names)]].to_csv(
         path, index_label="sample", float_format="%.6f"
     )

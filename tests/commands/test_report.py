@@ -1,6 +1,7 @@
 """``flsuite report``: its groups, and its numbers against those worked out by hand."""
 
 from collections.abc import Sequence
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -634,8 +635,14 @@ def test_a_score_of_many_models_has_a_star(
         method_of = ("--trainer.aggregator", method, "--run_dir", f"runs/{method}")
         assert cli("fit", "--config", QUICKSTART, "--trainer.rounds", "1", *method_of) == 0
     capsys.readouterr()
-    assert cli("report", "runs", "--metric", "accuracy") == 0
+    pages = ("--output", "out", "--html", "page.html")
+    assert cli("report", "runs", "--metric", "accuracy", *pages) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line.partition("│")[0].strip() for line in lines if "│" in line]
     assert "FedAvg" in rows and "Ditto *" in rows
     assert any(line.startswith("* accuracy of Ditto is the mean over the ") for line in lines)
+    said = "* accuracy of Ditto is the mean over the clients' own models"
+    text = Path("out/report.md").read_text()
+    assert "| Ditto \\* | accuracy |" in text and f"\\{said}" in text and "FedAvg \\*" not in text
+    page = unescape(Path("page.html").read_text())
+    assert ">Ditto\N{NO-BREAK SPACE}*</a>" in page and said in page and ">FedAvg</a>" in page

@@ -3,6 +3,7 @@
 import csv
 import errno
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -693,3 +694,18 @@ def test_the_end_of_a_run_tells_what_its_kept_rounds_take(finished: Path, capsys
 )
 def test_a_wrong_request_is_one_line(args: list[str], reason: str, run: Path, capsys: Any) -> None:
     assert reason in refused(capsys, *args)
+
+
+def test_a_changed_file_of_the_split_is_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, run = tmp_path / "split.csv", tmp_path / "run"
+    file.write_text("sample,client\n" + "".join(f"{n},{n % 4}\n" for n in range(200)))
+    partition = "--data.partition", "FromFile", "--data.partition.path", str(file)
+    assert cli("fit", "--config", CONFIG, "--run_dir", str(run), *SHORT, *partition) == 0
+    file.write_text(file.read_text().replace("0,0\n1,1\n", "0,1\n1,0\n"))
+    capsys.readouterr()
+    for at in ("0", "2"):
+        assert cli("verify", str(run), "--at", at, "--rounds", "1") == 2
+        said = capsys.readouterr().err
+        assert re.search(r"partition.path is split.csv, content (\w+), but .* content (?!\1)", said)

@@ -105,6 +105,8 @@ def test_without_splits_the_rest_is_as_with_any_partition(tmp_path: Path) -> Non
         ("sample,client,split\n4,0,train\n5,0,dev\n", "row 2, column 'split': expected train, val"),
         ("sample,client\n4,0\n5,2\n6,2\n", "client 1 has no training sample"),
         ("sample,client,split\n4,0,val\n5,1,train\n", "client 0 has no training sample"),
+        ("sample,client,split\n4,0,train\n5,0,\n", "row 2, column 'split': .*got a missing value"),
+        ("sample,client\n4,0\n5,1e20\n", "row 2, column 'client': .*got 100000000000000000000$"),
         ("sample,client\n4,0\n2000,0\n", "row 2, column 'sample': expected a number below 1797"),
         ("sample,client\n4,0\n5,1\n", "data.clients is 1, but .* has 2; set it to 2"),
         ("", "is empty"),

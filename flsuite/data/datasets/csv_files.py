@@ -245,7 +245,7 @@ def read_columns(
         got = ", ".join(frame.columns)
         raise FlsuiteError(f"{file}: expected the columns {expected}, got {got}{remedy}")
     return {
-        name: frame[name].to_numpy(dtype=str) if name in words else _amounts(frame[name], file)
+        name: frame[name].fillna("").to_numpy(dtype=str) if name in words else _amounts(frame[name], file)
         for name in layout
     }
 
@@ -292,7 +292,8 @@ def refuse_cells(
     at = int(is_wrong.argmax())
     value = values[at]
     is_number = np.asarray(value).dtype.kind in "iuf"
-    got = f"{value:.15g}" if is_number else repr(str(value))
-    if value != value:  # pandas reads both as NaN
+    is_whole = is_number and abs(value) < 1e30 and value % 1 == 0
+    got = f"{value:.0f}" if is_whole else f"{value:.15g}" if is_number else repr(str(value))
+    if value != value or got == "''":  # pandas reads both as NaN
         got = "a missing value or NaN"
     raise FlsuiteError(f"{file}: row {at + 1}, column {column!r}: expected {expected}, got {got}")
