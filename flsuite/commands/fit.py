@@ -172,8 +172,14 @@ class _FederatedCLI(LightningCLI):
         self.trainer.config = self._resolved
 
     def _run_subcommand(self, subcommand: str) -> None:
-        if self._runs:
+        if not self._runs:
+            return
+        try:
             super()._run_subcommand(subcommand)
+        except BaseException as error:
+            if (run := self.trainer.run) and run.folder.path.is_dir():
+                error.result = {"run": run.folder.path}  # type: ignore[attr-defined]
+            raise
 
     def after_fit(self) -> None:
         """Write pictures of the curves, partition and timeline, and print what may come next."""

@@ -141,6 +141,8 @@ def run_command(command: str, args: list[str]) -> int:
 
     With ``--json``, the standard output is one object.
     """
+    if command in _ANSWERING and (valued := [a for a in args if a.startswith("--json=")]):
+        return complain(f"--json takes no value; write --json instead of {valued[0]}", 2)
     is_asked = command in _ANSWERING and "--json" in args
     output: AbstractContextManager[dict[str, Any]] = nullcontext({})
     with answering(command) if is_asked else output as answer:
@@ -164,13 +166,14 @@ def _ended(command: str, args: list[str]) -> Ending:
             how = own or _AFTER_INTERRUPT.get(command, "")
             what = "terminated" if termination.status else "interrupted"
             what += " in the debugger" if isinstance(error, BdbQuit) else ""
-            return Ending(termination.status or 130, [f"{what}; {how}" if how else what])
+            line = f"{what}; {how}" if how else what
+            return Ending(termination.status or 130, [line], getattr(error, "result", {}))
         except Exception as error:
             if is_debug:
                 traceback.print_exception(error)
             if (ending := _ending_of(error)) is None:
                 raise
-            return ending
+            return ending._replace(result=getattr(error, "result", {}))
 
 
 def _ending_of(error: Exception) -> Ending | None:
@@ -183,7 +186,7 @@ def _ending_of(error: Exception) -> Ending | None:
         *lines, last = map(one_line, error.args or [error])
         return Ending(2, [*lines, "; ".join([last, *notes])])
     if isinstance(error, FederationError):
-        return Ending(1, ["; ".join([one_line(error), *notes])], error.result)
+        return Ending(1, ["; ".join([one_line(error), *notes])])
     if isinstance(error, OSError):  # a full or read-only disk, a missing folder
         status = output_fault(error)
         return Ending(status) if status else _disk_fault(error)

@@ -200,9 +200,10 @@ def _print_end(queue: Queue) -> None:
     for line in (*strangers(queue), *failed):
         print(line)
     if failed:
-        raise FederationError(
-            f"{queue.size - done} of {queue.size} cells are not done; the same command retries them"
-        )
+        retries = "the same command retries them"
+        if queue.sweep.until:
+            retries += "; seeds are added only when all cells are done"
+        raise FederationError(f"{queue.size - done} of {queue.size} cells are not done; {retries}")
     print(f"{done} of {queue.size} cells are done; compare them: flsuite report {queue.folder}")
 
 

@@ -75,6 +75,16 @@ def test_fit_and_verify(capsys: Capture) -> None:
     assert any("value is 0.123, in the replay" in line for line in different["differences"])
 
 
+def test_a_failed_fit_names_its_run(capsys: Capture) -> None:
+    args = [*FIT, "--model.optimizer.lr", "1e38", "--run_dir", "run"]
+    assert answer(capsys, *args, status=1)["run"] == "run"
+
+
+def test_the_option_takes_no_value(capsys: Capture) -> None:
+    assert cli("ls", ".", "--json=true") == 2
+    assert "--json takes no value; write --json instead of --json=true" in capsys.readouterr().err
+
+
 def test_a_printed_config_is_a_success() -> None:
     args = [sys.executable, "-m", "flsuite", *FIT, "--print_config", "--json"]
     done = subprocess.run(args, capture_output=True, text=True)

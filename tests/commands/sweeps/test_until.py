@@ -95,6 +95,27 @@ def test_seeds_are_added_until_it_is_decided_also_after_a_kill(
     assert f"seed {seeds}" in capsys.readouterr().out
 
 
+def test_a_failed_cell_says_why_no_seeds_are_added(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def run(queue: Queue, process: object) -> None:
+        while not queue.is_over_for_now():
+            with queue.claim() as cell:
+                assert cell is not None
+                queue.begin(cell)
+                if cell.method == "B":
+                    queue.fail(cell, "no memory")
+                else:
+                    queue.finish(cell, CellOutcome(1.0, "accuracy", False, 0.5, 0.5))
+
+    monkeypatch.setattr(command, "_CellProcess", Checked)
+    monkeypatch.setattr(command, "_run", run)
+    name = write_sweep("s.yaml", METHODS, seeds="[1, 2]")
+    assert cli("sweep", "--config", name, "--folder", "out", "--until", "decided") == 1
+    said = capsys.readouterr().err
+    assert "2 of 4 cells are not done" in said and "seeds are added only when all" in said
+
+
 def test_the_file_says_the_maximum_and_the_seeds_of_the_tuning_are_passed_over(
     ends: Callable[[int], list[str]],
 ) -> None:
