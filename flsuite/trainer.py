@@ -17,7 +17,15 @@ from flsuite.aggregators.fedavg import FedAvg
 from flsuite.aggregators.rules.base import Rule
 from flsuite.aggregators.transforms.base import Transform
 from flsuite.callbacks.defaults import moved_into, with_defaults
-from flsuite.common.arguments import PositiveInt, check_init, require, require_known
+from flsuite.common.arguments import (
+    Fraction,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_init,
+    require,
+    require_known,
+)
 from flsuite.common.errors import refused_as
 from flsuite.federation.client.callbacks import LRDecay
 from flsuite.federation.client.devices import on_one_gpu, require_one_device, resolve_precision
@@ -111,7 +119,7 @@ class FederatedTrainer(ScoringTrainer):
 
     def __init__(
         self,
-        rounds: int | None = None,
+        rounds: PositiveInt | None = None,
         aggregator: Aggregator | Rule | None = None,
         schedule: Schedule | None = None,
         engine: EngineChoice | None = None,
@@ -119,12 +127,12 @@ class FederatedTrainer(ScoringTrainer):
         secure_sum: SecureAggregation | None = None,
         attack: Attack | None = None,
         max_epochs: int = 1,
-        evaluate_every: int = 1,
+        evaluate_every: PositiveInt = 1,
         monitor: str | None = None,
-        max_virtual_seconds: float | None = None,
-        max_client_updates: int | None = None,
-        score_clients: int = 100,
-        adapt_epochs: int = 0,
+        max_virtual_seconds: PositiveFloat | None = None,
+        max_client_updates: PositiveInt | None = None,
+        score_clients: PositiveInt = 100,
+        adapt_epochs: NonNegativeInt = 0,
         batchnorm: BatchNorm = "average",
         keep_optimizers: bool = False,
         lr_decay: LRDecay | None = None,
@@ -134,10 +142,10 @@ class FederatedTrainer(ScoringTrainer):
         keep_updates: bool = False,
         from_updates: str | None = None,
         without: list[int] | None = None,
-        max_share: float | None = None,
+        max_share: Fraction | None = None,
         on_client_error: OnClientError = "continue",
         fork: Fork | None = None,
-        keep_rounds: int | None = None,
+        keep_rounds: PositiveInt | None = None,
         logger: Logger | Iterable[Logger] | bool = False,
         callbacks: list[Callback] | Callback | None = None,
         enable_checkpointing: bool = True,

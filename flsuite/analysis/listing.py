@@ -200,7 +200,9 @@ def own_models(groups: Sequence[Group], metrics: Sequence[str], split: str) -> s
     return marked
 
 
-def own_models_notes(groups: Sequence[Group], marked: set[tuple[str, str]], split: str) -> list[str]:
+def own_models_notes(
+    groups: Sequence[Group], marked: set[tuple[str, str]], split: str
+) -> list[str]:
     """Return a line per score of :func:`own_models`."""
     lines = []
     for metric in sorted({metric for _, metric in marked}):

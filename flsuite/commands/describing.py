@@ -2,6 +2,7 @@
 
 import collections.abc
 import inspect
+import math
 import os
 import re
 from collections.abc import Callable
@@ -135,7 +136,23 @@ def argument(parameter: ParamData) -> Argument:
         _text_of(parameter),
         [path_of(base) for base in bases],
         not is_closed,
+        parameter.default is inspect.Parameter.empty,
+        _bounds_of(parameter.annotation),
     )
+
+
+def _bounds_of(hint: Any) -> dict[str, float]:
+    """Return the finite bounds of a number, or nothing if a type has several kinds of numbers."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = [get_args(one) if get_origin(one) is Annotated else (one,) for one in options]
+    numbers = [ranges for kind, *ranges in kinds if kind in (int, float)]
+    ranges = numbers[0] if len(numbers) == 1 else []
+    return {
+        name: bound
+        for one in ranges
+        for name, bound in getattr(one, "bounds", ())
+        if math.isfinite(bound)
+    }
 
 
 def is_known(cls: type) -> bool:

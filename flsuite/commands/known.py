@@ -27,12 +27,16 @@ class Argument(NamedTuple):
         text: What it means, and its default.
         bases: The paths of the classes whose objects it takes.
         takes_text: Whether a string may be something other than a class name.
+        is_required: Whether a config must have it.
+        bounds: The bounds of a number, by their names in a JSON schema.
     """
 
     kind: str = ""
     text: str = ""
     bases: list[str] = []
     takes_text: bool = True
+    is_required: bool = False
+    bounds: dict[str, float] = {}
 
 
 class Class(NamedTuple):

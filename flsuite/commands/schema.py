@@ -9,6 +9,7 @@ from typing import Any
 from flsuite import __version__
 from flsuite.commands.known import TRAINER, Argument, Class, classes, find, first_keys, is_described
 from flsuite.commands.parsers import parser_of
+from flsuite.common.moved import PACKAGES
 
 Schema = dict[str, Any]
 
@@ -107,13 +108,18 @@ class _Definitions:
             "type": "object",
             "properties": {name: self.value(argument) for name, argument in arguments.items()},
             "additionalProperties": is_open,
+            "required": [name for name, argument in arguments.items() if argument.is_required],
         }
 
     def value(self, argument: Argument) -> Schema:
         """Return the schema of an argument. ``null`` leaves it out."""
         words = argument.kind.split("|")
         choices = [_read(word) for word in words if word not in _TYPES and word != "CLASS"]
-        options = [_TYPES[word] for word in words if word in _TYPES]
+        options = [
+            _TYPES[word] | (argument.bounds if word in ("N", "X") else {})
+            for word in words
+            if word in _TYPES
+        ]
         if "CLASS" in words:
             options.append(self._class_of(argument.bases))
         if choices:
@@ -138,9 +144,9 @@ class _Definitions:
 
     def _class_of(self, bases: list[str]) -> Schema:
         """Return the schema of a class that extends one of these, or of a list of them."""
-        usable = (c for c in classes() if c.packages and not c.is_abstract)
+        usable = (c for c in classes() if not c.is_abstract)
         found = [c for c in usable if not {*bases}.isdisjoint(c.bases)]
-        if not found:  # only a user's package has them
+        if not any(c.packages for c in found):  # only a user's package has them
             return {"type": ["string", "object", "array"]}
         name = f"a {' or a '.join(bases)}".replace(" ", "-")
         itself = {"$ref": f"#/definitions/{name}"}
@@ -152,27 +158,37 @@ class _Definitions:
 
     def _choice(self, found: list[Class]) -> list[Schema]:
         """Return the schemas of one class: its name, or a mapping with its arguments."""
-        path: Schema = {
-            "anyOf": [
-                {"enum": [c.name for c in found], "enumDescriptions": [c.summary for c in found]},
-                {"type": "string", "pattern": r"^\w+(\.\w+)+$"},  # a class of the user
-            ]
-        }
+        # A class of the user, or of a study, which is described nowhere.
+        own = {"type": "string", "pattern": r"^(?!flsuite\.(?!studies\.))\w+(\.\w+)+$"}
+        alone = [c for c in found if not any(a.is_required for a in c.arguments.values())]
         whole = {
             "type": "object",
             "properties": {
-                "class_path": path,
+                "class_path": {"anyOf": [*_named(found), own]},
                 "init_args": {"type": "object"},
                 "dict_kwargs": {"type": "object"},
             },
             "additionalProperties": False,
             "required": ["class_path"],
             "allOf": [
-                _if_class(_names(c), {"properties": {"init_args": self.arguments_of(c)}})
+                _if_class(
+                    _names(c),
+                    {"properties": {"init_args": self.arguments_of(c)}}
+                    | ({} if c in alone else {"required": ["init_args"]}),
+                )
                 for c in found
             ],
         }
-        return [path, whole]
+        return [*_named(alone), own, whole]
+
+
+def _named(found: list[Class]) -> list[Schema]:
+    """Return the schemas of the names of classes. An editor offers the short ones."""
+    short = {c.name: c.summary for c in found if c.packages}
+    long = [name for c in found for name in _names(c) if name not in short]
+    return [{"enum": [*short], "enumDescriptions": [*short.values()]}] * bool(short) + [
+        {"enum": long}
+    ] * bool(long)
 
 
 def _if_class(names: list[str], then: Schema) -> Schema:
@@ -183,7 +199,9 @@ def _if_class(names: list[str], then: Schema) -> Schema:
 
 def _names(known: Class) -> list[str]:
     """Return all names of a class in a config."""
-    return [known.name, known.path, *(f"{package}.{known.name}" for package in known.packages)]
+    old = [was for was, now in PACKAGES.items() if known.path.startswith(f"{now}.")]
+    packages = [f"{package}.{known.name}" for package in (*known.packages, *old)]
+    return [*[known.name] * bool(known.packages), known.path, *packages]
 
 
 def _read(word: str) -> Any:

@@ -7,6 +7,7 @@ values.
 import contextlib
 import inspect
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
@@ -23,25 +24,43 @@ class Range(NamedTuple):
     Attributes:
         text: Text that completes the sentence "must be ...".
         contains: Returns whether a value is valid. NaN is never valid.
+        bounds: The bounds of a number, by their names in a JSON schema.
     """
 
     text: str
     contains: Callable[[Any], bool]
+    bounds: tuple[tuple[str, float], ...] = ()
 
     def __repr__(self) -> str:  # as --help shows it
         return self.text
 
 
+_BOUNDS: dict[str, Callable[[Any, float], bool]] = {
+    "minimum": operator.ge,
+    "exclusiveMinimum": operator.gt,
+    "maximum": operator.le,
+    "exclusiveMaximum": operator.lt,
+}
+
+
+def within(text: str, **bounds: float) -> Range:
+    """Return the range of the numbers within bounds, such as ``minimum=0``."""
+    tests = [(_BOUNDS[name], bound) for name, bound in bounds.items()]
+    return Range(text, lambda x: all(test(x, bound) for test, bound in tests), (*bounds.items(),))
+
+
 def at_least(lowest: float) -> Range:
     """Return the range of finite numbers >= ``lowest``."""
-    return Range(f"at least {lowest}", lambda x: lowest <= x < math.inf)
+    return within(f"at least {lowest}", minimum=lowest, exclusiveMaximum=math.inf)
 
 
-PositiveFloat = Annotated[float, Range("positive", lambda x: 0 < x < math.inf)]
+PositiveFloat = Annotated[float, within("positive", exclusiveMinimum=0, exclusiveMaximum=math.inf)]
 NonNegativeFloat = Annotated[float, at_least(0)]
-Fraction = Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)]
-Share = Annotated[float, Range("from 0 to 1", lambda x: 0 <= x <= 1)]
-SmallProbability = Annotated[float, Range("above 0 and below 1", lambda x: 0 < x < 1)]
+Fraction = Annotated[float, within("above 0 and at most 1", exclusiveMinimum=0, maximum=1)]
+Share = Annotated[float, within("from 0 to 1", minimum=0, maximum=1)]
+SmallProbability = Annotated[
+    float, within("above 0 and below 1", exclusiveMinimum=0, exclusiveMaximum=1)
+]
 BelowOneOrNumber = Annotated[
     int | float,
     Range(
@@ -49,13 +68,13 @@ BelowOneOrNumber = Annotated[
         lambda x: 0 <= x < 1 if isinstance(x, float) else x >= 0,
     ),
 ]
-BelowOne = Annotated[float, Range("in [0, 1)", lambda x: 0 <= x < 1)]
-Radius = Annotated[float, Range("positive", lambda x: x > 0)]  # may be infinite
+BelowOne = Annotated[float, within("in [0, 1)", minimum=0, exclusiveMaximum=1)]
+Radius = Annotated[float, within("positive", exclusiveMinimum=0)]  # may be infinite
 PositiveInt = Annotated[int, at_least(1)]
 NonNegativeInt = Annotated[int, at_least(0)]
-Bits = Annotated[int, Range("from 2 to 16", lambda x: 2 <= x <= 16)]
+Bits = Annotated[int, within("from 2 to 16", minimum=2, maximum=16)]
 # torch rejects absurd numbers.
-Threads = Annotated[int, at_least(1), Range("at most 4096", lambda x: x <= 4096)]
+Threads = Annotated[int, at_least(1), within("at most 4096", maximum=4096)]
 
 
 _NUMBERS = {int: Integral, float: Real}

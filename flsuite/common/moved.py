@@ -12,7 +12,7 @@ from typing import Any
 
 from flsuite.common.errors import log
 
-_PACKAGES = {
+PACKAGES = {
     "flsuite.attacks": "flsuite.aggregators.attacks",
     "flsuite.client": "flsuite.federation.client",
     "flsuite.engines": "flsuite.federation.engines",
@@ -22,6 +22,7 @@ _PACKAGES = {
     "flsuite.server": "flsuite.federation.server",
     "flsuite.sweeps": "flsuite.commands.sweeps",
 }
+"""The packages of 0.2 by name, and where they are now."""
 _EXPORTING = ("attacks", "engines", "exchange", "schedules")  # packages with names for users
 _RENAMED = {"Work": "Fit"}  # of these names
 
@@ -123,7 +124,7 @@ def _rows() -> Iterator[tuple[str, str]]:
             yield f"flsuite.{old if '.' in old else f'{folder}.{old}'}", f"flsuite.{new}"
 
 
-_NOW = {**_PACKAGES, **dict(_rows())}
+_NOW = {**PACKAGES, **dict(_rows())}
 
 
 def moved(name: str) -> str:
@@ -133,7 +134,7 @@ def moved(name: str) -> str:
         old, rest = ".".join(parts[:length]), parts[length:]
         if old in _NOW:
             is_exported = rest[0][:1].isupper() if rest else parts[1] in _EXPORTING
-            is_of_room = old in _PACKAGES and is_exported
+            is_of_room = old in PACKAGES and is_exported
             new = room_of(_NOW[old]) if is_of_room else _NOW[old]
             return moved(".".join([new, *rest]))  # its file may have been merged too
     return name
@@ -160,7 +161,7 @@ class _Moved(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        is_package = name in _PACKAGES
+        is_package = name in PACKAGES
         return spec_from_loader(name, self, is_package=is_package) if moved(name) != name else None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -168,8 +169,8 @@ class _Moved(MetaPathFinder, Loader):
         package = old.rpartition(".")[0]
         if moved(package) == package:  # one line for a package and the modules in it
             log.warning("%s is now %s: please change the name", old, moved(old))
-        if old in _PACKAGES:  # its modules and the names that it exported are in two places today
-            vars(module)["__getattr__"] = lambda name: _attribute(_PACKAGES[old], name)
+        if old in PACKAGES:  # its modules and the names that it exported are in two places today
+            vars(module)["__getattr__"] = lambda name: _attribute(PACKAGES[old], name)
             vars(module)["__dir__"] = lambda: dir(import_module(moved(old)))
         else:
             sys.modules[old] = import_module(moved(old))

@@ -59,6 +59,15 @@ MISTAKES = {
     "a list": ("[64]", "64"),
     "a choice": ("name: retinamnist", "size: 32"),
     "text": ("retinamnist", "[1]"),
+    "a range of the trainer": ("rounds: 3", "rounds: -3"),
+    "a range of a class": ("mu: 0.1", "mu: -0.1"),
+    "a required argument": ("class_path: IID", "class_path: FromFile"),
+    "a required argument of a name": ("{class_path: IID}", "FromFile"),
+    "a package that does not export it": ("FedProx", "flsuite.FedProx"),
+    "a key of a class by its old path": (
+        "rounds: 3",
+        "schedule: {class_path: flsuite.schedules.Synchronous, init_args: {part: 1}}",
+    ),
 }
 
 
@@ -79,6 +88,7 @@ def test_a_mistake_does_not_fit(right: str, wrong: str) -> None:
         ("{class_path: IID}", "IID"),
         ("{class_path: IID}", "null"),
         ("rounds: 3", "max_epochs: 3"),
+        ("rounds: 3", "schedule: {class_path: flsuite.schedules.Synchronous}"),
     ],
 )
 def test_what_the_command_takes_fits(other: tuple[str, str]) -> None:
@@ -114,7 +124,9 @@ def test_names_types_defaults_and_first_lines(capsys: Capture) -> None:
     assert dirichlet["description"].startswith("Each class is spread over the clients")
     redraws = dirichlet["properties"]["max_redraws"]
     assert redraws.pop("description").startswith("Redraws before the last table is leveled.")
-    assert redraws == {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": 100}
+    number = {"type": "integer", "minimum": 0}
+    assert redraws == {"anyOf": [number, {"type": "null"}], "default": 100}
+    assert dirichlet["required"] == ["alpha"]
     skew = made["definitions"]["flsuite.data.partitions.shares.QuantitySkew"]
     assert skew["properties"]["distribution"]["default"] == "lognormal"
     assert skew["properties"]["alpha"]["default"] == 0.5

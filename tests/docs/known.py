@@ -94,7 +94,14 @@ def _described(cls: type) -> Class:
     one = described(cls)
     return one._replace(
         summary=one.summary if _is_ours(cls) else "",
-        arguments={k: _facts(cls, k, given) for k, given in one.arguments.items() if k in own},
+        arguments={
+            k: _facts(cls, k, given)._replace(
+                # The server gives an optimizer its parameters.
+                is_required=given.is_required and _is_ours(cls) and k != "params"
+            )
+            for k, given in one.arguments.items()
+            if k in own
+        },
         bases=[path_of(base) for base in cls.__mro__ if is_known(base)],
         packages=[module.__name__ for module in exporting],
         # Not all of these have the metaclass that refuses to create them.
@@ -129,8 +136,16 @@ def _row(cls: type, known: dict[str, Class]) -> list[Any]:
         parent: Any = parameters_of(cls)[name].parent
         owner = path_of(parent) if inspect.isclass(parent) and parent is not cls else ""
         is_same = owner in known and known[owner].arguments.get(name) == given
-        arguments[name] = owner if is_same else list(given)
+        arguments[name] = owner if is_same else _short(given)
     return [one.summary, arguments, *one[3:]]
+
+
+def _short(given: Argument) -> list[Any]:
+    """Return an argument without the defaults at its end."""
+    row = list(given)
+    while row and row[-1] == Argument()[len(row) - 1]:
+        row.pop()
+    return row
 
 
 def _first_keys(command: str) -> dict[str, Argument]:

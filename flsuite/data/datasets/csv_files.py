@@ -245,7 +245,9 @@ def read_columns(
         got = ", ".join(frame.columns)
         raise FlsuiteError(f"{file}: expected the columns {expected}, got {got}{remedy}")
     return {
-        name: frame[name].fillna("").to_numpy(dtype=str) if name in words else _amounts(frame[name], file)
+        name: frame[name].fillna("").to_numpy(dtype=str)
+        if name in words
+        else _amounts(frame[name], file)
         for name in layout
     }
 

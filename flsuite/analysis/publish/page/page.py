@@ -154,7 +154,9 @@ def _content(
         "title": Path(os.path.commonpath([run for g in groups for run in g.runs])).name,
         "facts": tables.facts(results),
         "headline": tables.headline(groups, compare(results, metric), metric, score),
-        "scores": {name: tables.scores(groups, name, request.last, split) for name in request.metrics},
+        "scores": {
+            name: tables.scores(groups, name, request.last, split) for name in request.metrics
+        },
         "partitions": data.partitions,
         "metric": metric,
         "split": split,

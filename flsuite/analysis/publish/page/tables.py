@@ -221,7 +221,9 @@ def headline(groups: Sequence[Group], pairs: pd.DataFrame, metric: str, score: S
             best = (min if lower else max)(shown, key=lambda name: rows[name][score])
             others = [name for name in shown if name != best]
             own = pairs[pairs["partition"] == partition]
-            lines.append(_sentence(best, others, shown, own, f"{shown_score(metric)} on {partition}"))
+            lines.append(
+                _sentence(best, others, shown, own, f"{shown_score(metric)} on {partition}")
+            )
     return lines
 
 
