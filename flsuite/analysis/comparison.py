@@ -200,9 +200,9 @@ def comparison_note(table: pd.DataFrame, metric: str, score: Score) -> str:
         return f"Test {metric} {place}. Intervals and p-values need two common seeds per pair."
     if table.attrs.get("looked"):
         return (
-            f"Test {metric} {place}: mean difference over common seeds, and 95 % interval, corrected "
-            "for looking after every seed, of the pairs on which the sweep has decided. Other pairs "
-            "are not tested, because the t-test does not know that seeds were added."
+            f"Test {metric} {place}: mean difference over common seeds, and the interval of the "
+            "pairs on which the sweep has decided, corrected for looking after every seed. Other "
+            "pairs are not tested, because the t-test does not know that seeds were added."
         )
     pairs = int(table["p"].notna().sum())
     if not pairs:

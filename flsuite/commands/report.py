@@ -301,8 +301,10 @@ def _tables(content: pd.DataFrame, title: str, first: str) -> Iterator[tuple[Tab
     """Yield a table with its first column, and the rows that belong in it, per partition."""
     for partition, rows in content.groupby("partition", sort=False):
         named = f"{title}, {partition}" if content["partition"].nunique() > 1 else title
-        table = Table(title=named, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        table.add_column(first, overflow="fold", min_width=14)
+        table = Table(
+            title=named, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False
+        )
+        table.add_column(first, overflow="fold")
         yield table, rows
 
 

@@ -70,6 +70,23 @@ FAMILIES = {  # the parts of the gallery
     "Data": ["data", "partitions", "skews", "augmentation"],
     "Runs": ["engines", "learning rates over rounds", "callbacks", "profilers"],
 }
+PICTURES = {  # of a family: what it shows, the file, and the page that explains it
+    "Algorithms": ("Curves of three methods", "../notebooks/figures/quickstart", "guide/comparing"),
+    "Their parts": ("Accuracy over sent bytes", "one_shot/figures/statistics", "one_shot/README"),
+    "Trust": ("Accuracy of rules under attacks", "trust/figures/accuracy", "trust/README"),
+    "Time": ("Fits over virtual time", "../notebooks/figures/asynchronous", "guide/time"),
+    "Models": (
+        "A fused model in comparison",
+        "fusedspacefed/figures/retinamnist-tuned",
+        "fusedspacefed/README",
+    ),
+    "Data": ("Classes by client", "../notebooks/figures/partition", "guide/data"),
+    "Runs": (
+        "What each client adds",
+        "counterfactual/figures/contribution",
+        "counterfactual/README",
+    ),
+}
 PASSED_ON = {"parts", "kwargs", "params"}  # to a base class
 KNOWN = ROOT / "flsuite" / "commands" / "known.json"
 _NAME = "(?:Di |Le|Mc)?[A-Z][a-zà-ÿ]+"  # of an author
@@ -97,7 +114,9 @@ def gallery() -> str:
     """Return all that a config can name: what it is, when to take it, and the paper."""
     parts = []
     for family, kinds in FAMILIES.items():
-        parts.append(f"## {family}")
+        shown, file, page = PICTURES[family]
+        image = f'<img src="{file}.png" alt="{shown}" height="150">'
+        parts += [f"## {family}", f"[{image}<br>{shown}]({page}.md)"]
         for kind in kinds:
             parts += [f"### {kind.capitalize()}"] * (len(kinds) > 1)
             cards = [("", "what it is", "when", "from"), *map(card, classes(kind))]

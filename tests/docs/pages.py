@@ -58,9 +58,11 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(page: Path) -> list[str]:
-    """Return the relative links of a page that lead nowhere."""
+    """Return the relative links and pictures of a page that lead nowhere."""
     broken = []
-    for link in re.findall(r"\]\((?!https?:)([^)\s]*)\)", without_blocks(text_of(page))):
+    for link in re.findall(
+        r'(?:\]\(|src=")(?!https?:)([^)\s"]*)[)"]', without_blocks(text_of(page))
+    ):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         if not target.exists() or (anchor and anchor not in anchors(text_of(target))):
