@@ -2,14 +2,14 @@
 
 import argparse
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.box import SIMPLE_HEAD
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -58,7 +58,7 @@ from flsuite.commands.parsers import parser_of
 from flsuite.common.arguments import PositiveInt, require
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import csv_of, make_folder, plain_rows, replace_text
-from flsuite.common.score_names import lower_is_better, shown_score
+from flsuite.common.score_names import lower_is_better, shown_number, shown_score
 
 
 def report(args: list[str]) -> dict[str, Any]:
@@ -178,7 +178,11 @@ def _print_tables(request: argparse.Namespace, tables: _Tables, console: Console
     for metric, own in tables.ranks.items():
         console.print(own.line(metric))
     if tables.tuning is not None:
-        console.print(_shown_tuning(tables.tuning))
+        names = ["method", "grid point", "values", "trials", "score"]
+        headings = ["method", "grid point", "chosen", "trials", "score"]
+        rows = tables.tuning[names].astype(str).to_numpy().tolist()
+        title = "budget of the tuning, on validation data"
+        console.print(_table(title, headings, rows, words=3, box=HEAVY_HEAD))
     for line in tables.notes:
         console.print(line)
 
@@ -189,7 +193,7 @@ def _joined(tables: dict[str, pd.DataFrame]) -> list[dict[str, Any]]:
 
 
 def _goal(metric: str, request: argparse.Namespace) -> str:
-    return f"{request.split} {metric} {request.target:g}"
+    return f"{request.split} {shown_score(metric)} {request.target:g}"
 
 
 def _markdown(request: argparse.Namespace, tables: _Tables) -> str:
@@ -210,31 +214,51 @@ def _parse(args: list[str]) -> argparse.Namespace:
     return request
 
 
+def _table(
+    title: str, headings: Iterable[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any
+) -> Table:
+    """Return a table for a terminal of 80 characters.
+
+    Args:
+        title: The title.
+        headings: The headings.
+        rows: The cells.
+        words: Number of columns of text, from the left. The others hold numbers.
+        look: Further arguments of the table. Default: a line below the headings, and nothing else.
+    """
+    plain: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}
+    shown = Table(title=title, title_justify="left", show_edge=False, **(look or plain))
+    for number, heading in enumerate(headings):
+        shown.add_column(heading, overflow="fold", justify="left" if number < words else "right")
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
 def _shown(table: pd.DataFrame, marked: Collection[tuple[str, str]] = ()) -> Table:
-    """Return a table for a terminal of 80 characters, for one score or one experiment.
+    """Return the scores of one metric or one experiment as a table.
 
     Args:
         table: The rows.
         marked: The groups and scores with a star.
     """
-    metrics = table["metric"].unique()
-    only = shown_score(metrics[0])
-    scores, first = (only, "what differs") if len(metrics) == 1 else ("scores", "score")
-    averaged = averaged_text(table)
-    title = f"test {scores}, mean and spread over runs"
-    shown = Table(title=title, title_justify="left", show_edge=False)
-    shown.add_column(first, overflow="fold", min_width=14)
-    for heading in filter(None, ("runs", "last", "picked", averaged, "best on test")):
-        shown.add_column(heading, justify="right", overflow="fold")
-
+    metrics, averaged = table["metric"].unique(), averaged_text(table)
+    is_single = len(metrics) == 1
+    scores, first = (shown_score(metrics[0]), "what differs") if is_single else ("scores", "score")
+    rows = []
     for row in table.to_dict("records"):
-        label = row["group"] if len(metrics) == 1 else shown_score(row["metric"])
+        label = row["group"] if is_single else shown_score(row["metric"])
         label += " *" if (row["group"], row["metric"]) in marked else ""
         numbers = (score_cell(row, name).replace(" ", "") for name in score_titles(table))
-        shown.add_row(label, str(row["runs"]), *numbers)
+        rows.append((label, str(row["runs"]), *numbers))
 
     mean = f"{averaged}: mean; " if averaged else ""
-    shown.caption = f"picked: in the round best on validation; {mean}best on test: no honest choice"
+    caption = f"picked: in the round best on validation; {mean}best on test: no honest choice"
+    headings = filter(None, (first, "runs", "last", "picked", averaged, "best on test"))
+    shown = _table(
+        f"test {scores}, mean and spread over runs", headings, rows, box=HEAVY_HEAD, caption=caption
+    )
+    shown.columns[0].min_width = 14
     return shown
 
 
@@ -243,16 +267,14 @@ def _print_target(console: Console, table: pd.DataFrame, goal: str, x: str) -> N
 
     It is a separate table, because both do not fit side by side in 80 characters.
     """
-    title = f"to {goal}: means of runs that reach it"
-    for shown, own in _tables(table, title, "method"):
-        for axis in AXES.values():
-            shown.add_column(axis.unit, justify="right")
-        shown.add_column("reached", justify="right", no_wrap=True)
+    headings = ["method", *(axis.unit for axis in AXES.values()), "reached"]
+    for title, own in _by_partition(table, f"to {goal}: means of runs that reach it"):
+        rows = []
         for row in own.to_dict("records"):
             # There is room for the spread of one axis only, the requested one.
             amounts = [amount_cell(row, n, spread=n == x).replace(" ", "") for n in AXES]
-            shown.add_row(row["method"], *amounts, f"{row['reached']} of {row['runs']}")
-        console.print(shown)
+            rows.append((row["method"], *amounts, f"{row['reached']} of {row['runs']}"))
+        console.print(_table(title, headings, rows))
 
     if line := first_to_target(table, goal, x):
         print(line)
@@ -262,15 +284,15 @@ def _print_comparison(console: Console, table: pd.DataFrame, results: Results, m
     """Print the paired differences, if any two methods share two seeds."""
     if not (table["seeds"] > 1).any():
         return
-    for shown, own in _tables(
-        table, f"test {shown_score(metric)}, paired by seed", PAIR_HEADINGS[0]
-    ):
-        for heading in PAIR_HEADINGS[1:]:
-            shown.add_column(heading, justify="right", no_wrap=True)
-        for cells in pair_cells(own):
-            shown.add_row(*cells)
-        console.print(shown)
+    for title, own in _by_partition(table, f"test {shown_score(metric)}, paired by seed"):
+        console.print(_table(title, PAIR_HEADINGS, pair_cells(own)))
     console.print(comparison_note(table, metric, default_score(results, metric)[0]))
+
+
+def _by_partition(content: pd.DataFrame, title: str) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield the title and the rows of each partition's table."""
+    for partition, rows in content.groupby("partition", sort=False):
+        yield f"{title}, {partition}" if content["partition"].nunique() > 1 else title, rows
 
 
 def _ranked(results: Results, metrics: Sequence[str]) -> dict[str, Ranks]:
@@ -283,36 +305,9 @@ def _ranked(results: Results, metrics: Sequence[str]) -> dict[str, Ranks]:
     return {}
 
 
-def _shown_tuning(tuning: pd.DataFrame) -> Table:
-    """Return a table with each method's number of tuning trials and the chosen values."""
-    shown = Table(title="budget of the tuning, on validation data", title_justify="left")
-    for heading in ("method", "grid point"):
-        shown.add_column(heading, overflow="fold")
-    shown.add_column("trials", justify="right")
-    shown.add_column("chosen", overflow="fold")
-    shown.add_column("score", justify="right")
-    for row in tuning.to_dict("records"):
-        names = ("method", "grid point", "trials", "values", "score")
-        shown.add_row(*(str(row[name]) for name in names))
-    return shown
-
-
-def _tables(content: pd.DataFrame, title: str, first: str) -> Iterator[tuple[Table, pd.DataFrame]]:
-    """Yield a table with its first column, and the rows that belong in it, per partition."""
-    for partition, rows in content.groupby("partition", sort=False):
-        named = f"{title}, {partition}" if content["partition"].nunique() > 1 else title
-        table = Table(
-            title=named, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False
-        )
-        table.add_column(first, overflow="fold")
-        yield table, rows
-
-
 def _write(request: argparse.Namespace, tables: _Tables, console: Console) -> None:
     """Write the tables and the pictures to a folder."""
     folder, results = make_folder(Path(request.output)), tables.results
-    written = ["report.csv", "report.md", "report.tex", "report.png", "report.pdf"]
-    replace_text(csv_of(tables.scores), folder / "report.csv")
     pages = [_markdown(request, tables)]
     pages += [
         comparison_markdown(own, name, default_score(results, name)[0])
@@ -320,34 +315,35 @@ def _write(request: argparse.Namespace, tables: _Tables, console: Console) -> No
     ]
     pages += [own.line(metric) + "\n" for metric, own in tables.ranks.items()]
     pages += ["".join(f"- {line}\n" for line in tables.stopping)]
-    (folder / "report.md").write_text("\n".join(filter(None, pages)), encoding="utf-8")
     tex = latex_table(results, request.metric, request.against)
     tex += "".join(f"% {line}\n" for line in tables.stopping)
-    (folder / "report.tex").write_text(tex, encoding="utf-8")
+    of_ranks = {metric: own.table for metric, own in tables.ranks.items()}
+    texts = {
+        "report.csv": csv_of(tables.scores),
+        "report.md": "\n".join(filter(None, pages)),
+        "report.tex": tex,
+        "comparison.csv": _csv(tables.pairs),
+        "target.csv": _csv(tables.targets),
+        "ranks.csv": _csv(of_ranks),
+    }
+    texts = {name: text for name, text in texts.items() if text}
+    for name, text in texts.items():
+        replace_text(text, folder / name)
     for metric in request.metric:
         for line in apart(tables.groups, metric, request.split, request.x):
             console.print(line)
-    figure = curves_figure(
-        results,
-        request.metric,
-        split=request.split,
-        x=request.x,
-        target=request.target,
-        band=request.band,
-    )
-    save_figure(figure, folder / "report")
 
-    for metric in tables.ranks:
-        stem = folder / f"ranks-{metric.replace('/', '-')}"
-        written += [path.name for path in save_figure(ranks_figure(results, metric), stem)]
-    of_ranks = {metric: own.table for metric, own in tables.ranks.items()}
-    files = {"comparison.csv": tables.pairs, "target.csv": tables.targets, "ranks.csv": of_ranks}
-    for file, by_score in files.items():
-        parts = [own.assign(metric=name) for name, own in by_score.items() if len(own)]
-        if parts:
-            replace_text(csv_of(pd.concat(parts)), folder / file)
-            written.append(file)
-    print("\n".join(f"{folder}/{name}" for name in written))
+    places = request.metric, request.split, request.x, request.target, request.band
+    figures = {"report": curves_figure(results, *places)}
+    figures |= {f"ranks-{name.replace('/', '-')}": ranks_figure(results, name) for name in of_ranks}
+    drawn = [path.name for name, own in figures.items() for path in save_figure(own, folder / name)]
+    print("\n".join(f"{folder}/{name}" for name in (*texts, *drawn)))
+
+
+def _csv(tables: dict[str, pd.DataFrame]) -> str:
+    """Return the tables of all scores as one, with the score's name, or nothing without rows."""
+    parts = [own.assign(metric=name) for name, own in tables.items() if len(own)]
+    return csv_of(pd.concat(parts)) if parts else ""
 
 
 def _print_cross(
@@ -384,15 +380,11 @@ def _print_cross(
 
 def _shown_cross(matrix: pd.DataFrame, title: str) -> Table:
     """Return a panel as a table. Nine columns of scores fit in 80 characters."""
-    cells = matrix.map(lambda value: "" if pd.isna(value) else f"{value:.3f}")
-    shown = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1)
-    )
-    shown.add_column("", overflow="fold")
-    for column in cells:
+    cells = matrix.map(lambda value: "" if pd.isna(value) else shown_number(value, 3))
+    rows = [(str(name), *row) for name, row in cells.iterrows()]
+    look: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 0, 0, 1)}
+    shown = _table(title, ["", *map(str, cells)], rows, **look)
+    for column, own in zip(shown.columns[1:], cells, strict=True):
         # As narrow as the numbers: rich would cut off the last column to fit long headings.
-        width = max(5, cells[column].str.len().max())
-        shown.add_column(str(column), justify="right", overflow="fold", width=width)
-    for name, row in cells.iterrows():
-        shown.add_row(str(name), *row)
+        column.width = max(5, cells[own].str.len().max())
     return shown
