@@ -69,10 +69,7 @@ def curves_figure(
     require_one_of("curves_figure", AXES, x=x)
     require_one_of("curves_figure", get_args(Band), band=band)
     metrics = [metrics] if isinstance(metrics, str) else metrics
-    if isinstance(runs, pd.DataFrame):
-        by_partition = _from_table(runs, metrics, split, x)
-    else:
-        by_partition = _from_folders(runs, metrics, split, x)
+    by_partition = _lines_of(runs, metrics, split, x)
     rows = len(by_partition)
     if len(metrics) == 1:
         figure, single = panel_grid(rows, (4.2, 3.0), shares_y=True)
@@ -119,31 +116,27 @@ Lines = dict[str, pd.DataFrame]
 """A mapping from label to curves, with one column per run."""
 
 
-def _from_folders(
-    runs: Mapping[str, str | Path], metrics: Sequence[str], split: str, x: str
+def _lines_of(
+    runs: pd.DataFrame | Mapping[str, str | Path], metrics: Sequence[str], split: str, x: str
 ) -> dict[str, dict[str, Lines]]:
-    """Return the curves of single runs, as one partition without a name."""
-    by_metric: dict[str, Lines] = {metric: {} for metric in metrics}
-    for label, folder in runs.items():
-        table = read_metrics(folder)
+    """Return the curves by partition and metric. Single runs are one partition without a name."""
+    if isinstance(runs, pd.DataFrame):
+        require_results(runs)
+        if runs.empty:
+            raise FlsuiteError("curves_figure: the table has no rows; choose other runs")
         for metric in metrics:
-            by_metric[metric][label] = curve(table, metric, split, x=x).to_frame()
-    return {"": by_metric}
-
-
-def _from_table(
-    results: pd.DataFrame, metrics: Sequence[str], split: str, x: str
-) -> dict[str, dict[str, Lines]]:
-    """Return the curves by partition and metric."""
-    require_results(results)
-    if results.empty:
-        raise FlsuiteError("curves_figure: the table has no rows; choose other runs")
+            only(runs, metric, split)  # refuses a score that no run has
+        groups = runs.groupby(["partition", "method"], observed=True)
+        tables = {(str(partition), str(method)): own for (partition, method), own in groups}
+    else:
+        tables = {("", name): read_metrics(run).assign(run=name) for name, run in runs.items()}
     by_partition: dict[str, dict[str, Lines]] = {}
-    for metric in metrics:
-        of_score = only(results, metric, split).groupby(["partition", "method"], observed=True)
-        for (partition, method), rows in of_score:
-            lines = by_partition.setdefault(str(partition), {name: {} for name in metrics})
-            lines[metric][str(method)] = seed_curves(rows, x)
+    for (partition, label), own in tables.items():
+        for metric in metrics:
+            if len(rows := score_rows(own, metric, split)):
+                lines = by_partition.setdefault(partition, {name: {} for name in metrics})
+                lines[metric][label] = seed_curves(rows, x)
+    by_partition = by_partition or {"": {metric: {} for metric in metrics}}
     return {name: by_partition[name] for name in sorted(by_partition, key=_by_number)}
 
 

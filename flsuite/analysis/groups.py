@@ -150,15 +150,6 @@ def setting_text(key: str, value: Any, keys: Iterable[str]) -> str:
     return f"{name}={shown_value(value)}"
 
 
-def differing(all_settings: Sequence[Flat]) -> list[str]:
-    """Return the paths of the settings in which any two groups differ."""
-    return [
-        key
-        for key in _keys(all_settings)
-        if len({repr(settings.get(key)) for settings in all_settings}) > 1
-    ]
-
-
 def shown_value(value: Any) -> str:
     """Return a setting's value as text on one line. For a class, it is the name."""
     return _last(value) if isinstance(value, _Class) else " ".join(str(value).split())

@@ -99,8 +99,8 @@ def report(args: list[str]) -> dict[str, Any]:
         send_report(request.wandb, request.metric[0], _markdown(request, tables))
     return {
         "scores": plain_rows(tables.scores),
-        "pairs": _joined(tables.pairs),
-        "targets": _joined(tables.targets),
+        "pairs": plain_rows(_joined(tables.pairs)),
+        "targets": plain_rows(_joined(tables.targets)),
         "tuning": [] if tables.tuning is None else plain_rows(tables.tuning),
         "notes": tables.notes,
     }
@@ -187,9 +187,10 @@ def _print_tables(request: argparse.Namespace, tables: _Tables, console: Console
         console.print(line)
 
 
-def _joined(tables: dict[str, pd.DataFrame]) -> list[dict[str, Any]]:
-    """Return the rows of the tables of all scores, with the score's name."""
-    return [row for name, own in tables.items() for row in plain_rows(own.assign(metric=name))]
+def _joined(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return the tables of all scores as one, with the score's name."""
+    parts = [own.assign(metric=name) for name, own in tables.items() if len(own)]
+    return pd.concat(parts) if parts else pd.DataFrame()
 
 
 def _goal(metric: str, request: argparse.Namespace) -> str:
@@ -318,15 +319,10 @@ def _write(request: argparse.Namespace, tables: _Tables, console: Console) -> No
     tex = latex_table(results, request.metric, request.against)
     tex += "".join(f"% {line}\n" for line in tables.stopping)
     of_ranks = {metric: own.table for metric, own in tables.ranks.items()}
-    texts = {
-        "report.csv": csv_of(tables.scores),
-        "report.md": "\n".join(filter(None, pages)),
-        "report.tex": tex,
-        "comparison.csv": _csv(tables.pairs),
-        "target.csv": _csv(tables.targets),
-        "ranks.csv": _csv(of_ranks),
-    }
-    texts = {name: text for name, text in texts.items() if text}
+    texts = {"report.md": "\n".join(filter(None, pages)), "report.tex": tex}
+    csv_files = {"report": tables.scores, "comparison": _joined(tables.pairs)}
+    csv_files |= {"target": _joined(tables.targets), "ranks": _joined(of_ranks)}
+    texts |= {f"{name}.csv": csv_of(own) for name, own in csv_files.items() if len(own)}
     for name, text in texts.items():
         replace_text(text, folder / name)
     for metric in request.metric:
@@ -338,12 +334,6 @@ def _write(request: argparse.Namespace, tables: _Tables, console: Console) -> No
     figures |= {f"ranks-{name.replace('/', '-')}": ranks_figure(results, name) for name in of_ranks}
     drawn = [path.name for name, own in figures.items() for path in save_figure(own, folder / name)]
     print("\n".join(f"{folder}/{name}" for name in (*texts, *drawn)))
-
-
-def _csv(tables: dict[str, pd.DataFrame]) -> str:
-    """Return the tables of all scores as one, with the score's name, or nothing without rows."""
-    parts = [own.assign(metric=name) for name, own in tables.items() if len(own)]
-    return csv_of(pd.concat(parts)) if parts else ""
 
 
 def _print_cross(

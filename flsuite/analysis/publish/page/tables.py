@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from flsuite.analysis.comparison import PAIR_HEADINGS, Score, pair_cells
-from flsuite.analysis.groups import Group, differing, setting_text
+from flsuite.analysis.groups import Group, Variation
 from flsuite.analysis.listing import own_models
 from flsuite.analysis.panels import AXES
 from flsuite.analysis.report import (
@@ -54,11 +54,21 @@ class Table:
     rows: list[list[Entry]]
     words: int = 2
 
+    def short(self) -> "Table":
+        """Return the table without its partitions if there is one alone, for narrow screens."""
+        at = self.heads.index("partition")
+        if len({row[at].text for row in self.rows}) > 1:
+            return self
+        heads, *rows = ([*row[:at], *row[at + 1 :]] for row in (self.heads, *self.rows))
+        return Table(heads, rows, self.words - 1)
+
 
 def facts(results: pd.DataFrame) -> list[tuple[str, str]]:
     """Return the key figures of the report, as pairs of number and name."""
     counts = {name: results[name].nunique() for name in ("run", "method", "partition", "seed")}
     pairs = [(f"{count}", name if count == 1 else f"{name}s") for name, count in counts.items()]
+    if counts["partition"] == 1:
+        pairs[2] = (str(results["partition"].iloc[0]), "")
     seconds = float(results.groupby("run", observed=True)["wall_s"].max().sum())
     rounds = int(results["round"].max())
     pairs.append((f"{rounds}", "round" if rounds == 1 else "rounds"))
@@ -130,16 +140,17 @@ def pairs(table: pd.DataFrame) -> Table:
 
 def settings(groups: Sequence[Group]) -> Table | None:
     """Return the settings in which the experiments differ, as one text per experiment."""
-    keys = differing([group.settings for group in groups])
-    if not keys:
+    if len(groups) < 2:
         return None
-
-    rows = []
-    for n, group in enumerate(groups):
-        own = {key: group.settings.get(key) for key in keys}
-        texts = [setting_text(key, value, keys) for key, value in own.items() if value is not None]
-        names = [Entry(group.method, link=f"run-{n}"), Entry(group.partition)]
-        rows.append([*names, Entry(", ".join(texts))])
+    variation = Variation([group.settings for group in groups])
+    rows = [
+        [
+            Entry(group.method, link=f"run-{n}"),
+            Entry(group.partition),
+            Entry(", ".join(variation.texts(group.settings))),
+        ]
+        for n, group in enumerate(groups)
+    ]
     return Table(["method", "partition", "settings"], rows, words=3)
 
 
