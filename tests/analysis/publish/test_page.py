@@ -151,6 +151,15 @@ def test_the_tables_have_the_numbers(page: Path) -> None:
     assert "Dirichlet(alpha=0.05)" in cells
 
 
+def test_a_single_partition_has_no_column(page: Path, tmp_path: Path) -> None:
+    """On a phone, the scores would be out of sight behind it."""
+    alone = written(made_grid(tmp_path / "runs", METHODS, alphas=(0.3,)), "--metric", *SHOWN)
+    for file, columns in ((page, True), (alone, False)):
+        cells = [text for tag, text in Page(file.read_text("utf-8")).texts if tag == "td"]
+        assert (cells[1] == "Dirichlet(alpha=0.05)") is columns
+        assert ("<b>Dirichlet(alpha=0.3)</b>" in file.read_text("utf-8")) is not columns
+
+
 def texts(spec: dict[str, Any], **chosen: str) -> list[str]:
     """Return the words of a chart: of its axes, its legend and its marks."""
     params = [{**p, "value": chosen.get(p["name"], p.get("value"))} for p in spec["params"]]

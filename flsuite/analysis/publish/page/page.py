@@ -155,7 +155,8 @@ def _content(
         "facts": tables.facts(results),
         "headline": tables.headline(groups, compare(results, metric), metric, score),
         "scores": {
-            name: tables.scores(groups, name, request.last, split) for name in request.metrics
+            name: tables.scores(groups, name, request.last, split).short()
+            for name in request.metrics
         },
         "partitions": data.partitions,
         "metric": metric,
