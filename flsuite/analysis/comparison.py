@@ -68,20 +68,20 @@ def compare(
     is_decided = has_looked and score in (None, default_score(results, metric)[0])
     rows = []
     for partition, of_partition in scores.groupby("partition", sort=False):
-        runs = of_partition.groupby("method")["run"].first()
+        runs = of_partition.groupby("method")["run"].first().to_dict()
         by_seed = of_partition.pivot_table(index="seed", columns="method", values="value")
         by_seed = by_seed.reindex(columns=methods)
         for method, other in pairs:
             both = by_seed[[method, other]].dropna()
             if not len(both):
                 continue
-            seeds, numbers = len(both), paired(both[method].to_numpy(), both[other].to_numpy())
-            differs = False
+            numbers = paired(both[method].to_numpy(), both[other].to_numpy())
+            own: tuple[float, ...] = len(both), *numbers, False
             if has_looked:
-                numbers = numbers[0], math.nan, math.nan, math.nan
-            if is_decided and (own := _decision(runs, method, other, metric)):
-                seeds, *numbers, differs = own
-            rows.append((partition, method, other, seeds, *numbers, differs))
+                own = len(both), numbers[0], math.nan, math.nan, math.nan, False
+            if is_decided:
+                own = _decision(runs, method, other, metric) or own
+            rows.append((partition, method, other, *own))
     columns = ["partition", "method", "other", "seeds", "difference", "low", "high", "p", "differs"]
     table = pd.DataFrame(rows, columns=columns)
     table.insert(8, "p_holm", holm(table["p"].to_numpy(dtype=float)))
@@ -92,7 +92,7 @@ def compare(
 
 def _decision(
     runs: Mapping[Any, str], method: str, other: str, metric: str
-) -> tuple[int, float, float, float, float, bool] | None:
+) -> tuple[float, ...] | None:
     """Return what a sweep has decided on a pair: the columns after ``other``, without ``p_holm``.
 
     Args:
@@ -107,8 +107,8 @@ def _decision(
             if (decision.folder, decision.metric, decision.baseline) == place:
                 look = decision.look
                 low, high = sorted((sign * look.low, sign * look.high))
-                numbers = look.seeds, sign * look.difference, low, high, math.nan
-                return *numbers, look.because == "zero"
+                mean, differs = sign * look.difference, look.because == "zero"
+                return look.seeds, mean, low, high, math.nan, differs
     return None
 
 

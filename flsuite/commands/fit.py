@@ -177,7 +177,8 @@ class _FederatedCLI(LightningCLI):
         try:
             super()._run_subcommand(subcommand)
         except BaseException as error:
-            if (run := self.trainer.run) and run.folder.path.is_dir():
+            run = self.trainer.run
+            if run and run.folder.path and run.folder.path.is_dir():
                 error.result = {"run": run.folder.path}  # type: ignore[attr-defined]
             raise
 

@@ -59,8 +59,8 @@ class Table:
         at = self.heads.index("partition")
         if len({row[at].text for row in self.rows}) > 1:
             return self
-        heads, *rows = ([*row[:at], *row[at + 1 :]] for row in (self.heads, *self.rows))
-        return Table(heads, rows, self.words - 1)
+        rows = [[*row[:at], *row[at + 1 :]] for row in self.rows]
+        return Table([head for head in self.heads if head != "partition"], rows, self.words - 1)
 
 
 def facts(results: pd.DataFrame) -> list[tuple[str, str]]:
