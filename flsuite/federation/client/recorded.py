@@ -4,7 +4,6 @@ A step of a small model takes most of its time in Python: in the model, in ``vma
 A graph has only the operations. They are the same ones in the same order, so the results are equal.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -18,10 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from flsuite.aggregators.losses import drawing_from, random_state
-from flsuite.common.errors import one_line
+from flsuite.common.errors import log, one_line
 from flsuite.models.modes import PlainAttributes
-
-log = logging.getLogger("flsuite")
 
 _AFTER = 20  # steps of one kind before it is recorded, because recording takes as long as dozens
 _MOST = 32  # graphs, so clients of many different sizes do not record without end
