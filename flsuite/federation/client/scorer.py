@@ -21,7 +21,7 @@ from flsuite.common.state import State, load_
 from flsuite.data.federated import DataSplit, FederatedData
 from flsuite.data.loader import SplitLoader
 from flsuite.federation.client.entries import ResidentModel
-from flsuite.federation.client.trainer import quiet_lightning
+from flsuite.federation.client.trainer import quiet_lightning, raising_interrupts
 from flsuite.metrics.scores import class_accuracy, scores
 from flsuite.models.abilities import class_outputs, has_step, scores_by_columns, scores_by_steps
 from flsuite.models.classifier import class_probabilities, classification_loss
@@ -151,7 +151,7 @@ class _EvaluationSteps:
         Neither modes nor values collected by a step leak into the next fit.
         """
         resident = ResidentModel(self.model)
-        with kept_modes(self.model):
+        with kept_modes(self.model), raising_interrupts():
             returned = getattr(self._trainer, name)(self.model, dataloaders=batches, **kwargs)
         resident.restore()
         return returned

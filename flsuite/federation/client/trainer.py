@@ -4,7 +4,8 @@ import copy
 import logging
 import signal
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,22 @@ from flsuite.common.lightning_internals import (
     trainer_settings,
 )
 from flsuite.federation.client.setup import refuse_callbacks
+
+
+@contextmanager
+def raising_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt on Ctrl-C, while Lightning fits or scores a model.
+
+    Lightning would exit and ignore the next Ctrl-C, but the federation still has to close its run.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if not isinstance(end.__context__, KeyboardInterrupt):
+            raise  # the client's own code has called exit()
+        # Lightning has set SIGINT to be ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        raise KeyboardInterrupt from None
 
 
 class ClientTrainer(Trainer):
@@ -78,20 +95,9 @@ class ClientTrainer(Trainer):
     def fit(  # type: ignore[override]
         self, model: LightningModule, train_dataloaders: Iterable[Any]
     ) -> None:
-        """Fit one client in Lightning's own loop.
-
-        Raises:
-            KeyboardInterrupt: On Ctrl-C. Lightning would exit and ignore the next Ctrl-C, but the
-                federation still has to close its run.
-        """
-        try:
+        """Fit one client in Lightning's own loop."""
+        with raising_interrupts():
             super().fit(model, train_dataloaders)
-        except SystemExit as end:
-            if not isinstance(end.__context__, KeyboardInterrupt):
-                raise  # the client's own code has called exit()
-            # Lightning has set SIGINT to be ignored.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            raise KeyboardInterrupt from None
 
     def _run_stage(self) -> None:
         refuse_callbacks(self.callbacks)  # type: ignore[attr-defined]  # also the model's own

@@ -16,6 +16,7 @@ from flsuite.federation import Asynchronous, InProcess, Processes, Ray, Straggle
 from flsuite.federation.server.evaluation import Evaluator
 from flsuite.models import MLP, Classifier
 from tests.conftest import digits, equal_states, trainer
+from tests.plain import Net
 
 
 def fit(
@@ -70,6 +71,16 @@ class Draws(Classifier):
 def test_what_an_evaluation_draws_depends_on_the_client_alone(private: Any) -> None:
     here, there = (rows(fit(engine, Draws, private)) for engine in (InProcess(), Processes(3)))
     assert here == there
+
+
+def test_ctrl_c_while_lightning_scores_interrupts_the_run() -> None:
+    class Interrupted(Net):
+        def validation_step(self, batch: Any, _: int) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):  # Lightning would exit with status 1
+        trainer(rounds=1).fit(Interrupted(), digits(clients=2))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_error_of_the_model_is_raised_in_this_process() -> None:
