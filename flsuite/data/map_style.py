@@ -90,17 +90,32 @@ class _Reader(Dataset[Any]):
         seed, numbers = order
         with isolate_rng(include_cuda=False):
             seed_cpu(seed)
-            return self._collated(fetch(self.dataset, numbers))
+            return self._collated(numbers)
 
-    def _collated(self, samples: list[Any]) -> Any:
+    def _collated(self, numbers: list[int]) -> Any:
+        samples = fetch(self.dataset, numbers)
         try:
             return self.collate(samples)
-        except RuntimeError as error:
-            if self.collate is not default_collate:
-                raise
+        except (RuntimeError, TypeError):
+            if self.collate is default_collate:
+                _refuse_to_collate(numbers, samples)
+            raise
+
+
+def _refuse_to_collate(numbers: list[int], samples: list[Any]) -> None:
+    """Name the first sample that makes no batch with the first one.
+
+    Raises:
+        FlsuiteError: If there is one.
+    """
+    for number, sample in zip(numbers, samples, strict=True):
+        try:
+            default_collate([samples[0], sample])
+        except (RuntimeError, TypeError) as error:
+            pair = " and ".join(map(str, dict.fromkeys([numbers[0], number])))
             raise FlsuiteError(
-                f"data: samples do not make a batch ({one_line(error, 120)}); if they differ in "
-                "length, give FromDataset or your DataLoader a collate function"
+                f"data: samples do not make a batch: {pair} ({one_line(error, 150)}); return "
+                "tensors of one shape, or give FromDataset or your DataLoader a collate function"
             ) from error
 
 

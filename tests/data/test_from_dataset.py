@@ -18,6 +18,7 @@ from torch.utils.data import (
     RandomSampler,
     Subset,
     TensorDataset,
+    default_collate,
 )
 
 from flsuite.common.errors import FlsuiteError
@@ -31,7 +32,7 @@ from flsuite.data import (
     Pathological,
 )
 from flsuite.data.loader import TrainLoader
-from flsuite.data.map_style import StoredSplit
+from flsuite.data.map_style import StoredSplit, _Reader
 from flsuite.models import MLP, Classifier
 from tests.conftest import trainer
 from tests.plain import Blobs, Sentences, blobs, pad, slope
@@ -499,3 +500,12 @@ def test_samples_in_double_precision_are_named(caplog: pytest.LogCaptureFixture)
         assert not caplog.records
         split(points(torch.float64), points(torch.float64))
     assert "convert the datasets to float32, or set trainer.precision to 64-true" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("odd", "named"), [(torch.zeros(3), "0 and 2 .*entry 1"), (object(), "0 and 2 .*object")]
+)
+def test_samples_that_make_no_batch_are_named(odd: Any, named: str) -> None:
+    samples = [(torch.zeros(4), 0), (torch.zeros(4), 1), (odd, 1)]
+    with pytest.raises(FlsuiteError, match=f"do not make a batch: {named}"):
+        _Reader(samples, default_collate)[0, [0, 1, 2]]
