@@ -191,8 +191,12 @@ def forking(
     """
     ours, theirs = ({name: side.get(name) for name in names} for side in (ours, theirs))
     options = []
-    for name, now, _ in differences(ours, theirs):
+    differing = list(differences(ours, theirs))
+    classes = {name for name, *_ in differing}
+    for name, now, _ in differing:
         first, _, rest = name.partition(".")
+        if now is None and name.rpartition(".")[0] in classes:
+            continue  # an argument of the other class
         if first in _NOT_TO_FORK or isinstance(now, (list, Mapping)):
             return "start a new run"
         key = name if first == "model" else f"trainer.{rest if first == 'client' else name}"

@@ -218,6 +218,10 @@ def test_a_resume_with_another_rate_names_the_fork(capsys: Capture) -> None:
     command = "fork run --at 2 --trainer.gradient_clip_val 2 --model.lr 0.05"
     assert line.endswith(f"or fork it: flsuite {command}")
     assert cli(*command.split(), "--run_dir", "fork", "--trainer.rounds", "3") == 0
+    assert cli("resume", "run", "--trainer.aggregator", "FedProx") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    command = line.partition("or fork it: flsuite ")[2]
+    assert cli(*command.split(), "--run_dir", "other", "--trainer.rounds", "3") == 0
     assert cli("resume", "run", "--data.clients", "5") == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith("or start a new run")
 
