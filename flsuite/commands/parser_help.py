@@ -152,7 +152,8 @@ def _of_command(command: str, summary: str) -> str:
     del first["--trainer"]
     own, _ = _trainer_keys()
     federated = {name: argument for name, argument in own.items() if name not in keys}
-    lines = [f"usage: flsuite {command} --config FILE [--KEY VALUE ...]", "", summary, ""]
+    source = "--config FILE" if command == "fit" else "RUN | --config FILE"
+    lines = [f"usage: flsuite {command} {source} [--KEY VALUE ...]", "", summary, ""]
     lines += _table("options:", first)
     lines += ["", *_table("keys of the trainer, as --trainer.KEY VALUE:", federated)]
     return "\n".join(lines) + "\n" + _EPILOG

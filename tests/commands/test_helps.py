@@ -113,7 +113,8 @@ def test_an_unknown_topic_is_one_line(topic: str, meant: str, capsys: Capture) -
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_the_other_commands_have_it_too(command: str, capsys: Capture) -> None:
-    assert shown(capsys, command, "--help").startswith(f"usage: flsuite {command} ")
+    said = shown(capsys, command, "--help")
+    assert said.startswith(f"usage: flsuite {command} RUN | --config FILE ")
 
 
 def test_topics_are_for_the_commands_that_read_a_config(capsys: Capture) -> None:
