@@ -245,7 +245,9 @@ class _Checked:
             usable = [c.name for c in map(find, paths) if c and not c.is_abstract]
             if len(usable) <= _FEW:
                 lists = f"; there are: {', '.join(sorted(usable))}"
-            key = key_for(find_short(name) or (self._find(own) if own else None))
+            meant = find_short(name) or (self._find(own) if own else None)
+            fits = meant and not {*argument.bases}.isdisjoint(meant.bases)
+            key = None if fits else key_for(meant)
             hint = f"; it is for the key {key}" if key else did_you_mean(near, MODULE_TOO + lists)
             self.guessed.add(at)
             text = f"{self._named(at)}: there is no {bases} called {name}{hint}"
