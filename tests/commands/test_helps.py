@@ -11,7 +11,7 @@ from flsuite.analysis.listing import Progress
 from flsuite.commands.main import main
 from flsuite.commands.parsers import PARSERS, parser_of
 from flsuite.commands.process import waiting
-from tests.commands.command import Capture, cli, refused
+from tests.commands.command import QUICKSTART, Capture, cli, refused
 
 
 def shown(capsys: Capture, *args: str) -> str:
@@ -80,6 +80,12 @@ def test_a_class_lists_its_arguments(
     own = rows(shown(capsys, "fit", "--help=my_help.HelpNet"))
     assert own == {"width": "N Units of layers. Default: 8.", "flag": "true|false"}
     assert "did you mean my_help.HelpNet?" in refused(capsys, "fit", "--help=HelpNet")
+    (tmp_path / "my_rule.py").write_text(
+        "from flsuite.aggregators import CohortRule\n\n\nclass OwnRule(CohortRule):\n    pass\n"
+    )
+    request = ("--config", QUICKSTART, "--model", "tests.plain.Net")  # which is imported
+    said = refused(capsys, "fit", *request, "--trainer.aggregator", "OwnRule")
+    assert "did you mean my_rule.OwnRule?" in said
 
 
 def test_a_plugin_gives_its_classes_short_names(
