@@ -2,10 +2,16 @@
 
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
+from flsuite.federation.client.setup import remedy_of
 from flsuite.runs.record import read_settings
 from tests.commands.command import QUICKSTART, Capture, cli
 
@@ -196,6 +202,30 @@ def test_a_part_with_a_mistake_is_one_line(
     assert fit("Net", *arguments) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"flsuite: error: {words}", line)
+
+
+_LAYER, _X = nn.Linear(4, 3), torch.ones(2, 4)
+_MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "a wide sample": (lambda: _LAYER(torch.ones(2, 5)), "as wide as what it receives"),
+    "a label out of range": (
+        lambda: F.cross_entropy(_X, torch.tensor([0, 7])),
+        "correct the label",
+    ),
+    "a fixed batch": (lambda: _X.reshape(3, 4), "take the size from the batch"),
+    "a detached loss": (lambda: _LAYER(_X).sum().detach().backward(), "not loss.item()"),
+    "a loss per sample": (lambda: _LAYER(_X).sum(1).backward(), "one loss per batch"),
+    "bytes": (lambda: _LAYER(_X.byte()), "x.float()"),
+    "bytes of an image": (lambda: nn.Conv1d(2, 1, 1)(_X.byte()), "x.float()"),
+    "float labels": (lambda: F.cross_entropy(_X, torch.zeros(2)), "one class per sample"),
+    "a column of labels": (lambda: F.cross_entropy(_X, torch.ones(2, 1).long()), "one class per"),
+}
+
+
+@pytest.mark.parametrize(("mistake", "remedy"), _MISTAKES.values(), ids=_MISTAKES)
+def test_an_error_of_torch_says_what_to_change(mistake: Callable[[], Any], remedy: str) -> None:
+    with pytest.raises((RuntimeError, IndexError)) as error:
+        mistake()
+    assert remedy in remedy_of(error.value)
 
 
 @pytest.mark.parametrize("model", ["WithoutSuper", "WithoutSuperOrLayers"])

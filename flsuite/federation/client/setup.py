@@ -60,6 +60,10 @@ _REMEDIES = {
     "^Target .* is out of bounds": "correct the label, or give the model an output for it",
     "^shape .* is invalid for input": "take the size from the batch, since the last one is smaller",
     "shapes cannot be multiplied": "make the layer as wide as what it receives",
+    "does not require grad": "return the loss itself, not loss.item() or loss.detach()",
+    "only for scalar outputs": "return one loss per batch, such as the mean over its samples",
+    "have the same dtype|^Input type .* should be the same": "convert samples with x.float()",
+    "expected target dtype|multi-target": "give one class per sample, int64 of shape (samples,)",
 }
 _PRECISIONS = ("32-true", "32", "bf16-mixed", "bf16", "16-mixed", "16", "transformer-engine")
 _FEDERATION_CALLBACKS = {
