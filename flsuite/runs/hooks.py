@@ -7,8 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from flsuite.common.errors import refused_as
-from flsuite.common.lightning_internals import hooks_with
-from flsuite.federation.client.hooks import hooks_of_callback
+from flsuite.common.lightning_internals import hooks_of_callback, hooks_with
 
 _BASE = "flsuite.callbacks.base"  # whose hooks do nothing
 

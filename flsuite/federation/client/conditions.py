@@ -18,10 +18,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from flsuite.aggregators.losses import step_loss
 from flsuite.common.errors import FlsuiteError, one_line
-from flsuite.common.lightning_internals import attached, configured, hooks_with
+from flsuite.common.lightning_internals import (
+    attached,
+    configured,
+    hooks_of,
+    hooks_of_callback,
+    hooks_with,
+    implements,
+    takes_a_batch,
+)
 from flsuite.data.federated import unchanged
 from flsuite.federation.client.callbacks import SampleGradients
-from flsuite.federation.client.hooks import hooks_of, hooks_of_callback, implements, takes_a_batch
 from flsuite.federation.client.logs import OtherMeanError, logged_values
 from flsuite.federation.client.setup import WorkerSetup
 from flsuite.federation.client.trainer import ClientTrainer

@@ -27,13 +27,13 @@ from flsuite.common.lightning_internals import (
     attach_to_fit,
     configured,
     detects_anomalies,
+    implements,
     leave_hooks,
     refuse_output,
     scaler_of,
     set_train_loader,
     step_of,
 )
-from flsuite.federation.client.hooks import implements
 from flsuite.federation.client.logs import LoggedNumbers, logged_values
 from flsuite.federation.client.trainer import ClientTrainer, refuse_fused
 
