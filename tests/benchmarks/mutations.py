@@ -252,6 +252,17 @@ a sample that fills up a batch counts: federation/engines/test_vectorized.py
 - counts = torch.arange(len(values), device=values.device) < size
 + counts = torch.arange(len(values), device=values.device) <= size
 
+federation/client/recorded.py
+a recorded step serves other attributes of the model: federation/engines/test_recorded.py
+- attributes.differ(self._attributes)
++ False
+a recorded step keeps tensors that it is not given: federation/engines/test_recorded.py
+- if any(node.op == "get_attr" for node in graph.graph.nodes):
++ if False:
+a replay is not compared with the step: federation/engines/test_recorded.py
+- if is_new or self._compares:
++ if is_new:
+
 federation/client/stack_steps.py
 the statistics of a stack stay: federation/engines/test_vectorized.py
 - self.others[name][at] = value
