@@ -170,8 +170,12 @@ def _require_same_files(run: Path) -> None:
     from flsuite.runs.settings import describe, differences
 
     trainer, _, data = build(repetition(run, None, *QUIET))
-    record, ours = read_settings(run), {"data": data, "schedule": trainer.schedule}
-    for name, then, now in differences({k: record[k] for k in ours}, describe(ours)):
+    record = read_settings(run)
+    theirs = {"schedule": record["schedule"]}
+    ours: dict[str, Any] = {"schedule": trainer.schedule}
+    if (partition := record["data"]["init_args"].get("partition")) is not None:
+        theirs["partition"], ours["partition"] = partition, getattr(data, "partition", None)
+    for name, then, now in differences(theirs, describe(ours)):
         file, content, _ = str(then).partition(", content ")
         if content and str(now).startswith(file + content):
             raise FlsuiteError(

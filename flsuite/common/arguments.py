@@ -73,6 +73,7 @@ Radius = Annotated[float, within("positive", exclusiveMinimum=0)]  # may be infi
 PositiveInt = Annotated[int, at_least(1)]
 NonNegativeInt = Annotated[int, at_least(0)]
 Bits = Annotated[int, within("from 2 to 16", minimum=2, maximum=16)]
+Seed = Annotated[int, within("from 0 to 2**63 - 1", minimum=0, maximum=2**63 - 1)]
 # torch rejects absurd numbers.
 Threads = Annotated[int, at_least(1), within("at most 4096", maximum=4096)]
 

@@ -15,6 +15,7 @@ from flsuite.common.arguments import (
     NonNegativeInt,
     PositiveInt,
     Range,
+    Seed,
     arguments,
     check_init,
 )
@@ -105,7 +106,7 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         augment: Augment | None = None,
         train_samples: PositiveInt | None = None,
         test_samples: PositiveInt | None = None,
-        seed: int | None = None,
+        seed: Seed | None = None,
         server_samples: NonNegativeInt = 0,
         train_part: _Part | None = None,
         unseen_clients: BelowOneOrNumber = 0.0,

@@ -83,10 +83,6 @@ class PlainAttributes:
         pairs = zip(self._parts, self._kept, strict=True)
         return [name for part, kept in pairs for name in _changed(part, kept)]
 
-    def differ(self, before: "PlainAttributes") -> bool:
-        """Return whether another module of the same kind had other attributes."""
-        return _differs(self._kept, before._kept)
-
     def _copied(self, value: Any) -> Any:
         """Return a copy. Registered tensors and modules in it, and other objects, stay the same."""
         if id(value) in self._registered:

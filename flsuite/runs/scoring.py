@@ -183,9 +183,11 @@ class ScoringTrainer(Trainer, ABC):
         with left_on_cpu(run.evaluator.model):
             scores = run.evaluator.scores(federation, split, federation.present(), details=True)
         if not scores:
+            of_val = "set data.val_fraction above 0", "validation_step"
+            data, step = of_val if split == "val" else ("give the data a test split", "test_step")
             raise FlsuiteError(
-                f"there is no {split} data, or the model has no scores: set data.val_fraction "
-                "above 0, or add a validation_step that returns a loss"
+                f"there is no {split} data, or the model has no scores: {data}, or add a {step} "
+                "that returns a loss"
             )
         whole = scores.pop(GLOBAL)
         self._scores |= {f"{split}/{name}": value for name, value in whole.items()}
@@ -309,7 +311,7 @@ def _write_probabilities(
     names = ["client", "model", "target", "prediction"]
     path = folder / "predictions.csv"
     if data.test.numbers is not None:
-        table.index = data.test.numbers[table.index.to_numpy()].tolist()
+        table.index = data.test.numbers[table.index.to_numpy(copy=True)].tolist()
     table[[*names, *table.columns.drop(names)]].to_csv(
         path, index_label="sample", float_format="%.6f"
     )

@@ -26,6 +26,7 @@ from flsuite.common.arguments import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Seed,
     Settings,
     arguments,
 )
@@ -107,7 +108,7 @@ class RunOptions(Settings):
     owner = "trainer"
 
     budget: Budget
-    seed: int
+    seed: Seed
     evaluate_every: PositiveInt = 1
     monitor: str | None = None
     score_clients: PositiveInt = 100

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from rich.filesize import decimal
+from torch.utils.data import Dataset
 
 from flsuite.analysis.listing import list_runs
 from flsuite.callbacks.base import Affects, FederationCallback
@@ -709,3 +710,26 @@ def test_a_changed_file_of_the_split_is_no_verdict(
         assert cli("verify", str(run), "--at", at, "--rounds", "1") == 2
         said = capsys.readouterr().err
         assert re.search(r"partition.path is split.csv, content (\w+), but .* content (?!\1)", said)
+
+
+class Blobs(Dataset[tuple[torch.Tensor, int]]):
+    """Two classes, apart in the first feature."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([2.0 * (index % 2) - 1.0, index / 40]), index % 2
+
+
+def test_a_run_of_a_dataset_is_verified(tmp_path: Path, capsys: Any) -> None:
+    own = {"class_path": f"{__name__}.Blobs"}
+    data = {"class_path": "FromDataset", "init_args": {"train": own, "test": own, "clients": 2}}
+    model = {"class_path": "Classifier", "init_args": {"backbone": "MLP"}}
+    config, run = tmp_path / "config.yaml", str(tmp_path / "run")
+    config.write_text(yaml.safe_dump({"model": model, "data": data, "trainer": {"rounds": 2}}))
+    assert (
+        cli("fit", "--config", str(config), "--run_dir", run, "--trainer.accelerator", "cpu") == 0
+    )
+    assert cli("verify", run) == 0
+    assert "verified:" in capsys.readouterr().out

@@ -4,10 +4,13 @@ A step of a small model takes most of its time in Python: in the model, in ``vma
 A graph has only the operations. They are the same ones in the same order, so the results are equal.
 """
 
+import io
+import pickle
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +21,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from flsuite.aggregators.losses import drawing_from, random_state
 from flsuite.common.errors import log, one_line
-from flsuite.models.modes import PlainAttributes
 
 _AFTER = 20  # steps of one kind before it is recorded, because recording takes as long as dozens
 _MOST = 32  # graphs, so clients of many different sizes do not record without end
@@ -38,29 +40,38 @@ class _Graph:
             return tree_unflatten(self.operations(*leaves), self.ends)
 
 
+class _Unread:
+    """Stands for the number of a batch while a step is recorded, and ends that if it is read."""
+
+    def _refuse(self, *args: Any) -> Any:
+        raise RuntimeError("it reads the number of the batch")
+
+    __eq__ = __hash__ = __bool__ = __str__ = __repr__ = __format__ = _refuse
+
+
 class Recorder:
     """Replays steps that have occurred often, and computes the others.
 
-    A graph serves steps whose tensors have the same names, shapes and layouts, as long as the plain
-    attributes of the model stay the same. A step is not recorded if it reads a tensor that it is
-    not given, such as one that the model keeps without registering it, or the number of its batch.
-    Every tenth round, a replay is compared with the step. If they differ, steps are no longer
-    replayed.
+    A graph serves steps whose tensors have the same names, shapes and layouts, as long as the model
+    is the same but for its tensors. A step is not recorded if it reads a tensor that it is not
+    given, such as one that the model keeps without registering it, or the number of its batch, or
+    if it changes what it is given in place, or sets the state of a random generator. Every tenth
+    round, a replay is compared with the step. If they differ, steps are no longer replayed.
     """
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: it cannot be recorded
         self._seen = Counter[Hashable]()
-        self._attributes: PlainAttributes | None = None
+        self._model: object = None
         self._compares, self._is_over = False, False
 
     def begin(self, model: LightningModule, round: int) -> None:
-        """Begin a stack, whose model may have other attributes than the one of the last stack."""
-        attributes = PlainAttributes(model)
-        if self._attributes is None or attributes.differ(self._attributes):
+        """Begin a stack, whose model may differ from the one of the last stack."""
+        before, self._model = self._model, _without_tensors(model)
+        if self._model != before:
             self._graphs.clear()
             self._seen.clear()
-        self._attributes, self._compares = attributes, round % _EVERY == 0
+        self._compares = round % _EVERY == 0
 
     def step(
         self,
@@ -82,58 +93,101 @@ class Recorder:
         leaves, structure = tree_flatten(given)
         kind = kind, repr(structure), tuple(map(_laid_out, leaves))
         self._seen[kind] += 1
-        is_new = kind not in self._graphs
-        if is_new and (self._seen[kind] <= _AFTER or len(self._graphs) >= _MOST):
-            return step(index, *given)
-
-        if is_new:
+        if kind not in self._graphs:
+            if self._seen[kind] <= _AFTER or len(self._graphs) >= _MOST:
+                return step(index, *given)
             with drawing_from(leaves[0].device, None):
-                self._graphs[kind] = _recorded(step, leaves, structure)
+                graph = self._graphs[kind] = _recorded(step, leaves, structure)
+            ends, is_same = _compared(graph, leaves, partial(step, index, *given))
+            if not is_same:  # such as with a generator that the step sets
+                self._graphs[kind] = None
+            return ends
         if (graph := self._graphs[kind]) is None:
             return step(index, *given)
-        if is_new or self._compares:
-            self._compares = False
-            return self._compared(graph, leaves, partial(step, index, *given))
-        return graph(leaves)
-
-    def _compared(self, graph: "_Graph", leaves: list[Any], step: Callable[[], Any]) -> Any:
-        """Return what a step gives, and stop replaying if its graph gives something else."""
-        draws = random_state(leaves[0].device)
-        ends = step()
-        with drawing_from(leaves[0].device, draws):
-            replayed = tree_leaves(graph(leaves))
-        if not all(map(_is_close, tree_leaves(ends), replayed)):
+        if not self._compares:
+            return graph(leaves)
+        self._compares = False
+        ends, is_same = _compared(graph, leaves, partial(step, index, *given))
+        if not is_same:
             self._is_over = True
             log.warning("steps of a stack are no longer replayed: a step gave other numbers")
         return ends
 
 
+def _compared(graph: _Graph | None, leaves: list[Any], step: Callable[[], Any]) -> tuple[Any, bool]:
+    """Return what a step gives, and whether its graph gives and draws the same."""
+    device = leaves[0].device
+    draws = random_state(device)
+    ends = step()
+    if graph is None:
+        return ends, False
+    after = random_state(device)
+    with drawing_from(device, draws):
+        replayed, after_replay = graph(leaves), random_state(device)
+    numbers = _tensors((ends, after)), _tensors((replayed, after_replay))
+    is_same = len(numbers[0]) == len(numbers[1]) and all(map(_is_close, *numbers))
+    return ends, is_same
+
+
 def _recorded(step: Callable[..., Any], leaves: list[Any], structure: TreeSpec) -> _Graph | None:
     """Return the graph of a step, or ``None`` if a graph would not serve other steps."""
     found: list[TreeSpec] = []
-    number = torch.zeros(len(leaves[0]), dtype=torch.int64, device=leaves[0].device)
 
     def flat(*tensors: Any) -> list[Any]:
-        ends, own = tree_flatten(step(number, *tree_unflatten(list(tensors), structure)))
+        ends, own = tree_flatten(step(_Unread(), *tree_unflatten(list(tensors), structure)))
         found.append(own)
         return ends
 
+    before = [(tensor, tensor._version, tensor.clone()) for tensor in _tensors(leaves)]
     try:
         graph = make_fx(flat)(*leaves)
     except Exception as error:  # whatever it is, the step itself says more
         log.info("a step of a stack cannot be recorded: %s", one_line(error, 160))
         return None
+    finally:
+        changed = [(tensor, copy) for tensor, version, copy in before if tensor._version != version]
+        for tensor, copy in changed:
+            tensor.copy_(copy)
+    if changed:
+        log.info("a step of a stack cannot be recorded: it changes a tensor that it is given")
+        return None
     for node in reversed(graph.graph.nodes):  # a model's own tensors, copied for nobody
         if not node.users and (node.op == "get_attr" or node.target in _COPIES):
             graph.graph.erase_node(node)
     if any(node.op == "get_attr" for node in graph.graph.nodes):
-        log.info(
-            "a step of a stack cannot be recorded: it reads the number of the batch, or a tensor "
-            "that is neither given nor registered"
-        )
+        log.info("a step of a stack cannot be recorded: it reads a tensor that it is not given")
         return None
     graph.recompile()
     return _Graph(graph, found[0])
+
+
+def _without_tensors(model: LightningModule) -> object:
+    """Return what decides the operations of a model: equal for models that differ in tensors."""
+    names = {
+        id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+    kept: list[object] = []  # so that no other object has its number later
+
+    class Names(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> Any:
+            if isinstance(obj, Tensor):
+                return names.get(id(obj), "tensor"), obj.requires_grad
+            if isinstance(obj, (type, FunctionType)):  # perhaps a local one
+                kept.append(obj)
+                return id(obj)
+            return None
+
+    content = io.BytesIO()
+    try:
+        Names(content).dump(model)
+    except Exception as error:
+        log.info("steps of a stack are recorded anew in each stack: %s", one_line(error, 160))
+        return object()
+    return content.getvalue(), kept
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _laid_out(leaf: Any) -> Hashable:

@@ -213,6 +213,8 @@ class Stack:
         if view.stage is not None:
             model = copy.deepcopy(model)
             abilities.begin_task(model, view.stage)
+        if self._recorder:
+            self._recorder.begin(model, first.broadcast.round)
         tensors = self._tensors(model, [member.start for member in members])
         optimizer, schedulers = self._optimizer_of(model, tensors, members, trainer)
         keeps = self.setup.keep_optimizers and not first.adapts
@@ -237,8 +239,6 @@ class Stack:
             by_samples = bool(callbacks.private)
             used = used_parameters(model, trainer, start, batches.first(), by_samples)
             own = model, used, trainer, tensors, members, self.halves, optimizer
-            if self._recorder:
-                self._recorder.begin(model, first.broadcast.round)
             steps = StackSteps(*own, schedulers, callbacks.private, self._recorder)
             batches.fills = _fills(steps, batches)
             ends = steps.run(batches, end)

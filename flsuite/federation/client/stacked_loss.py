@@ -157,7 +157,7 @@ class StackedLoss:
             loss, parts = partial(self._mean_loss, by_sample=by_sample), (sizes,)
         self._in_full = in_full
         with _uncached_casts():
-            axes = (0, 0, 0, 0, None if isinstance(index, int) else 0, *(0 for _ in parts))
+            axes = (0, 0, 0, 0, 0 if isinstance(index, Tensor) else None, *(0 for _ in parts))
             together = torch.vmap(loss, axes, randomness="different")
             with self._layers:
                 ends = together(leaves, others, batch, held, index, *parts)

@@ -87,23 +87,82 @@ class ByNumber(Classifier):
         return super().training_step(batch, batch_idx) * (1 / (1 + batch_idx))
 
 
+class First(Classifier):
+    """Looks the number of the batch up."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * {0: 2.0}.get(batch_idx, 1.0)
+
+
 class Reads(Classifier):
     """Reads a tensor that it has not registered."""
+
+    scales = (torch.tensor(0.5),)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * self.scales[0]
 
-    scales = (torch.tensor(0.5),)
+
+class Halves(Classifier):
+    """Changes its batch in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch[0].mul_(0.5)
+        return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("kind", [ByNumber, Reads])
-def test_a_step_that_reads_more_than_it_is_given_is_not_recorded(
-    kind: type[Classifier], replays: Replays, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (ByNumber, "_Unread"),
+        (First, "it reads the number of the batch"),
+        (Reads, "it reads a tensor that it is not given"),
+        (Halves, "it changes a tensor that it is given"),
+    ],
+)
+def test_a_step_that_a_graph_would_change_is_not_recorded(
+    kind: type[Classifier], reason: str, replays: Replays, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "flsuite")
     assert_same(kind(Drops()))
     assert replays and not any(replays)
-    assert "cannot be recorded: it reads the number of the batch" in caplog.text
+    assert reason in caplog.text
+
+
+class DrawsAgain(Classifier):
+    """Ends a step with the random state before it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        state = torch.get_rng_state()
+        loss = super().training_step(batch, batch_idx)
+        torch.set_rng_state(state)
+        return loss
+
+
+def test_a_step_that_sets_the_random_state_is_not_replayed(replays: Replays) -> None:
+    assert_same(DrawsAgain(Drops()))
+    assert replays
+
+
+@pytest.mark.parametrize("change", ["p", "hook", "mode"])
+def test_layers_that_differ_from_round_to_round_are_recorded_anew(
+    change: str, replays: Replays
+) -> None:
+    class Changes(FederationCallback):
+        def __init__(self, model: Classifier) -> None:
+            self.model = model
+
+        def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
+            drops: Any = self.model.network[4]
+            if change == "p":
+                drops.p = 0.2 * round
+            elif change == "mode" and round == 2:
+                drops.eval()
+            elif round == 2:
+                drops.register_forward_hook(lambda layer, x, y: 2 * y)
+
+    assert_same(Classifier(Drops()), anneals=Changes)
+    assert len(replays) == (6 if change == "p" else 4) and all(replays)  # of two sizes
 
 
 def test_other_attributes_of_a_model_are_recorded_anew(replays: Replays) -> None:
