@@ -83,6 +83,7 @@ def test_a_class_lists_its_arguments(
     (tmp_path / "my_rule.py").write_text(
         "from flsuite.aggregators import CohortRule\n\n\nclass OwnRule(CohortRule):\n    pass\n"
     )
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     request = ("--config", QUICKSTART, "--model", "tests.plain.Net")  # which is imported
     said = refused(capsys, "fit", *request, "--trainer.aggregator", "OwnRule")
     assert "did you mean my_rule.OwnRule?" in said

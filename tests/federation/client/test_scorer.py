@@ -78,9 +78,14 @@ def test_ctrl_c_while_lightning_scores_interrupts_the_run() -> None:
         def validation_step(self, batch: Any, _: int) -> None:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):  # Lightning would exit with status 1
-        trainer(rounds=1).fit(Interrupted(), digits(clients=2))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # A shell starts processes in the background with the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):  # Lightning would exit with status 1
+            trainer(rounds=1).fit(Interrupted(), digits(clients=2))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_error_of_the_model_is_raised_in_this_process() -> None:
