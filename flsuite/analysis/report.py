@@ -83,11 +83,16 @@ def group_row(group: Group, metric: str, last: int) -> dict[str, Any] | None:
 def require_score(groups: Sequence[Group], metric: str, split: str) -> None:
     """Refuse a global score that no run has on this split."""
     names = logged(tables_of(groups), split)
+    if not names:
+        step = "test_step" if split == "test" else "validation_step"
+        raise FlsuiteError(
+            f"no run has {split} scores: give the data a {split} split, and a model that is no "
+            f"classifier a {step} that returns a loss"
+        )
     if metric not in names:
         alike = [name for name in names if name.count("/") == metric.count("/")]
         near = " or ".join(likeliest(metric, alike, most=3))
-        known = ", ".join(sorted(names)) or "none"
-        hint = f"did you mean {near}?" if near else f"there are {known}"
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(sorted(names))}"
         raise FlsuiteError(f"no run has the {split} score {metric!r}; {hint}")
 
 

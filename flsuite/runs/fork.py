@@ -178,7 +178,7 @@ def forking(
     checkpoint: Path,
     round: int,
 ) -> str:
-    """Return the command that continues a run with other settings, as what to do.
+    """Return the advice to fork a run, with the command that continues it with other settings.
 
     The arguments are those of :func:`~flsuite.runs.settings.refuse_mismatch`.
 

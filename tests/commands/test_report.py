@@ -197,7 +197,7 @@ def test_the_command_prints_and_writes(runs: Path, tmp_path: Path, capsys: Captu
         (["RUNS", "--split", "train"], "'test', 'val'"),
         (["RUNS", "--target", "high"], "invalid float value: 'high'"),
         (["RUNS", "--target", "nan"], "--target must be a finite number, got nan"),
-        (["RUNS/b1", "--split", "val"], "no run has the val score 'accuracy'; there are none"),
+        (["RUNS/b1", "--split", "val"], "no run has val scores: give the data a val split"),
     ],
 )
 def test_bad_requests_are_one_line(runs: Path, args: list[str], said: str, capsys: Capture) -> None:

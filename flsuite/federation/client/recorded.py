@@ -41,7 +41,7 @@ class _Graph:
 
 
 class _Unread:
-    """Stands for the number of a batch while a step is recorded, and ends that if it is read."""
+    """Stands for the number of a batch in a recording. The recording ends if the step reads it."""
 
     def _refuse(self, *args: Any) -> Any:
         raise RuntimeError("it reads the number of the batch")
@@ -115,7 +115,7 @@ class Recorder:
 
 
 def _compared(graph: _Graph | None, leaves: list[Any], step: Callable[[], Any]) -> tuple[Any, bool]:
-    """Return what a step gives, and whether its graph gives and draws the same."""
+    """Return what a step gives, and whether its graph gives that and leaves the same random state."""
     device = leaves[0].device
     draws = random_state(device)
     ends = step()
@@ -162,7 +162,7 @@ def _recorded(step: Callable[..., Any], leaves: list[Any], structure: TreeSpec) 
 
 
 def _without_tensors(model: LightningModule) -> object:
-    """Return what decides the operations of a model: equal for models that differ in tensors."""
+    """Return what decides the operations of a model: all of it but the values of its tensors."""
     names = {
         id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
@@ -187,6 +187,7 @@ def _without_tensors(model: LightningModule) -> object:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors of nested data."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
