@@ -115,7 +115,7 @@ class Recorder:
 
 
 def _compared(graph: _Graph | None, leaves: list[Any], step: Callable[[], Any]) -> tuple[Any, bool]:
-    """Return what a step gives, and whether its graph gives that and leaves the same random state."""
+    """Return what a step gives, and whether its graph gives that and draws as many numbers."""
     device = leaves[0].device
     draws = random_state(device)
     ends = step()
