@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -43,10 +44,14 @@ class _Graph:
 class _Unread:
     """Stands for the number of a batch in a recording. The recording ends if the step reads it."""
 
+    is_read = False
+
     def _refuse(self, *args: Any) -> Any:
+        self.is_read = True  # the step may catch the error
         raise RuntimeError("it reads the number of the batch")
 
     __eq__ = __hash__ = __bool__ = __str__ = __repr__ = __format__ = _refuse
+    __int__ = __float__ = __index__ = _refuse
 
 
 class Recorder:
@@ -55,23 +60,26 @@ class Recorder:
     A graph serves steps whose tensors have the same names, shapes and layouts, as long as the model
     is the same but for its tensors. A step is not recorded if it reads a tensor that it is not
     given, such as one that the model keeps without registering it, or the number of its batch, or
-    if it changes what it is given in place, or sets the state of a random generator. Every tenth
-    round, a replay is compared with the step. If they differ, steps are no longer replayed.
+    if it changes the model, or what it is given, or sets the state of a random generator. Every
+    tenth round, the first replay of each graph is compared with the step. If they differ, steps are
+    no longer replayed.
     """
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: it cannot be recorded
         self._seen = Counter[Hashable]()
-        self._model: object = None
-        self._compares, self._is_over = False, False
+        self._due = set[Hashable]()  # graphs to compare in this stack
+        self._model: LightningModule | None = None
+        self._content: object = None
+        self._is_over = False
 
     def begin(self, model: LightningModule, round: int) -> None:
         """Begin a stack, whose model may differ from the one of the last stack."""
-        before, self._model = self._model, _without_tensors(model)
-        if self._model != before:
+        before, self._content, self._model = self._content, _without_tensors(model), model
+        if self._content != before:
             self._graphs.clear()
             self._seen.clear()
-        self._compares = round % _EVERY == 0
+        self._due = {*self._graphs} if round % _EVERY == 0 else set()
 
     def step(
         self,
@@ -97,16 +105,19 @@ class Recorder:
             if self._seen[kind] <= _AFTER or len(self._graphs) >= _MOST:
                 return step(index, *given)
             with drawing_from(leaves[0].device, None):
-                graph = self._graphs[kind] = _recorded(step, leaves, structure)
+                graph = _recorded(step, leaves, structure)
+            if self._model is not None and _without_tensors(self._model) != self._content:
+                graph = None  # the step changes the model
+            self._graphs[kind] = graph
             ends, is_same = _compared(graph, leaves, partial(step, index, *given))
             if not is_same:  # such as with a generator that the step sets
                 self._graphs[kind] = None
             return ends
         if (graph := self._graphs[kind]) is None:
             return step(index, *given)
-        if not self._compares:
+        if kind not in self._due:
             return graph(leaves)
-        self._compares = False
+        self._due.remove(kind)
         ends, is_same = _compared(graph, leaves, partial(step, index, *given))
         if not is_same:
             self._is_over = True
@@ -131,10 +142,10 @@ def _compared(graph: _Graph | None, leaves: list[Any], step: Callable[[], Any]) 
 
 def _recorded(step: Callable[..., Any], leaves: list[Any], structure: TreeSpec) -> _Graph | None:
     """Return the graph of a step, or ``None`` if a graph would not serve other steps."""
-    found: list[TreeSpec] = []
+    found, number = list[TreeSpec](), _Unread()
 
     def flat(*tensors: Any) -> list[Any]:
-        ends, own = tree_flatten(step(_Unread(), *tree_unflatten(list(tensors), structure)))
+        ends, own = tree_flatten(step(number, *tree_unflatten(list(tensors), structure)))
         found.append(own)
         return ends
 
@@ -148,8 +159,9 @@ def _recorded(step: Callable[..., Any], leaves: list[Any], structure: TreeSpec) 
         changed = [(tensor, copy) for tensor, version, copy in before if tensor._version != version]
         for tensor, copy in changed:
             tensor.copy_(copy)
-    if changed:
-        log.info("a step of a stack cannot be recorded: it changes a tensor that it is given")
+    if changed or number.is_read:
+        what = "changes a tensor that it is given" if changed else "reads the number of the batch"
+        log.info("a step of a stack cannot be recorded: it %s", what)
         return None
     for node in reversed(graph.graph.nodes):  # a model's own tensors, copied for nobody
         if not node.users and (node.op == "get_attr" or node.target in _COPIES):
@@ -162,16 +174,15 @@ def _recorded(step: Callable[..., Any], leaves: list[Any], structure: TreeSpec) 
 
 
 def _without_tensors(model: LightningModule) -> object:
-    """Return what decides the operations of a model: all of it but the values of its tensors."""
-    names = {
-        id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    }
+    """Return all of a model but the values of its parameters and buffers, to compare models."""
+    own = chain(model.named_parameters(), model.named_buffers())
+    names = {id(tensor): name for name, tensor in own}
     kept: list[object] = []  # so that no other object has its number later
 
     class Names(pickle.Pickler):
         def persistent_id(self, obj: Any) -> Any:
-            if isinstance(obj, Tensor):
-                return names.get(id(obj), "tensor"), obj.requires_grad
+            if id(obj) in names:  # other tensors are pickled, because a step may read their values
+                return names[id(obj)], obj.requires_grad
             if isinstance(obj, (type, FunctionType)):  # perhaps a local one
                 kept.append(obj)
                 return id(obj)
@@ -181,7 +192,7 @@ def _without_tensors(model: LightningModule) -> object:
     try:
         Names(content).dump(model)
     except Exception as error:
-        log.info("steps of a stack are recorded anew in each stack: %s", one_line(error, 160))
+        log.info("steps of a stack are not recorded: the model %s", one_line(error, 160))
         return object()
     return content.getvalue(), kept
 

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -94,6 +94,17 @@ class First(Classifier):
         return super().training_step(batch, batch_idx) * {0: 2.0}.get(batch_idx, 1.0)
 
 
+class Tries(Classifier):
+    """Catches the error of reading the number of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        try:
+            factor = 3.0 if int(batch_idx) == 0 else 1.0
+        except RuntimeError:
+            factor = 1.0
+        return super().training_step(batch, batch_idx) * factor
+
+
 class Reads(Classifier):
     """Reads a tensor that it has not registered."""
 
@@ -116,6 +127,7 @@ class Halves(Classifier):
     [
         (ByNumber, "_Unread"),
         (First, "it reads the number of the batch"),
+        (Tries, "it reads the number of the batch"),
         (Reads, "it reads a tensor that it is not given"),
         (Halves, "it changes a tensor that it is given"),
     ],
@@ -142,6 +154,53 @@ class DrawsAgain(Classifier):
 def test_a_step_that_sets_the_random_state_is_not_replayed(replays: Replays) -> None:
     assert_same(DrawsAgain(Drops()))
     assert replays
+
+
+class Raises(Classifier):
+    """Changes the rate of its dropout in each step."""
+
+    steps: ClassVar[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps.append(batch_idx)
+        drops: Any = self.network[4]
+        drops.p = min(0.9, drops.p + 0.05)
+        return super().training_step(batch, batch_idx)
+
+
+class Scale:
+    """Holds a tensor that no module registers."""
+
+    def __init__(self) -> None:
+        self.value = torch.tensor(1.0)
+
+
+class Scaled(Classifier):
+    """Multiplies the loss by a number that a callback changes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * float(self.scale.value)
+
+
+class Rescales(FederationCallback):
+    def __init__(self, model: Scaled) -> None:
+        self.model, model.scale = model, Scale()
+
+    def on_round_start(self, run: Run, round: int, clients: Sequence[int]) -> None:
+        self.model.scale.value.fill_(round)
+
+
+def test_a_graph_serves_no_step_that_changes_the_model(replays: Replays) -> None:
+    ends(Raises(Drops()), False)
+    alone = len(Raises.steps)
+    ends(Raises(Drops()), True)
+    # All steps run, and a recording runs one more.
+    assert len(Raises.steps) - alone == alone + len(replays) and replays
+
+
+def test_numbers_of_other_tensors_are_recorded_anew(replays: Replays) -> None:
+    assert_same(Scaled(Drops()), anneals=Rescales)
+    assert len(replays) == 6
 
 
 @pytest.mark.parametrize("change", ["p", "hook", "mode"])
