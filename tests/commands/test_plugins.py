@@ -150,7 +150,7 @@ def test_a_model_without_scores_trains_by_the_command(capsys: Capture) -> None:
     out = capsys.readouterr().out
     assert "without test scores" in out and "training loss" in out
     assert Path("run/curves.png").is_file(), "of the training loss"
-    assert "no run has the test score 'loss'" in refused(capsys, "report", "run")
+    assert "no run has test scores: give the data a test split" in refused(capsys, "report", "run")
 
 
 @pytest.mark.parametrize(
