@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import flsuite.federation.engines.wire as worker_module
-from flsuite.federation.engines.wire import dumps
+from flsuite.federation.engines.wire import dumps, send as _send
 
 
 def _send_half(connection: Any, obj: Any) -> None:
@@ -34,7 +34,7 @@ def _send_garbage(connection: Any, obj: Any) -> None:
 
 
 def _send_a_stranger(connection: Any, obj: Any) -> None:
-    connection.send_bytes(dumps([["no outcome"] * len(outcomes) for outcomes in obj]))
+    _send(connection, [["no outcome"] * len(outcomes) for outcomes in obj])
 
 
 def _send_cut(connection: Any, obj: Any) -> None:
