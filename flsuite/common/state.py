@@ -6,7 +6,7 @@ arguments, unless documented.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -20,6 +20,9 @@ from flsuite.common.errors import FlsuiteError, path_of
 State = dict[str, Tensor]
 Tree = dict[str, Any]
 """Nested dicts of tensors and numbers."""
+
+_SMALL = 2**14
+"""Numbers of a tensor that a CPU copies faster than it calls an operation on them."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +272,14 @@ class Sums:
         """Add one client's data, or the values of other sums, multiplied by ``scale``."""
         _add_(self.values, tree, scale)
 
+    def add_all(self, trees: Sequence[Mapping[str, Any]]) -> None:
+        """Add the data of several clients, which fits in memory at once.
+
+        Each entry of a stack of clients is added in one operation.
+        """
+        if trees:
+            _add_all_(self.values, trees)
+
     @property
     def is_finite(self) -> bool:
         """Return whether every added number is finite."""
@@ -290,6 +301,52 @@ def _add_(sums: Tree, tree: Mapping[str, Any], scale: float) -> None:
         else:
             # Start from zero, so the first client's numbers are rounded like the others'.
             sums[name] = torch.zeros_like(value, dtype=torch.float64).add_(value, alpha=scale)
+
+
+def _add_all_(sums: Tree, trees: Sequence[Mapping[str, Any]]) -> None:
+    """Add nested data of several clients. Rounding differs from adding one after another."""
+    trees, factors = zip(*map(_factored, trees), strict=True)
+    names = trees[0].keys()
+    if any(tree.keys() != names for tree in trees):
+        for tree, factor in zip(trees, factors, strict=True):
+            _add_(sums, scaled(tree, factor), 1.0)
+        return
+    weights: Tensor | None = None
+    for name in names:
+        values = [tree[name] for tree in trees]
+        if not _is_leaf(values[0]):
+            _add_all_(sums.setdefault(name, {}), list(map(scaled, values, factors)))
+        elif _is_faster_together(values):
+            together = torch.stack(values).double()
+            if weights is None or weights.device != together.device:
+                weights = torch.tensor(factors, dtype=torch.float64, device=together.device)
+            total = together.mul_(weights.view(-1, *[1] * values[0].ndim)).sum(0)
+            _add_(sums, {name: total}, 1.0)
+        else:
+            for value, factor in zip(values, factors, strict=True):
+                _add_(sums, scaled({name: value}, factor), 1.0)
+
+
+def _factored(tree: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
+    """Return nested data, and the number that each of its leaves is to be multiplied by."""
+    factor = 1.0
+    while isinstance(tree, _Scaled):
+        factor, tree = factor * tree.factor, tree.tree
+    return tree, factor
+
+
+def _is_faster_together(values: Sequence[Any]) -> bool:
+    """Return whether tensors are summed faster if they are stacked before.
+
+    On a CPU, copies of large ones cost more than calls.
+    """
+    first = values[0]
+    return (
+        isinstance(first, Tensor)
+        and first.is_floating_point()
+        and (first.device.type != "cpu" or first.numel() <= _SMALL)
+        and all(isinstance(value, Tensor) and value.shape == first.shape for value in values)
+    )
 
 
 def _is_counter(leaf: Any) -> bool:
@@ -324,24 +381,24 @@ class _Scaled(Mapping[str, Any]):
     """Nested data times a number, computed leaf by leaf when it is read."""
 
     def __init__(self, tree: Mapping[str, Any], factor: float) -> None:
-        self._tree, self._factor = tree, factor
+        self.tree, self.factor = tree, factor
 
     def __getitem__(self, name: str) -> Any:
-        value = self._tree[name]
+        value = self.tree[name]
         if not _is_leaf(value):
-            return _Scaled(value, self._factor)
+            return _Scaled(value, self.factor)
         if _is_counter(value):
             return value
         if not isinstance(value, Tensor):
-            return value * self._factor
+            return value * self.factor
         # In place, to avoid another copy of a large model.
-        return value.to(torch.float64, copy=True).mul_(self._factor)
+        return value.to(torch.float64, copy=True).mul_(self.factor)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tree)
+        return iter(self.tree)
 
     def __len__(self) -> int:
-        return len(self._tree)
+        return len(self.tree)
 
 
 def scaled(tree: Mapping[str, Any], factor: float) -> Mapping[str, Any]:

@@ -42,7 +42,7 @@ class JobRunner:
             return [self._runner.score(r) for r in job if isinstance(r, ScoreRequest)]
         fits = self._runner.trained_together(fits)
         outcomes: list[Outcome] = []
-        for part, members in groupby(fits, key=lambda request: request.part):
+        for part, members in groupby(fits, key=self._part_of):
             requests = list(members)
             if self._setup.sums_parts and part is not None and len(requests) > 1:
                 outcomes += self._part(requests)
@@ -50,9 +50,14 @@ class JobRunner:
             for request in requests:
                 outcome = self._runner.run(request)
                 if isinstance(outcome, ClientResult):
-                    outcome.update.state = moved(outcome.update.state, "cpu")
+                    outcome.update.state = clone(outcome.update.state)
                 outcomes.append(outcome)
         return outcomes
+
+    def _part_of(self, request: FitRequest) -> int | None:
+        """Return the part of the cohort that is summed with a fit. Stacks are summed as a whole."""
+        is_stacked = self._setup.stack > 1 and request.part is not None
+        return 0 if is_stacked else request.part
 
     def _part(self, fits: Sequence[FitRequest]) -> list[Outcome]:
         """Return the outcomes of a part of the cohort, the last of them with the sum."""
@@ -72,18 +77,21 @@ class JobRunner:
         """
         total, outcomes = Sums(), []
         last: ClientUpdate | None = None
+        stacked: list[Tree] = []  # contributions of models that no later fit overwrites
         for request in requests:
             outcome = self._runner.run(request)
             if isinstance(outcome, ClientResult):
                 update = outcome.update
                 is_late = request.fault == "late"  # excluded from its part's sum
                 if not is_late and (read := self._readable(outcome, request, reads_numbers)):
-                    total.add(self._contribution(read))
+                    trained, own = request.trained, self._contribution(read)
+                    stacked.append(own) if trained and not trained.measures else total.add(own)
                     update.state, update.extras, update.partial, last = {}, {}, Sums(), update
                 else:
-                    update.state = moved(update.state, "cpu")
+                    update.state = clone(update.state)
             outcomes.append(outcome)
 
+        total.add_all(stacked)
         if last is not None:
             last.partial = total
         return outcomes, total

@@ -2,13 +2,14 @@
 
 A step of a small model takes most of its time in Python: in the model, in ``vmap`` and in autograd.
 A graph has only the operations. They are the same ones in the same order, so the results are equal.
+A GPU replays all of them as one CUDA graph.
 """
 
 import io
 import pickle
 from collections import Counter
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from types import FunctionType
@@ -29,16 +30,49 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default)
 _EVERY = 10  # rounds between two comparisons of a graph with the step
 
 
+Operations = Callable[..., list[Any]]
+
+
 @dataclass(frozen=True)
 class _Graph:
     """The operations of a step, and how their results are nested."""
 
-    operations: Callable[..., list[Tensor]]
+    operations: Operations
     ends: TreeSpec
 
     def __call__(self, leaves: list[Any]) -> Any:
         with torch.no_grad():
             return tree_unflatten(self.operations(*leaves), self.ends)
+
+
+class _OneLaunch:
+    """Operations that a GPU does in one launch, on tensors in the same places each time.
+
+    Args:
+        operations: The operations.
+        leaves: What they are given, as an example.
+        pool: The memory for what they compute. Graphs share it, because their results are copied.
+
+    Raises:
+        RuntimeError: If an operation reads a number of the GPU, or needs the CPU.
+    """
+
+    def __init__(self, operations: Operations, leaves: Sequence[Any], pool: Any) -> None:
+        self._given = [one.clone() if isinstance(one, Tensor) else one for one in leaves]
+        with torch.no_grad():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # libraries choose their kernels before
+                operations(*self._given)
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, pool=pool):
+                self._ends = operations(*self._given)
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        torch._foreach_copy_(_tensors(self._given), _tensors(leaves))
+        self._graph.replay()
+        return [one.clone() if isinstance(one, Tensor) else one for one in self._ends]
 
 
 class _Unread:
@@ -63,12 +97,18 @@ class Recorder:
     if it changes the model, or what it is given, or sets the state of a random generator. Every
     tenth round, the first replay of each graph is compared with the step. If they differ, steps are
     no longer replayed.
+
+    Attributes:
+        used: The parameters that the steps of this model use, by whether gradients are by sample.
+            They are found anew every tenth round, and while no step is replayed.
     """
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: it cannot be recorded
         self._seen = Counter[Hashable]()
         self._due = set[Hashable]()  # graphs to compare in this stack
+        self._pool: Any = None  # memory of a GPU
+        self.used: dict[bool, list[str]] = {}
         self._model: LightningModule | None = None
         self._content: object = None
         self._is_over = False
@@ -79,7 +119,10 @@ class Recorder:
         if self._content != before:
             self._graphs.clear()
             self._seen.clear()
-        self._due = {*self._graphs} if round % _EVERY == 0 else set()
+        is_due = round % _EVERY == 0
+        self._due = {*self._graphs} if is_due else set()
+        if is_due or not any(self._graphs.values()):
+            self.used = {}
 
     def step(
         self,
@@ -106,6 +149,8 @@ class Recorder:
                 return step(index, *given)
             with drawing_from(leaves[0].device, None):
                 graph = _recorded(step, leaves, structure)
+                if graph and leaves[0].device.type == "cuda":
+                    graph = self._in_one_launch(graph, leaves)
             if self._model is not None and _without_tensors(self._model) != self._content:
                 graph = None  # the step changes the model
             self._graphs[kind] = graph
@@ -123,6 +168,15 @@ class Recorder:
             self._is_over = True
             log.warning("steps of a stack are no longer replayed: a step gave other numbers")
         return ends
+
+    def _in_one_launch(self, graph: _Graph, leaves: list[Any]) -> _Graph:
+        """Return a graph that a GPU replays in one launch, or the graph itself."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            return replace(graph, operations=_OneLaunch(graph.operations, leaves, self._pool))
+        except Exception as error:
+            log.info("a step of a stack takes many launches: %s", one_line(error, 160))
+            return graph
 
 
 def _compared(graph: _Graph | None, leaves: list[Any], step: Callable[[], Any]) -> tuple[Any, bool]:

@@ -83,7 +83,7 @@ class ClientRunner:
         """Train one client.
 
         An error of one client becomes a :class:`ClientFailure`. The update stays on the device of
-        the model. With transforms, it is on the CPU.
+        the model, and shares memory with it until the next fit. With transforms, it is on the CPU.
 
         Raises:
             FlsuiteError: If no client can train with the settings of the run.
@@ -253,14 +253,17 @@ class ClientRunner:
         """
         setup, broadcast = self.setup, request.broadcast
         shared, private = ({name: state[name] for name in part} for part in self.entries[:2])
+        if setup.uplink.pipeline.transforms:  # they compute on the CPU
+            shared = clone(shared)
+        elif setup.uplink.masks:  # a contribution that is kept to be masked may be a part of it
+            shared = clone(shared, device=None)
         update = ClientUpdate(
             client=client.id,
             round=client.round,
             samples=client.samples,
             steps=trained.steps,
             class_counts=client.class_counts,
-            # Transforms compute on the CPU.
-            state=clone(shared, "cpu" if setup.uplink.pipeline.transforms else None),
+            state=shared,
             extras=client.extras,
             metrics={**trained.metrics, **_numbers(client.metrics)},
             bytes_down=broadcast.bytes,

@@ -235,9 +235,12 @@ class Stack:
         batches, no_trainer = StackBatches(members, view, trainer), _NoTrainer(type(model).__name__)
         with callbacks.running(), attached(model, no_trainer):
             start = {name: value[0] for name, value in tensors.items()}
-            # Anew for each stack, because a model may use other layers in another round.
             by_samples = bool(callbacks.private)
-            used = used_parameters(model, trainer, start, batches.first(), by_samples)
+            # Anew for each stack, because a model may use other layers in another round.
+            known = self._recorder.used if self._recorder else {}
+            if (used := known.get(by_samples)) is None:
+                used = used_parameters(model, trainer, start, batches.first(), by_samples)
+                known[by_samples] = used
             own = model, used, trainer, tensors, members, self.halves, optimizer
             steps = StackSteps(*own, schedulers, callbacks.private, self._recorder)
             batches.fills = _fills(steps, batches)
@@ -247,8 +250,7 @@ class Stack:
         self._state_check.check("in a fit", "client.memory")
         seconds = (time.perf_counter() - began) / len(members)
         fits = {}
-        for place, member in enumerate(members):
-            metrics = steps.metrics(place)
+        for place, (member, metrics) in enumerate(zip(members, steps.metrics(), strict=True)):
             if not math.isfinite(metrics["loss"]):
                 continue  # it trains by itself, where its step may say why
             ended = member.steps, metrics, seconds, member.client, self.halves.measures

@@ -42,6 +42,28 @@ class StackBatches:
         self.fills = False
 
     def __iter__(self) -> Iterator[list[StackGroup]]:
+        return self._of_one_size() if self._are_alike() else self._by_size()
+
+    def _are_alike(self) -> bool:
+        """Return whether the batches of a step are read at once and have one size in each step."""
+        kinds = {(m.steps, m.epoch_steps, m.client.samples) for m in self.members}
+        is_poisson = any(member.loader.is_poisson for member in self.members)
+        return self._reads_rows and len(kinds) == 1 and not is_poisson
+
+    def _of_one_size(self) -> Iterator[list[StackGroup]]:
+        """Yield the batches where all clients have as many of the same size."""
+        first, places = self.members[0], [*range(len(self.members))]
+        for start in range(0, first.steps, first.epoch_steps):
+            length = min(first.epoch_steps, first.steps - start)
+            orders = [[*islice(member.loader.rows(), length)] for member in self.members]
+            # One transfer, because each would wait for the steps before it.
+            rows = torch.stack([*map(torch.cat, orders)]).to(self._device)
+            batches = rows.split_with_sizes([len(batch) for batch in orders[0]], dim=1)
+            for index, batch in enumerate(batches):
+                yield [StackGroup(places, slice(None), self._read([*batch]), index)]
+
+    def _by_size(self) -> Iterator[list[StackGroup]]:
+        """Yield the batches of any size, grouped in each step."""
         streams = [self._of(member.loader, member) for member in self.members]
         kind_of = Tensor.numel if self._reads_rows and not self.fills else self._shape_of  # faster
         for step, batches in enumerate(zip_longest(*streams)):

@@ -117,10 +117,10 @@ class StackSteps:
         """Return what the parts of the algorithm hold of one client."""
         return tree_map(lambda part: part[place].clone(), self.algorithm.helds)
 
-    def metrics(self, place: int) -> dict[str, float]:
-        """Return the mean loss of a client, and what its model has logged."""
-        loss = float(self.losses[place]) / self.members[place].steps
-        return {"loss": loss, **self._logged[place].numbers()}
+    def metrics(self) -> list[dict[str, float]]:
+        """Return the mean loss of each client, and what its model has logged."""
+        of_all = zip(self.members, self.losses.tolist(), self._logged, strict=True)
+        return [{"loss": loss / one.steps, **logged.numbers()} for one, loss, logged in of_all]
 
     def _begin_epoch(self, step: int) -> None:
         """Begin an epoch: some parameters may rest in it. All clients begin it together."""

@@ -13,9 +13,9 @@ from torchmetrics import SumMetric
 from flsuite.aggregators import Aggregator, FedAvg, Objective
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import Broadcast, FitRequest
-from flsuite.common.state import clone
 from flsuite.data import IID
 from flsuite.federation import InProcess, Processes
+from flsuite.federation.client.jobs import JobRunner
 from flsuite.models import MLP, Classifier
 from tests.conftest import classifier, digits, equal_states, trainer
 from tests.federation.client.workers import outcome, runner
@@ -114,11 +114,14 @@ def test_what_one_client_changes_does_not_reach_the_next(model: Any, callbacks: 
 
 
 def test_the_next_fit_of_a_worker_does_not_change_an_update() -> None:
-    made = runner(classifier(), FedAvg(), lean=True)
-    update = outcome(made, 0).update
-    sent = clone(update.state)
-    assert not equal_states(sent, outcome(made, 1).update.state)
-    assert equal_states(sent, update.state)
+    setup = runner(classifier(), FedAvg(), lean=True).setup
+    jobs, broadcast = JobRunner(setup), Broadcast(1, setup.initial, {}, ())
+    first, second = (
+        jobs.answer([FitRequest(client, client, broadcast, {})])[0].update.state
+        for client in range(2)
+    )
+    (again,) = JobRunner(setup).answer([FitRequest(0, 0, broadcast, {})])
+    assert equal_states(first, again.update.state) and not equal_states(first, second)
 
 
 def test_a_metric_of_the_model_starts_anew_in_every_fit() -> None:

@@ -74,6 +74,27 @@ def test_the_weights_are_the_same_bit_for_bit(aggregator: Aggregator, replays: R
     assert replays and all(replays)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize(
+    "aggregator", [FedAvg(), SCAFFOLD(), Ditto(), MOON()], ids=lambda one: one.name
+)
+def test_a_gpu_replays_a_step_in_one_launch(
+    aggregator: Aggregator, replays: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[int] = []
+    launch = recorded._OneLaunch.__call__
+
+    def counted(self: Any, *leaves: Any) -> list[Any]:
+        launched.append(len(leaves))
+        return launch(self, *leaves)
+
+    monkeypatch.setattr(recorded._OneLaunch, "__call__", counted)
+    kwargs: Any = {"aggregator": aggregator, "accelerator": "gpu", "deterministic": True}
+    plain, replayed = (ends(Classifier(Drops()), graph, **kwargs) for graph in (False, True))
+    assert equal_states(plain, replayed)
+    assert replays and all(replays) and launched
+
+
 def test_batches_of_several_sizes_and_with_random_changes(replays: Replays) -> None:
     data = images(clients=3, batch_size=7, augment=CropFlip(1))
     assert_same(Classifier(Drops()), data=data)
