@@ -21,7 +21,7 @@ from flsuite.callbacks.base import FederationCallback
 from flsuite.common.arguments import PositiveFloat, Settings, SmallProbability
 from flsuite.common.errors import FlsuiteError, one_line, require_extra
 from flsuite.common.lightning_internals import scaler_of
-from flsuite.common.messages import ClientResult, Outcome
+from flsuite.common.messages import Outcome
 from flsuite.common.random import torch_generator
 from flsuite.common.state import State
 from flsuite.data.loader import TrainLoader
@@ -188,7 +188,7 @@ class DPSGD(FederationCallback, SampleGradients, Settings):
         epsilon(RandomDraw(2, 1.0, True), 1.0, 1, self.delta)  # fails now if its package is missing
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
-        sent = outcome.update if isinstance(outcome, ClientResult) else outcome
+        sent = outcome if outcome.failed else outcome.update
         if not sent.steps:
             return
 

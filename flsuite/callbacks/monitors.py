@@ -12,7 +12,7 @@ from torch import Tensor
 from flsuite.callbacks.base import Affects, FederationCallback, is_due, require_model
 from flsuite.common.arguments import NonNegativeInt, PositiveInt, Settings, at_least
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.messages import ClientFailure, Outcome
+from flsuite.common.messages import Outcome
 from flsuite.common.random import numpy_generator, seed_for, seed_process
 from flsuite.common.state import State, Sums, cast, divided, matches
 from flsuite.data.federated import DataSplit
@@ -74,7 +74,7 @@ class FlowMonitor(FederationCallback, Settings):
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
         # In every round, because an evaluation may make the round the last one.
-        if isinstance(outcome, ClientFailure):
+        if outcome.failed:
             return
 
         patterns = parameter_groups(run.evaluator.model)["flow"]

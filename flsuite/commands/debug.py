@@ -29,7 +29,7 @@ from flsuite.commands.parsers import parser_of
 from flsuite.commands.request import require_run
 from flsuite.common.errors import FederationError, FlsuiteError, some, with_place
 from flsuite.common.lightning_internals import scaler_of
-from flsuite.common.messages import ClientFailure, ClientResult, FitRequest, Outcome
+from flsuite.common.messages import FitRequest, Outcome
 from flsuite.data.loader import TrainLoader
 from flsuite.federation.client.setup import remedy_of
 from flsuite.federation.engines.base import InProcess
@@ -309,7 +309,7 @@ def debug(args: list[str]) -> None:
                 f"{where}: step {watch.fault}, batch {step.batch} of epoch {step.epoch}, is at "
                 f"fault: {step.fault}; its samples: {some([*map(str, step.samples)], 10)}"
             )
-        if isinstance(checked, ClientFailure):
+        if checked and checked.failed:
             raise FederationError(f"{where}: {checked.reason}")
 
 
@@ -337,7 +337,7 @@ def _print(watch: FitWatch, where: str, replay: Replay) -> None:
 
 def _compare(run: Path, at: int, client: int, outcome: Outcome) -> None:
     """Print whether the loss of the fit is the one of the record, if it has one."""
-    if is_asynchronous(run) or not isinstance(outcome, ClientResult):
+    if is_asynchronous(run) or outcome.failed:
         return  # without rounds, the row is that of the round in which the fit arrived
     row = _row(run / "metrics.csv", round=at, scope=client, split="train", metric="loss")
     record, now = row.get("value"), outcome.update.metrics.get("loss")

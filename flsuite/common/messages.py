@@ -5,7 +5,7 @@ They are plain data, identical in one process, across processes, and on the netw
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from lightning.pytorch import Callback
@@ -306,7 +306,10 @@ class ClientResult:
         training: The metrics of local training alone.
         epochs: Epochs that the training has begun. Default: all of the fit.
         profile: The profile of the training, if one was requested.
+        failed: Whether there is no update, as in a :class:`ClientFailure`.
     """
+
+    failed: ClassVar[Literal[False]] = False
 
     update: ClientUpdate
     memory: dict[str, Any]
@@ -350,6 +353,8 @@ class ClientFailure:
         steps: Optimizer steps of an update that was sent but not used, because it was refused or
             late. 0 if nothing was sent.
     """
+
+    failed: ClassVar[Literal[True]] = True
 
     client: int
     round: int

@@ -6,7 +6,7 @@ from flwr.app import Context, Error, Message, MetricRecord, RecordDict
 
 from flsuite.aggregators.objectives.checks import own_entries_of
 from flsuite.common.errors import FlsuiteError, log
-from flsuite.common.messages import Broadcast, ClientFailure, ClientResult, FitRequest, Split
+from flsuite.common.messages import Broadcast, FitRequest, Split
 from flsuite.common.state import State, mismatch
 from flsuite.data.module import FederatedDataModule
 from flsuite.federation.engines.base import InProcess
@@ -65,12 +65,12 @@ class Site:
         outcome = self._engine.collect(request.number)
         # Do not keep the memory of a fit that the server would refuse.
         result = self._run.federation.uplink.checked(outcome, broadcast)
-        if isinstance(result, ClientFailure):
+        if result.failed:
             what = result.round, client, result.reason, result.details
             log.warning("round %d: client %d failed: %s\n%s", *what)
             return Message(Error(FAILED, result.reason), reply_to=message)
         # Send the packed update, which the server unpacks itself.
-        assert isinstance(outcome, ClientResult)
+        assert not outcome.failed
         _remember(context, outcome.memory)
         return Message(write_update(outcome.update), reply_to=message)
 

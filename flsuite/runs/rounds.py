@@ -17,7 +17,6 @@ import torch
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import (
     Broadcast,
-    ClientFailure,
     ClientResult,
     ClientUpdate,
     FitRequest,
@@ -71,7 +70,7 @@ def rehearse(run: Run) -> Iterator[TimelineRow]:
         for outcome in schedule.arrivals(engine, clock, _requests):
             # Injected faults are part of the plan: failures, and messages that arrive twice or in
             # a later round.
-            if isinstance(outcome, ClientFailure):
+            if outcome.failed:
                 engine.awaited.discard(outcome.number)
             elif (update := outcome.update).number in engine.awaited:
                 engine.awaited.remove(update.number)
@@ -224,7 +223,7 @@ def _updates(
     requests = run.federation.send([Fit(n, client, version, 0, 0.0) for n, client in clients])
     answers = [runner.answer([store.with_trained(request)]) for request in requests]
     outcomes = [run.federation.check(outcome) for answer in answers for outcome in answer]
-    return tuple(o.update for o in outcomes if isinstance(o, ClientResult))
+    return tuple(o.update for o in outcomes if o and not o.failed)
 
 
 def refuse_unkept(trainer: Any, run: Run, folder: Path, remedy: str) -> None:

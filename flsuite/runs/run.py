@@ -10,7 +10,7 @@ from torch import nn
 
 from flsuite.common.errors import FederationError, log
 from flsuite.common.files import replace_tensors
-from flsuite.common.messages import ClientResult, FitRequest, Outcome, Profile, Scores, Split
+from flsuite.common.messages import FitRequest, Outcome, Profile, Scores, Split
 from flsuite.common.state import clone
 from flsuite.federation.engines.base import Engine
 from flsuite.federation.schedules.base import Fit
@@ -139,7 +139,7 @@ class Run:
         if checked is None:
             return
         self.callbacks.notify("on_client_end", self, checked)
-        if isinstance(checked, ClientResult):
+        if not checked.failed:
             if self.reuse and self.reuse.kept:
                 self.reuse.kept.write(checked)
             self.federation.add(checked.update)

@@ -13,7 +13,7 @@ from torch import Tensor
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.common.arguments import NonNegativeInt, Settings, check_init
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.messages import ClientFailure, Outcome
+from flsuite.common.messages import Outcome
 from flsuite.common.state import State
 from flsuite.data.datasets.vision import CIFAR10
 from flsuite.data.federated import DataSplit, PublishedSplits
@@ -87,7 +87,7 @@ class LocalDistances(FederationCallback, Settings):
     _start: Tensor = field(default_factory=lambda: torch.zeros(0), init=False, repr=False)
 
     def on_client_end(self, run: Run, outcome: Outcome) -> None:
-        if isinstance(outcome, ClientFailure):
+        if outcome.failed:
             return
         self._models.append(_flat(outcome.update.state))
         self._start = _flat(outcome.update.base)

@@ -49,7 +49,7 @@ class JobRunner:
                 continue
             for request in requests:
                 outcome = self._runner.run(request)
-                if isinstance(outcome, ClientResult):
+                if not outcome.failed:
                     outcome.update.state = clone(outcome.update.state)
                 outcomes.append(outcome)
         return outcomes
@@ -80,7 +80,7 @@ class JobRunner:
         stacked: list[Tree] = []  # contributions of models that no later fit overwrites
         for request in requests:
             outcome = self._runner.run(request)
-            if isinstance(outcome, ClientResult):
+            if not outcome.failed:
                 update = outcome.update
                 is_late = request.fault == "late"  # excluded from its part's sum
                 if not is_late and (read := self._readable(outcome, request, reads_numbers)):

@@ -10,7 +10,7 @@ from typing import Any
 
 from flsuite.common.arguments import PositiveFloat, PositiveInt, Settings
 from flsuite.common.errors import FederationError, FlsuiteError
-from flsuite.common.messages import ClientResult, ClientUpdate, Outcome
+from flsuite.common.messages import ClientUpdate, Outcome
 from flsuite.federation.engines.base import Engine
 from flsuite.federation.schedules.base import (
     Amounts,
@@ -279,7 +279,7 @@ class _Flights:
         """Train the fits whose duration must be measured, to know which one ends next."""
         for fit in self._unmeasured:
             outcome = engine.collect(fit.number)
-            seconds = outcome.update.seconds if isinstance(outcome, ClientResult) else 0.0
+            seconds = 0.0 if outcome.failed else outcome.update.seconds
             fit.ended = fit.started + seconds
             self._outcomes[fit.number] = outcome
         unmeasured, self._unmeasured = self._unmeasured, []

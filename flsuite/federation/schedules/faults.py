@@ -158,9 +158,9 @@ class Faults(Schedule, Settings):
 
     def _delivered(self, outcome: Outcome) -> Iterator[Outcome]:
         """Yield the messages about an outcome that the server receives while its round is open."""
-        number = outcome.update.number if isinstance(outcome, ClientResult) else outcome.number
+        number = outcome.number if outcome.failed else outcome.update.number
         fit = self._mishandled.pop(number, None)
-        if fit is None or isinstance(outcome, ClientFailure):
+        if fit is None or outcome.failed:
             yield outcome
         elif fit.fault == "twice":
             second = replace(outcome, update=replace(outcome.update))

@@ -9,7 +9,7 @@ import numpy as np
 
 from flsuite.common.arguments import PositiveFloat, Settings, at_least
 from flsuite.common.errors import FederationError, FlsuiteError
-from flsuite.common.messages import ClientResult, ClientUpdate, Outcome
+from flsuite.common.messages import ClientUpdate, Outcome
 from flsuite.common.random import numpy_generator
 from flsuite.federation.engines.base import Engine
 from flsuite.federation.schedules.base import (
@@ -176,7 +176,7 @@ class Synchronous(Schedule, Settings):
         # Not in the order in which fits finish: results must not depend on the engine.
         for number in engine.pending:
             outcome = engine.collect(number)
-            if isinstance(outcome, ClientResult):
+            if not outcome.failed:
                 measured = max(measured, outcome.update.seconds)
                 if number in fits and fits[number].ended is None:  # its duration was unknown
                     fits[number].ended = fits[number].started + outcome.update.seconds

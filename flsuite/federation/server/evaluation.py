@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from flsuite.common.errors import FlsuiteError, require_one_of, some, with_place
 from flsuite.common.messages import (
     Broadcast,
-    ClientResult,
     FitRequest,
     OwnScores,
     ScoreRequest,
@@ -404,7 +403,7 @@ def adapted_scores(
         engine.submit(requests)
         for request in requests:
             outcome = engine.collect(request.number)
-            if not isinstance(outcome, ClientResult):
+            if outcome.failed:
                 log.warning("client %d could not adapt: %s", outcome.client, outcome.reason)
                 continue
             model = {**federation.initial, **outcome.update.state, **outcome.memory["model"]}

@@ -27,7 +27,6 @@ from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.common.messages import (
     POOLED,
     Broadcast,
-    ClientResult,
     ClientUpdate,
     FitRequest,
     Outcome,
@@ -201,7 +200,7 @@ class Federation:
         if checked is None:
             return None
         start, outcome = checked
-        if isinstance(outcome, ClientResult):
+        if not outcome.failed:
             update = outcome.update
             update.base = self._base(start.broadcast)
             self.clients[update.client] = outcome.memory

@@ -14,7 +14,7 @@ from flsuite.aggregators.aggregator import Aggregator
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.uplink import Uplink
 from flsuite.common.errors import FederationError
-from flsuite.common.messages import Broadcast, ClientFailure, FitRequest
+from flsuite.common.messages import Broadcast, FitRequest
 from flsuite.common.random import seed_for
 from flsuite.common.state import State, load_
 from flsuite.data.federated import FederatedData, Rows
@@ -76,7 +76,7 @@ class ServerFit:
         with isolate_rng():
             request = FitRequest(0, 0, Broadcast(round, state, {}), {})
             (outcome,) = JobRunner(setup).answer([request])
-        if isinstance(outcome, ClientFailure):
+        if outcome.failed:
             raise FederationError(
                 f"round {round}: the server's own training failed: {outcome.reason}; the state of "
                 f"round {round - 1} is kept"
