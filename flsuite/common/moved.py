@@ -26,102 +26,51 @@ PACKAGES = {
 _EXPORTING = ("attacks", "engines", "exchange", "schedules")  # packages with names for users
 _RENAMED = {"Work": "Fit"}  # of these names
 
-# A file of today, and the files that it was or has taken in: in its folder, or with their folder.
-_MERGED = """
-aggregators.asynchronous: fedasync fedbuff
-aggregators.attacks.batches: backdoor label_flip
-aggregators.attacks.updates: alie collusion compose free_rider inner_product noise scaled_update
-aggregators.attacks.updates: sign_flip
-aggregators.exchange.quantize: codes
-aggregators.exchange.secure: base
-aggregators.exchange.sharing: ciphers fixed_point shamir
-aggregators.fedavg: baselines fedprox
-aggregators.objectives.base: proximal second_steps aggregators.second_model
-aggregators.objectives.checks: held
-aggregators.objectives.feature_term: aggregators.features
-aggregators.rules.dense: dense_generator
-aggregators.rules.fisher_forms: layer_matrices
-aggregators.rules.mean: mixing
-aggregators.rules.robust.base: cohort
-aggregators.rules.robust.centers: centered_clipping geometric_median median norm_clipping
-aggregators.rules.robust.chosen: bucketing fltrust krum
-aggregators.rules.solvers: aggregators.rules.solvers.blocks aggregators.rules.solvers.selection
-aggregators.scaffold: aggregators.objectives.control_variates
-aggregators.server_optimizers: aggregators.server_optimizers.adaptive
-aggregators.server_optimizers: aggregators.server_optimizers.step
-aggregators.transforms.base: clip_updates
-aggregators.transforms.low_rank: aggregators.exchange.low_rank
-aggregators.transforms.quantize: aggregators.exchange.quantize
-aggregators.transforms.top_k: aggregators.exchange.top_k
-aggregators.uplink: chain
-analysis.clients: confusion contribution
-analysis.curves: run_figure
-analysis.groups: labels
-analysis.listing: notes
-analysis.panels: axes
-analysis.publish.page.tables: headline
-analysis.report: target
-analysis.runs: tuning
-callbacks.logger_links: round_numbers
-callbacks.loggers: pictures
-callbacks.monitors: flow_monitor latent_space probe
-callbacks.stopping: early_stopping stop_at
-callbacks.wandb_link: wandb_files
-commands.contribution: shares worlds
-commands.describing: plain_types
-commands.fork: replay
-commands.pack: runs.packing
-commands.report: report_cross
-commands.request: run_folder
-commands.sweeps.plan: tuning
-commands.sweeps.queue: outcome
-data.datasets.csv_files: column_scale
-data.datasets.from_dataset: from_data_module
-data.datasets.generated: digits synthetic
-data.datasets.table: table_files
-data.datasets.vision: cinic10
-data.federated: rows spec
-data.partitions.base: counts
-data.partitions.dirichlet: dirichlet_balanced dirichlet_extended dirichlet_proportions
-data.partitions.shares: iid natural owners pathological quantity ranked sole_owner
-federation.client.callbacks: lr_decay
-federation.client.devices: allocator placement precision
-federation.client.entries: resident
-federation.client.setup: fits
-federation.engines.auto: vectorized
-federation.engines.ray_cluster: ray_worker
-federation.engines.wire: worker
-federation.schedules.speeds: availability
-federation.server.evaluation: adaptation
-flower.server: engine strategy
-metrics.fisher.estimates: columns full measuring per_sample
-metrics.fisher.forms: empirical predictive
-metrics.scores: continual
-models.abilities: declarations protocols
-models.autoencoders: strides
-models.backbones.base: cnn lenet mlp small
-models.backbones.resnets: resnet18 resnet20
-models.classifier: pretrained
-models.flows: gaussians replay
-runs.checkpoint: kept
-runs.fork: reuse
-runs.rounds: rehearsal
-runs.scoring: predictions
-runs.settings: options
-studies.inversion.attack: figure gan
-studies.inversion.target: knowledge
+# Files of 0.2 that others have taken in, by their folder. Their room exports what users name.
+_GONE = """
+aggregators: baselines chain features fedasync fedbuff fedprox second_model
+aggregators.attacks: alie backdoor collusion compose free_rider inner_product label_flip noise
+aggregators.attacks: scaled_update sign_flip
+aggregators.exchange: base ciphers codes fixed_point low_rank quantize shamir top_k
+aggregators.objectives: control_variates held proximal second_steps
+aggregators.rules: dense_generator layer_matrices mixing
+aggregators.rules.robust: bucketing centered_clipping cohort fltrust geometric_median krum median
+aggregators.rules.robust: norm_clipping
+aggregators.server_optimizers: adaptive step
+aggregators.transforms: clip_updates
+analysis: axes confusion contribution labels notes run_figure target tuning
+callbacks: early_stopping flow_monitor latent_space pictures probe round_numbers stop_at wandb_files
+data: rows spec
+data.datasets: cinic10 column_scale digits from_data_module synthetic table_files
+data.partitions: counts dirichlet_balanced dirichlet_extended dirichlet_proportions iid natural
+data.partitions: owners pathological quantity ranked sole_owner
+federation.client: allocator fits lr_decay placement precision resident
+federation.engines: ray_worker vectorized worker
+federation.schedules: availability
+federation.server: adaptation
+metrics: continual
+metrics.fisher: columns empirical full measuring per_sample predictive
+models: declarations gaussians pretrained protocols replay strides
+models.backbones: cnn lenet mlp resnet18 resnet20 small
+studies.inversion: figure gan knowledge
 """
+_OWN_ROOMS = ("flsuite.metrics.fisher", "flsuite.studies.inversion")  # inner rooms with exports
 _GROUND = "arguments errors files lightning_internals messages random score_names state"
+
+
+def room_of(module: str) -> str:
+    """Return the room that a module belongs to, which exports what users name."""
+    return ".".join(module.split(".")[:2])
 
 
 def _rows() -> Iterator[tuple[str, str]]:
     for name in _GROUND.split():
         yield f"flsuite.{name}", f"flsuite.common.{name}"
-    for line in _MERGED.split("\n")[1:-1]:
-        new, olds = line.split(": ")
-        folder = new.rpartition(".")[0]
-        for old in olds.split():
-            yield f"flsuite.{old if '.' in old else f'{folder}.{old}'}", f"flsuite.{new}"
+    for line in _GONE.strip().split("\n"):
+        place, files = line.split(": ")
+        folder = f"flsuite.{place}"
+        for file in files.split():
+            yield f"{folder}.{file}", folder if folder in _OWN_ROOMS else room_of(folder)
 
 
 _NOW = {**PACKAGES, **dict(_rows())}
@@ -136,13 +85,8 @@ def moved(name: str) -> str:
             is_exported = rest[0][:1].isupper() if rest else parts[1] in _EXPORTING
             is_of_room = old in PACKAGES and is_exported
             new = room_of(_NOW[old]) if is_of_room else _NOW[old]
-            return moved(".".join([new, *rest]))  # its file may have been merged too
+            return moved(".".join([new, *rest]))  # its file may be gone too
     return name
-
-
-def room_of(module: str) -> str:
-    """Return the room that a module belongs to, which exports what users name."""
-    return ".".join(module.split(".")[:2])
 
 
 def renewed(described: Any) -> Any:

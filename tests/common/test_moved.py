@@ -23,7 +23,8 @@ NOW = {
     "flsuite.engines.processes.Processes": "flsuite.federation.engines.processes.Processes",
     "flsuite.client.CosineDecay": "flsuite.federation.CosineDecay",
     "flsuite.client": "flsuite.federation.client",
-    "flsuite.attacks.sign_flip": "flsuite.aggregators.attacks.updates",
+    "flsuite.attacks.sign_flip": "flsuite.aggregators",
+    "flsuite.attacks.sign_flip.SignFlip": "flsuite.aggregators.SignFlip",
     "flsuite.exchange.secure.Parties": "flsuite.aggregators.exchange.secure.Parties",
     "flsuite.messages.ClientUpdate": "flsuite.common.messages.ClientUpdate",
     "flsuite.publish.page.page": "flsuite.analysis.publish.page.page",
@@ -89,11 +90,10 @@ assert ClientUpdate is flsuite.common.messages.ClientUpdate
 from flsuite.attacks import sign_flip, with_attack
 from flsuite.engines import base
 from flsuite.aggregators.rules import Mean
-from flsuite.aggregators.rules.solvers.blocks import Dense
 from flsuite.aggregators.server_optimizers.adaptive import AdaptiveAdam
-import flsuite.aggregators.attacks.updates as updates, flsuite.client
+import flsuite.aggregators, flsuite.client
 import flsuite.federation.engines.base as base_of_today
-assert sign_flip is updates and with_attack.__module__ == "flsuite.aggregators.attacks.updates"
+assert sign_flip is flsuite.aggregators and with_attack.__module__ == "flsuite.aggregators.attacks.updates"
 assert base is flsuite.engines.base is base_of_today and "Processes" in dir(flsuite.engines)
 assert flsuite.client.devices.__name__ == "flsuite.federation.client.devices"
 """,

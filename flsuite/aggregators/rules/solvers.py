@@ -24,8 +24,6 @@ from torch import Tensor
 from flsuite.aggregators.rules.mean import quotient
 from flsuite.common.random import torch_generator
 
-__path__: list[str] = []  # a package in 0.2, whose modules may still be imported by their names
-
 _EIGENVALUE_STEPS = 100
 # Descent is stable up to a step of 2 / lambda_max, so a thousandth is accurate enough.
 _EIGENVALUE_TOLERANCE = 1e-3

@@ -256,19 +256,32 @@ class Scorer:
 
         Returns ``None`` if the split is not scored.
         """
+        scored = self._scored(state, split, [client], details, client)
+        if scored is None:
+            return None
+        whole, by_client, classes = scored
+        return OwnScores(whole, by_client.get(str(client), {}), classes)
+
+    def _scored(
+        self, state: State, split: Split, clients: Sequence[int], details: bool, seeded: int = 0
+    ) -> tuple[dict[str, float], Scores, dict[str, float]] | None:
+        """Return a model's scores on a whole split, on the clients' parts of it, and by class.
+
+        One forward pass serves all clients. It has the seed of the client ``seeded``. ``None`` if
+        the split is not scored.
+        """
         samples = self.samples(split)
         if samples is None:
             return None
 
         self.load(state)
-        with self._seeded(split, client):
-            logged = self._logged(samples, split, [client])
+        with self._seeded(split, seeded):
+            logged = self._logged(samples, split, clients)
             whole, outputs = self._whole(samples, split, logged.get(None))
             if not self._is_scored(split):
                 return None
-            local = self._local(outputs, samples, [client], split, logged)
-        classes = self._class_rows(outputs, samples) if details else {}
-        return OwnScores(whole, local.get(str(client), {}), classes)
+            by_client = self._local(outputs, samples, clients, split, logged)
+        return whole, by_client, self._class_rows(outputs, samples) if details else {}
 
     @contextmanager
     def _seeded(self, split: Split, client: int = 0) -> Iterator[None]:

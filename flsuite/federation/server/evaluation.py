@@ -218,25 +218,13 @@ class Evaluator(Scorer):
         """Score one model that all clients share.
 
         A client's own score is the model's score on the client's part of the split, which has the
-        client's class mix. The forward pass runs once for all clients.
+        client's class mix.
         """
-        samples = self.samples(split)
-        if samples is None:
+        scored = self._scored(state, split, clients, details)
+        if scored is None:
             return {}
-
-        self.load(state)
-        with self._seeded(split):
-            logged = self._logged(samples, split, clients)
-            whole, outputs = self._whole(samples, split, logged.get(None))
-            if not self._is_scored(split):
-                return {}
-            by_scope: Scores = {GLOBAL: whole}
-            if details:
-                by_scope[GLOBAL] |= self._class_rows(outputs, samples)
-
-            of_clients = self._local(outputs, samples, clients, split, logged)
-        by_scope[GLOBAL] |= _spread(of_clients, "client_", self.names)
-        return by_scope | of_clients
+        whole, by_client, classes = scored
+        return {GLOBAL: whole | classes | _spread(by_client, "client_", self.names)} | by_client
 
     def own_rows(
         self,
