@@ -95,6 +95,11 @@ class Aggregator:
                 "CohortRule, and pass it as rule"
             )
 
+    @staticmethod
+    def of(chosen: "Aggregator | Rule") -> "Aggregator":
+        """Return the algorithm, or the one of a rule alone."""
+        return Aggregator(chosen) if isinstance(chosen, Rule) else chosen
+
     @property
     def name(self) -> str:
         """Return the name of the preset, or of the rule if this is not a preset."""

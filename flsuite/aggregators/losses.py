@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from flsuite.common.errors import FlsuiteError
+from flsuite.common.lightning_internals import loss_of
 from flsuite.common.state import State
 from flsuite.models.modes import PlainAttributes, evaluating
 
@@ -226,7 +227,7 @@ class _Step(nn.Module):
         output = step(batch, index) if takes_index else step(batch)
         if self.ends is not None:
             self.ends.update(self.module.named_buffers())
-        loss = output["loss"] if isinstance(output, Mapping) else output
+        loss = loss_of(output)
         if not isinstance(loss, Tensor):
             kind = type(self.module).__name__
             raise FlsuiteError(

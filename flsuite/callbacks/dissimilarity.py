@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,7 +14,7 @@ from torch import Tensor
 from flsuite.callbacks.base import Affects, FederationCallback, is_due
 from flsuite.common.arguments import PositiveInt, Settings, at_least
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.lightning_internals import attached
+from flsuite.common.lightning_internals import attached, loss_of
 from flsuite.common.random import numpy_generator, seed_for, torch_generator
 from flsuite.common.state import clone, load_
 from flsuite.data.federated import Batch, FederatedData
@@ -183,8 +183,7 @@ def _losses(model: LightningModule, batch: Batch) -> tuple[Tensor, ...]:
         plain, fused = model.head_losses(batch)
         return fused, plain
 
-    loss: Any = model.training_step(batch, 0)
-    loss = loss.get("loss") if isinstance(loss, Mapping) else loss
+    loss = loss_of(model.training_step(batch, 0))
     if not isinstance(loss, Tensor):
         raise FlsuiteError(
             f"GradientDissimilarity: training_step of {type(model).__name__} returns no loss; give "

@@ -9,7 +9,7 @@ from torch import Tensor
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.common.arguments import PositiveInt, Settings
 from flsuite.common.errors import FlsuiteError, log
-from flsuite.data.tasks import TaskData
+from flsuite.data.federated import FederatedData
 from flsuite.metrics.scores import (
     average_accuracy,
     backward_transfer,
@@ -56,7 +56,7 @@ class TaskMatrix(FederationCallback, Settings):
 
     def on_federation_start(self, run: Run) -> None:
         data = run.federation.data
-        if not isinstance(data, TaskData):
+        if not data.sequences:
             return
 
         if self.clients is not None and not run.federation.present(self.clients):
@@ -76,13 +76,13 @@ class TaskMatrix(FederationCallback, Settings):
             )
 
     def on_round_end(self, run: Run, round: int) -> None:
-        data: Any = run.federation.data  # with tasks, if there is a matrix
+        data = run.federation.data  # with tasks, if there is a matrix
         if self.matrix is None:
             return
         if run.finished or data.task(round + 1) != data.task(round):
             self._score(run, data, round)
 
-    def _score(self, run: Run, data: TaskData, round: int) -> None:
+    def _score(self, run: Run, data: FederatedData, round: int) -> None:
         assert self.matrix is not None
         if not run.federation.clients.is_local:
             log.warning("no accuracy by task: private parts of the models stay with the clients")
@@ -106,7 +106,7 @@ class TaskMatrix(FederationCallback, Settings):
             figure = task_figure(self.matrix[present].mean(0)[1:].numpy())
             figure.savefig(run.folder.path / "tasks.png")
 
-    def _row(self, run: Run, data: TaskData) -> Tensor:
+    def _row(self, run: Run, data: FederatedData) -> Tensor:
         """Return the accuracy of each client's model on each of its tasks, ``(clients, tasks)``."""
         federation, evaluator = run.federation, run.evaluator
         by_class: tuple[Tensor, Tensor] | None = None

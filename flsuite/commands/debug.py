@@ -6,7 +6,7 @@ import math
 import pdb
 import tempfile
 from bdb import BdbQuit
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from flsuite.commands.fork import QUIET, keep, repetition
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.request import require_run
 from flsuite.common.errors import FederationError, FlsuiteError, some, with_place
-from flsuite.common.lightning_internals import scaler_of
+from flsuite.common.lightning_internals import loss_of, scaler_of
 from flsuite.common.messages import FitRequest, Outcome
 from flsuite.data.loader import TrainLoader
 from flsuite.federation.client.setup import remedy_of
@@ -130,10 +130,7 @@ class FitWatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
     ) -> None:
         vars(pl_module).pop("training_step", None)
-        step, loss = (
-            self.steps[-1],
-            outputs.get("loss") if isinstance(outputs, Mapping) else outputs,
-        )
+        step, loss = self.steps[-1], loss_of(outputs)
         if loss is not None:
             # Lightning has divided it, because gradients of several batches are summed.
             parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1

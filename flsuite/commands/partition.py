@@ -15,7 +15,6 @@ from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.common.exports import import_names
 from flsuite.common.files import csv_of, make_folder, replace_text
 from flsuite.data.datasets.from_dataset import as_federated
-from flsuite.data.tasks import TaskData
 from flsuite.runs.partition import partition_table, samples_table, task_table
 
 _MOST_SHOWN = 30
@@ -48,7 +47,7 @@ def partition(args: list[str]) -> None:
     _draw(partition_figure(table), f"{stem}-partition.png")
     _write(csv_of(table), f"{stem}-partition.csv")
     _write(samples_table(data.federated).to_csv(index=False), f"{stem}-samples.csv")
-    if isinstance(data.federated, TaskData):
+    if data.federated.sequences:
         plan = task_table(data.federated)
         _draw(task_plan_figure(plan), f"{stem}-tasks.png")
         _write(csv_of(plan), f"{stem}-tasks.csv")

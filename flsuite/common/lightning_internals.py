@@ -6,7 +6,7 @@ and reports the ones that are missing.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
@@ -325,3 +325,8 @@ def takes_a_batch(module: LightningModule) -> bool:
     return is_param_in_hook_signature(step, "batch_idx", min_args=2) and not (
         is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
     )
+
+
+def loss_of(outputs: Any) -> Any:
+    """Return the loss in what a step returns: itself, or an entry. ``None`` if there is none."""
+    return outputs.get("loss") if isinstance(outputs, Mapping) else outputs

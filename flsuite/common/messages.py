@@ -124,6 +124,8 @@ class FitRequest:
     stands_for: int = 1
     adapts: int = 0
 
+    is_score: ClassVar[Literal[False]] = False
+
     def failure(
         self, reason: str, details: str = "", before_first_step: bool = False
     ) -> "ClientFailure":
@@ -173,6 +175,8 @@ class ScoreRequest:
     own: State
     split: Split
     details: bool
+
+    is_score: ClassVar[Literal[True]] = True
 
     def failure(self, reason: str, details: str = "") -> "ClientFailure":
         """Return the outcome of this request as a failure."""

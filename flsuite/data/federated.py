@@ -4,6 +4,7 @@ A client is an index array into tensors that are in memory once. A batch is one 
 one cast. This module is independent of training.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -270,6 +271,10 @@ def _joined(parts: Sequence[DataSplit]) -> DataSplit:
     return replace(parts[0], **one)
 
 
+Groups = tuple[tuple[int, ...], ...]
+"""The classes of one client, task by task."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """The position of a federation in a sequence of tasks.
@@ -299,6 +304,8 @@ class FederatedData:
         batch_size: Samples per training batch.
         augment: The random augmentation of training batches.
         stage: The current task. ``None`` without tasks.
+        sequences: The groups of classes of each client, if there are tasks.
+        starts: The first round of each task.
         server: The server's own samples, which are in no other split. ``None`` if the server has
             none.
         unseen: Number of clients outside the federation, which have the last rows of the splits.
@@ -315,6 +322,8 @@ class FederatedData:
     stage: Stage | None = None
     server: DataSplit | None = None
     unseen: int = 0
+    sequences: tuple[Groups, ...] = ()
+    starts: tuple[int, ...] = ()
 
     def at(self, round: int) -> "FederatedData":
         """Return the data that clients train on in a round and are scored on after it.
@@ -322,6 +331,10 @@ class FederatedData:
         It is the same in every round, unless there are tasks.
         """
         return self
+
+    def task(self, round: int) -> int:
+        """Return the number of the task that a round belongs to."""
+        return max(bisect_right(self.starts, round) - 1, 0)
 
     @property
     def clients(self) -> int:

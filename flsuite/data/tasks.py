@@ -1,6 +1,5 @@
 """Sequences of tasks: every client meets the classes in groups, one group after another."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -14,11 +13,8 @@ from flsuite.common.arguments import PositiveInt, Range, check_init
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import numpy_generator
 from flsuite.data.arguments import plain
-from flsuite.data.federated import DataSplit, FederatedData, PublishedSplits, Rows, Stage
+from flsuite.data.federated import DataSplit, FederatedData, Groups, PublishedSplits, Rows, Stage
 from flsuite.data.module import FederatedDataModule
-
-Groups = tuple[tuple[int, ...], ...]
-"""The classes of one client, task by task."""
 
 
 @dataclass
@@ -26,14 +22,8 @@ class TaskData(FederatedData):
     """A dataset whose clients move from one group of classes to the next.
 
     The object itself holds the data of all tasks. :meth:`at` is its view in one round.
-
-    Attributes:
-        sequences: The groups of classes of each client.
-        starts: The first round of each task.
     """
 
-    sequences: tuple[Groups, ...] = ()
-    starts: tuple[int, ...] = (1,)
     _views: dict[int, FederatedData] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -47,15 +37,11 @@ class TaskData(FederatedData):
         met = _marked([_joined(groups) for groups in sequences], classes)
         train, test, val = _among(data.train, met), _among(data.test, met), _held_out(data.val, met)
         fields = _fields(data) | {"train": train, "test": test, "val": val}
-        return cls(**fields, sequences=tuple(sequences), starts=starts)
+        return cls(**fields | {"sequences": tuple(sequences), "starts": starts})
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the views from a pickle, because a worker creates its own."""
         return {**self.__dict__, "_views": {}}
-
-    def task(self, round: int) -> int:
-        """Return the number of the task that a round belongs to."""
-        return max(bisect_right(self.starts, round) - 1, 0)
 
     def at(self, round: int) -> FederatedData:
         """Return the data of a round.
@@ -85,6 +71,7 @@ class TaskData(FederatedData):
             test=_shrunk(_among(self.test, met), seen),
             val=val if val is None or len(val.rows) else _shrunk(val, seen),
             server=None if self.server is None else _shrunk(self.server, seen),
+            sequences=(),
             stage=Stage(task, tuple(seen.nonzero().flatten().tolist()), tuple(sorted(past))),
         )
 

@@ -57,8 +57,7 @@ class RuleStrategy(FedAvg):
         max_share: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        if isinstance(aggregator, Rule):
-            aggregator = Aggregator(rule=aggregator)
+        aggregator = Aggregator.of(aggregator)
         require_instance(type(self).__name__, Aggregator, aggregator=aggregator)
         require(type(self).__name__, PositiveFloat | None, max_share=max_share)
         _refuse_client_half(aggregator)

@@ -17,7 +17,6 @@ from flsuite.aggregators.attacks.base import Attack
 from flsuite.common.errors import FlsuiteError, log
 from flsuite.common.files import csv_of, locked, make_folder, replace_file, replace_text
 from flsuite.data.federated import FederatedData
-from flsuite.data.tasks import TaskData
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.partition import task_table, write_partition
 from flsuite.runs.record import first_round
@@ -192,7 +191,7 @@ class RunFolder:
                 write_partition(file, data)
 
         replace_file(write, self.path / "partition.csv")
-        if isinstance(data, TaskData):
+        if data.sequences:
             replace_text(csv_of(task_table(data)), self.path / "tasks.csv")
         if attack is not None:
             kind = type(attack).__name__

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flsuite.common.files import escaped, unescaped
 from flsuite.data.federated import DataSplit, FederatedData
-from flsuite.data.tasks import TaskData
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,7 +67,7 @@ def samples_table(data: FederatedData) -> "pd.DataFrame":
     )
 
 
-def task_table(data: TaskData) -> "pd.DataFrame":
+def task_table(data: FederatedData) -> "pd.DataFrame":
     """Return the content of a run's ``tasks.csv``.
 
     Its columns are client, task, first round of the task, class name and number of training

@@ -133,7 +133,7 @@ def make_evaluator(
 
 def compressed(chosen: Aggregator | Rule, compression: Transform | None) -> Aggregator:
     """Return the algorithm with its compression as its last transform."""
-    aggregator = Aggregator(chosen) if isinstance(chosen, Rule) else chosen
+    aggregator = Aggregator.of(chosen)
     if compression is None:
         return aggregator
     given = named("trainer.compression", compression)

@@ -195,11 +195,11 @@ def _running(run: Run, is_resumed: bool) -> Iterator[Run]:
     except BaseException as error:
         run.status = "failed"
         run.store.roll_back()
-        if isinstance(error, Exception) and not isinstance(error, FlsuiteError):
+        is_refused = isinstance(error, FlsuiteError)
+        if isinstance(error, Exception) and not is_refused:
             _keep_traceback(run, error)
         # Any other error, or a later one, leaves a run to resume.
-        has_trained = run.round >= first_round(run.settings)
-        is_useless = isinstance(error, FlsuiteError) and not has_trained
+        is_useless = is_refused and run.round < first_round(run.settings)
         raise
     finally:
         _close(run, is_useless)

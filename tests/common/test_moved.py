@@ -93,7 +93,8 @@ from flsuite.aggregators.rules import Mean
 from flsuite.aggregators.server_optimizers.adaptive import AdaptiveAdam
 import flsuite.aggregators, flsuite.client
 import flsuite.federation.engines.base as base_of_today
-assert sign_flip is flsuite.aggregators and with_attack.__module__ == "flsuite.aggregators.attacks.updates"
+assert sign_flip is flsuite.aggregators
+assert with_attack.__module__ == "flsuite.aggregators.attacks.updates"
 assert base is flsuite.engines.base is base_of_today and "Processes" in dir(flsuite.engines)
 assert flsuite.client.devices.__name__ == "flsuite.federation.client.devices"
 """,

@@ -21,7 +21,7 @@ from flsuite.aggregators.halves import Halves
 from flsuite.common.arguments import Fraction, PositiveInt, Settings
 from flsuite.common.client import ClientContext
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.lightning_internals import scaler_of, skips_step
+from flsuite.common.lightning_internals import loss_of, scaler_of, skips_step
 from flsuite.common.state import State
 from flsuite.data.loader import TrainLoader
 from flsuite.federation.client.fit import OneFit, OneSteps
@@ -104,7 +104,7 @@ class FitRecord(Callback):
     ) -> None:
         if self._steps:
             self._steps.end_step()
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        loss = loss_of(outputs)
         if loss is None:
             return
         # Manual optimization may return a float.

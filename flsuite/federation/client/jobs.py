@@ -37,9 +37,9 @@ class JobRunner:
         excluded from the sum, so the server can refuse it by name. The model of a single client is
         sent unchanged.
         """
-        fits = [request for request in job if isinstance(request, FitRequest)]
+        fits = [request for request in job if not request.is_score]
         if not fits:
-            return [self._runner.score(r) for r in job if isinstance(r, ScoreRequest)]
+            return [self._runner.score(r) for r in job if r.is_score]
         fits = self._runner.trained_together(fits)
         outcomes: list[Outcome] = []
         for part, members in groupby(fits, key=self._part_of):

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from flsuite.aggregators.attacks.base import Attack
-from flsuite.common.lightning_internals import make_slim, take_logged_means
+from flsuite.common.lightning_internals import loss_of, make_slim, take_logged_means
 from flsuite.common.messages import OwnScores, Scores, Split
 from flsuite.common.random import seed_process
 from flsuite.common.score_names import score_name
@@ -64,7 +64,7 @@ class _BatchEnds(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        loss = loss_of(outputs)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             pl_module.log(_RETURNED, loss)
         if batch_idx + 1 in self.ends and None not in self.parts:

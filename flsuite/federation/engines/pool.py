@@ -280,7 +280,7 @@ class Pool(Engine, Settings):
 
     def _limit(self, request: FitRequest | ScoreRequest) -> float | None:
         """Return the seconds that a worker may take for a request. Scores have no limit."""
-        return None if isinstance(request, ScoreRequest) else self.timeout
+        return None if request.is_score else self.timeout
 
     def _clients_per_call(self, request: FitRequest | ScoreRequest) -> int:
         """Return the number of clients for a call. Results do not depend on it."""

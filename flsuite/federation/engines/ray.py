@@ -136,7 +136,7 @@ class Ray(Pool):
 
     def _clients_per_call(self, request: FitRequest | ScoreRequest) -> int:
         # A score takes as long as many fits. A timeout applies to a single fit.
-        if isinstance(request, ScoreRequest) or self.timeout is not None:
+        if request.is_score or self.timeout is not None:
             return 1
         size = nbytes(request.broadcast.state) + nbytes(request.memory)
         worthwhile = math.ceil(_SECONDS / max(self._seconds, 1e-4))

@@ -18,7 +18,6 @@ from flsuite.federation.schedules.base import (
     Clock,
     Fit,
     MakeRequests,
-    Measured,
     Schedule,
     Speeds,
 )
@@ -59,7 +58,7 @@ class Asynchronous(Schedule, Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.is_asynchronous = True
-        self.is_virtual = not isinstance(self.speeds, Measured)
+        self.is_virtual = self.speeds is None or not self.speeds.is_measured
         self.may_lose = self.availability is not None
         # An estimate: the other fits start only after some of these have come back.
         self.at_once = math.ceil(min(self.concurrency, self.buffer_size) / 2)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -74,7 +74,12 @@ class Speeds(ABC):
 
     The duration is a function of the run's seed and of the fit: its number, client, start, samples
     and bytes. It never depends on the machine or on the order of calls.
+
+    Attributes:
+        is_measured: Whether durations are measured while clients train, and not known before.
     """
+
+    is_measured: ClassVar[bool] = False
 
     def configure(self, clients: int, seed: int) -> None:
         """Prepare for a run with ``clients`` clients and this seed."""
@@ -92,6 +97,8 @@ class Measured(Speeds):
 
     Durations differ from run to run, and so does every result that depends on them.
     """
+
+    is_measured = True
 
     def seconds(self, fit: Fit) -> float | None:
         return None

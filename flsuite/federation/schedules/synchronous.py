@@ -66,7 +66,7 @@ class Synchronous(Schedule, Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         is_limited = self.over_selection > 1 or self.deadline is not None
-        self.is_virtual = not isinstance(self.speeds, Measured | None)
+        self.is_virtual = self.speeds is not None and not self.speeds.is_measured
         self.may_lose = is_limited or self.availability is not None
         self.may_be_empty = self.sampling == "poisson"
         self.sees_updates = isinstance(self.sampling, Selection)

@@ -45,7 +45,7 @@ def known_to_server(aggregator: Aggregator | Rule, secure_sum: bool) -> tuple[Kn
     Raises:
         FlsuiteError: If the algorithm cannot work with sums.
     """
-    rule = aggregator.rule if isinstance(aggregator, Aggregator) else aggregator
+    rule = Aggregator.of(aggregator).rule
     if secure_sum and not isinstance(rule, LinearRule):
         raise FlsuiteError(
             f"{type(rule).__name__} needs every client's own update, so it does not work "
