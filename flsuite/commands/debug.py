@@ -79,7 +79,7 @@ class Step:
     fault: str = ""
 
 
-class FitWatch(Callback):
+class _FitWatch(Callback):
     """Records the steps of one fit. It changes nothing.
 
     Args:
@@ -99,7 +99,7 @@ class FitWatch(Callback):
         self.error: BaseException | None = None
         self._stop_at, self._epoch, self._batch = stop_at, 0, None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FitWatch":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_FitWatch":
         return self  # a fit has copies of its callbacks, and the record must come back
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -197,7 +197,7 @@ class Replay(NamedTuple):
     engine: InProcess
     request: FitRequest
 
-    def fit(self, watch: FitWatch) -> Outcome:
+    def fit(self, watch: _FitWatch) -> Outcome:
         """Do the fit again, without a fault that the schedule injects."""
         broadcast = self.request.broadcast
         watched = replace(broadcast, callbacks=(*broadcast.callbacks, watch))
@@ -285,7 +285,7 @@ def debug(args: list[str]) -> None:
     request = parser_of("debug").parse_args(args)
     run, at, client = require_run("debug", Path(request.run)), request.at, request.client
     with replayed(run, at, client) as replay:
-        watch = FitWatch()
+        watch = _FitWatch()
         outcome = replay.fit(watch)
         steps, where = len(watch.steps), f"round {at}: client {client}"
         if request.step is not None and not 0 < request.step <= steps:
@@ -296,7 +296,7 @@ def debug(args: list[str]) -> None:
         stop = request.step or (watch.fault if watch.error is None else None)
         if not request.no_pdb and stop is not None:
             with suppress(BdbQuit):
-                replay.fit(FitWatch(stop))
+                replay.fit(_FitWatch(stop))
         elif not request.no_pdb and watch.error is not None:
             pdb.post_mortem(watch.error.__traceback__)
         checked = replay.run.federation.check(outcome)
@@ -310,7 +310,7 @@ def debug(args: list[str]) -> None:
             raise FederationError(f"{where}: {checked.reason}")
 
 
-def _print(watch: FitWatch, where: str, replay: Replay) -> None:
+def _print(watch: _FitWatch, where: str, replay: Replay) -> None:
     """Print a client's classes and the steps of its fit."""
     request = replay.request
     data = replay.run.federation.data.at(request.broadcast.round)

@@ -29,7 +29,7 @@ from flsuite.data.federated import DataSplit, unchanged
 
 
 @dataclass
-class StoredSplit(DataSplit):
+class _StoredSplit(DataSplit):
     """A split of a map-style dataset, for samples of any structure.
 
     Attributes:
@@ -74,7 +74,7 @@ class StoredSplit(DataSplit):
         )
         return iter(loader)
 
-    def to(self, device: torch.device) -> "StoredSplit":
+    def to(self, device: torch.device) -> "_StoredSplit":
         """Return the split itself, because batches are moved one by one."""
         return self
 
@@ -269,7 +269,7 @@ def read_split(
 
     rows = torch.arange(len(dataset))
     workers = 0 if in_memory else workers
-    return StoredSplit(
+    return _StoredSplit(
         rows, torch.zeros_like(rows), dataset=dataset, collate=collate, workers=workers
     )
 

@@ -50,7 +50,7 @@ def kl_divergence(
     return 0.5 * (ratio.exp() - ratio + distance - 1).sum(-1)
 
 
-class ConditionalCoupling(nf.flows.Flow):
+class _ConditionalCoupling(nf.flows.Flow):
     """An affine coupling ``z2 -> z2 exp(s) + t``, where s and t depend on z1 and on a context.
 
     z1 and z2 are the halves of z. The coupling starts as the identity. The affine coupling of
@@ -128,7 +128,7 @@ class ConditionalFlow(nf.ConditionalNormalizingFlow):
         layers: list[nn.Module] = []
         for i in range(couplings):
             permutation = nf.flows.Permute(features, mode="shuffle" if i % 2 else "swap")
-            layers += [ConditionalCoupling(features, classes, width), permutation]
+            layers += [_ConditionalCoupling(features, classes, width), permutation]
         super().__init__(nf.distributions.DiagGaussian(features, trainable=False), layers)
         self.features = features
         self.classes = classes

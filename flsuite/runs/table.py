@@ -15,7 +15,7 @@ from flsuite.federation.schedules.base import Clock
 from flsuite.federation.server.federation import Federation
 
 
-class AppendedTable:
+class _AppendedTable:
     """A CSV file to which each round appends its rows.
 
     Attributes:
@@ -145,7 +145,7 @@ _Time = tuple[int, float, float, int, int]
 _Name = tuple[str, str, str]  # scope, split, metric
 
 
-class MetricsTable(AppendedTable):
+class MetricsTable(_AppendedTable):
     """All numbers of a run, one per row.
 
     Rows of closed rounds are stored in 16 bytes each, because a long run has millions of them.
@@ -269,7 +269,7 @@ class TimelineRow(NamedTuple):
     weight: float | None = None
 
 
-class TimelineTable(AppendedTable):
+class TimelineTable(_AppendedTable):
     """The timeline of a run, with one row per fit that has ended.
 
     Rows are dropped from memory once they are written, because a long run has many of them.

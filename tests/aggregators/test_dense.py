@@ -14,9 +14,9 @@ from flsuite import FlsuiteError
 from flsuite.aggregators import DENSE, FedAvg
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.dense import (
-    Ensemble,
-    ImageGenerator,
-    UpConv,
+    _Ensemble,
+    _ImageGenerator,
+    _UpConv,
     adversarial_loss,
     batch_norm_distances,
     distillation_loss,
@@ -107,7 +107,7 @@ def test_equal_clients_keep_the_student() -> None:
 
 def test_the_teacher_is_the_mean_of_logits_by_samples() -> None:
     nets, x = [random_net("conv", seed=seed) for seed in range(3)], image_batch("conv", 5)
-    teacher = Ensemble(nets, [1.0, 2.0, 5.0])
+    teacher = _Ensemble(nets, [1.0, 2.0, 5.0])
     expected = (nets[0](x) + 2 * nets[1](x) + 5 * nets[2](x)) / 8
     torch.testing.assert_close(teacher(x), expected)
     assert not any(p.requires_grad for p in teacher.parameters())
@@ -162,7 +162,7 @@ def test_batch_norm_distances_are_zero_on_a_batch_with_the_running_statistics() 
 def test_every_clients_batch_norm_counts() -> None:
     nets = [normed() for _ in range(3)]
     x = torch.randn(8, *SHAPE)
-    teacher = Ensemble(nets, [1.0] * 3)
+    teacher = _Ensemble(nets, [1.0] * 3)
     with batch_norm_distances(teacher) as distances:
         teacher(x)
     assert len(distances) == 3
@@ -220,7 +220,7 @@ def test_the_pool_holds_the_images_of_the_lowest_loss_as_bytes(
 
 def test_upsampling_and_convolution_are_one_transposed_convolution() -> None:
     torch.manual_seed(0)
-    layer, x = UpConv(3, 5).double(), torch.randn(2, 3, 4, 6).double()
+    layer, x = _UpConv(3, 5).double(), torch.randn(2, 3, 4, 6).double()
     with torch.no_grad():
         layer.weight.normal_()
     expected = F.conv2d(F.interpolate(x, scale_factor=2.0), layer.weight, padding=1)
@@ -229,14 +229,14 @@ def test_upsampling_and_convolution_are_one_transposed_convolution() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (2, 9, 14)])
 def test_the_generator_makes_images_of_any_size(shape: tuple[int, int, int]) -> None:
-    made = ImageGenerator(5, shape, 0.05)
+    made = _ImageGenerator(5, shape, 0.05)
     made.reset(torch_generator(0, "dense"))
     images = made(torch.randn(4, 5))
     assert images.shape == (4, *shape) and images.min() >= 0 and images.max() <= 1
 
 
 def test_the_generator_has_the_papers_layers_and_weights() -> None:
-    made = ImageGenerator(256, (1, 28, 28))
+    made = _ImageGenerator(256, (1, 28, 28))
     shapes = [tuple(p.shape) for p in made.parameters() if p.ndim > 1]
     expected = [(128 * 49, 256), (128, 128, 3, 3), (64, 128, 3, 3), (1, 64, 3, 3)]
     assert shapes == expected
@@ -266,7 +266,7 @@ def test_the_student_learns_the_teacher_on_the_invented_images(
     new = made.aggregate(start, iter(updates))
 
     assert given.module is not None
-    teacher = Ensemble([given.module(u.state) for u in updates], [u.samples for u in updates])
+    teacher = _Ensemble([given.module(u.state) for u in updates], [u.samples for u in updates])
     x = scaled(torch.cat(pools) / 255)
     before, after = (
         distillation_loss(teacher(x), given.module(state)(x), 20.0).item() for state in (start, new)

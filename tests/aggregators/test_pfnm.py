@@ -16,7 +16,7 @@ from flsuite import FlsuiteError
 from flsuite.aggregators import PFNM, Aggregator, OTFusion
 from flsuite.aggregators.part import ServerTools
 from flsuite.aggregators.rules.pfnm import (
-    Prior,
+    _Prior,
     class_weighted_mean,
     gains_of_members,
     gains_of_new_neurons,
@@ -37,7 +37,7 @@ from tests.aggregators.chains import (
 from tests.aggregators.federations import ServerHalf, fold, server_of
 from tests.conftest import equal_states
 
-PRIOR = Prior(1.0, 1.0, 7.0)
+PRIOR = _Prior(1.0, 1.0, 7.0)
 
 
 def update(client: int, state: State, counts: tuple[int, ...] = (1,) * OUTPUTS) -> ClientUpdate:
@@ -102,7 +102,7 @@ def test_outputs_count_by_the_samples_of_their_class() -> None:
 def test_the_gains_are_the_expanded_formulas() -> None:
     torch.manual_seed(0)
     rows, sums = torch.randn(3, 5).double(), torch.randn(4, 5).double()
-    members, prior = torch.tensor([1.0, 2.0, 10.0, 12.0]).double(), Prior(2.0, 0.5, 3.0)
+    members, prior = torch.tensor([1.0, 2.0, 10.0, 12.0]).double(), _Prior(2.0, 0.5, 3.0)
     gains = gains_of_members(rows, sums, members, 20, prior)
     new = gains_of_new_neurons(rows, 20, prior)
     for i, v in enumerate(rows):
@@ -120,7 +120,7 @@ def test_the_matching_of_two_clients_is_the_best_of_all_partial_ones() -> None:
     """Each of three neurons joins one of the first client's or becomes the t-th new one."""
     torch.manual_seed(1)
     rows = [2 * torch.randn(3, 4).double() for _ in range(2)]
-    prior = Prior(1.0, 1.0, 2.0)
+    prior = _Prior(1.0, 1.0, 2.0)
     first, second = match_neurons(rows, prior, 0, True, np.random.default_rng(0))
 
     joined = gains_of_members(rows[1], rows[0], torch.ones(3).double(), 2, prior)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.commands.debug import FitWatch, _norm, replayed
+from flsuite.commands.debug import _FitWatch, _norm, replayed
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientResult, Outcome
 from flsuite.common.state import State, clone
@@ -94,9 +94,9 @@ def test_a_fit_again_ends_with_the_weights_of_the_run(method: str, capsys: Captu
     names = ("--trainer.aggregator", method, "--trainer.callbacks+", f"{__name__}.Kept")
     assert cli("fit", "--config", QUICKSTART, "--run_dir", "run", *short, *names, *FAST) == 0
     with replayed(Path("run"), 3, 1) as replay:
-        watch = FitWatch()
+        watch = _FitWatch()
         outcome = replay.fit(watch)
-        again = replay.fit(FitWatch())  # as the debugger does
+        again = replay.fit(_FitWatch())  # as the debugger does
     for one in (outcome, again):
         assert isinstance(one, ClientResult)
         state, memory = Kept.fits[3, 1]
@@ -245,7 +245,7 @@ def test_a_fault_that_the_schedule_injects_is_left_out(capsys: Capture) -> None:
     assert status == 0 and "injects the fault raises into the fit" in out
 
 
-class Batches(FitWatch):
+class Batches(_FitWatch):
     """Keeps the targets of the batches."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
@@ -271,7 +271,7 @@ def test_samples_have_the_numbers_of_the_data_set(more: tuple[str, ...]) -> None
 def test_the_loss_of_a_step_is_that_of_its_batch() -> None:
     assert own_run("", "", "--trainer.accumulate_grad_batches", "2") == 0
     with replayed(Path("run"), 1, 1) as replay:
-        watch = FitWatch()
+        watch = _FitWatch()
         outcome = replay.fit(watch)
     assert isinstance(outcome, ClientResult)
     losses = [step.loss or 0.0 for step in watch.steps]

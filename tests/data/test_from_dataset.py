@@ -32,7 +32,7 @@ from flsuite.data import (
     Pathological,
 )
 from flsuite.data.loader import TrainLoader
-from flsuite.data.map_style import StoredSplit, _Reader
+from flsuite.data.map_style import _Reader, _StoredSplit
 from flsuite.models import MLP, Classifier
 from tests.conftest import trainer
 from tests.plain import Blobs, Sentences, blobs, pad, slope
@@ -110,7 +110,7 @@ def batches(data: FederatedData, client: int = 0, seed: int = 0, round: int = 1)
 
 def test_pairs_of_tensors_are_kept_in_memory() -> None:
     data = split(Pairs(), Pairs(10))
-    assert not isinstance(data.train, StoredSplit)
+    assert not isinstance(data.train, _StoredSplit)
     assert torch.equal(data.train.x[:, 0], torch.arange(40.0)) and data.train.y.dtype == torch.int64
     assert data.spec.task == "multiclass" and data.spec.shape == (3,)
     x, y = batches(data)[0]
@@ -121,7 +121,7 @@ def test_pairs_of_tensors_are_kept_in_memory() -> None:
 def test_arrays_and_their_classes_are_read_as_tensors_are(noise: float) -> None:
     """With noise, samples are read anew for each batch, and classes once."""
     data = split(Arrays(noise=noise), Arrays(10), partition=Pathological(1))
-    assert isinstance(data.train, StoredSplit) is bool(noise)
+    assert isinstance(data.train, _StoredSplit) is bool(noise)
     assert data.spec.task == "multiclass" and data.spec.shape == (2, 3)
     for client in (0, 1):
         for x, y in batches(data, client):
@@ -161,7 +161,7 @@ def unreadable(number: int) -> int:
 def test_second_entries_that_are_no_classes_need_none(second: Callable[[int], Any]) -> None:
     """A sample that cannot be read fails its client, and not the run."""
     data = split(Entries(second), Entries(second), collate=list)
-    assert isinstance(data.train, StoredSplit) and data.spec.task == "other"
+    assert isinstance(data.train, _StoredSplit) and data.spec.task == "other"
 
 
 def test_an_array_may_be_flipped_or_in_another_byte_order() -> None:
@@ -191,7 +191,7 @@ def test_numbers_are_binned_for_the_partition_and_stay_targets(samples: Any, lab
 
 def test_classes_are_read_where_the_training_samples_alone_are_in_memory() -> None:
     data = split(Arrays(), Arrays(noise=0.1))
-    assert isinstance(data.test, StoredSplit) and data.spec.task == "multiclass"
+    assert isinstance(data.test, _StoredSplit) and data.spec.task == "multiclass"
 
 
 def test_tensors_are_not_copied_and_bytes_reach_the_model_as_they_are() -> None:
@@ -205,7 +205,7 @@ def test_tensors_are_not_copied_and_bytes_reach_the_model_as_they_are() -> None:
 
 def test_random_transforms_stay_random_and_depend_on_seed_round_and_client_alone() -> None:
     data = split(Pairs(noise=0.1), Pairs(10))
-    assert isinstance(data.train, StoredSplit) and data.spec.task == "multiclass"
+    assert isinstance(data.train, _StoredSplit) and data.spec.task == "multiclass"
 
     first = torch.cat([x for x, _ in batches(data)])
     torch.manual_seed(9)

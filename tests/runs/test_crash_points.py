@@ -14,7 +14,7 @@ from flsuite.callbacks import RoundEarlyStopping
 from flsuite.common.files import BackgroundTask
 from flsuite.federation import Asynchronous, Schedule, Synchronous
 from flsuite.models import MLP, Classifier
-from flsuite.runs.table import AppendedTable
+from flsuite.runs.table import _AppendedTable
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import digits, equal_states, trainer
 from tests.federation.schedules.simulation import PerClient
@@ -81,7 +81,7 @@ def count_writes(patch: pytest.MonkeyPatch, last: int = 0) -> list[int]:
         file.flush()  # what is not on the disk could not be cut in the middle
         halve(Path(file.name), before=0)
 
-    def append(table: AppendedTable, original: Callable[..., int] = AppendedTable.append) -> int:
+    def append(table: _AppendedTable, original: Callable[..., int] = _AppendedTable.append) -> int:
         before = table.path.stat().st_size if table.path else 0
         size = original(table)
         if table.path:
@@ -91,7 +91,7 @@ def count_writes(patch: pytest.MonkeyPatch, last: int = 0) -> list[int]:
     for name in ("link", "replace", "unlink"):
         patch.setattr(os, name, ending(getattr(os, name)))
     patch.setattr(torch, "save", save)
-    patch.setattr(AppendedTable, "append", append)
+    patch.setattr(_AppendedTable, "append", append)
     # In this thread, so that the order is the same every time.
     patch.setattr(BackgroundTask, "start", lambda self, work: work())
     return done

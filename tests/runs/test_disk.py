@@ -15,7 +15,7 @@ from flsuite import files
 from flsuite.callbacks import FederationCallback
 from flsuite.common.errors import FederationError
 from flsuite.runs import checkpoint
-from flsuite.runs.table import AppendedTable
+from flsuite.runs.table import _AppendedTable
 from tests.commands.command import QUICKSTART, cli
 from tests.conftest import classifier, digits, equal_states, trainer
 
@@ -74,7 +74,7 @@ def _fails_from_then_on(
 @pytest.mark.parametrize(
     ("target", "name", "number", "file"),
     [
-        (AppendedTable, "append", errno.EROFS, ""),
+        (_AppendedTable, "append", errno.EROFS, ""),
         (checkpoint, "save_tensors", errno.ENOSPC, ""),
         (checkpoint, "flush_to_disk", errno.EIO, ""),
         (files, "save_tensors", errno.ENOSPC, "/clients/round-000003.pt"),
@@ -104,7 +104,7 @@ def test_every_place_that_writes_is_covered(
 def test_the_command_says_it_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _fails_from_then_on(AppendedTable, "append", errno.ENOSPC, monkeypatch)()  # in round 1, too
+    _fails_from_then_on(_AppendedTable, "append", errno.ENOSPC, monkeypatch)()  # in round 1, too
     small = ["--trainer.rounds", "1", "--trainer.max_epochs", "1", "--data.clients", "2"]
     run = str(tmp_path / "run")
     assert cli("fit", "--config", QUICKSTART, *small, "--run_dir", run) == 1

@@ -12,7 +12,7 @@ from flsuite.analysis import read_metrics, read_timeline
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import csv_of, escaped
 from flsuite.federation import Clock
-from flsuite.runs.table import AppendedTable, MetricsTable, TimelineRow, TimelineTable
+from flsuite.runs.table import MetricsTable, TimelineRow, TimelineTable, _AppendedTable
 
 ROWS = [
     TimelineRow(0, 4, 0, 0.0, 1.5, "merged", 1, 1.75, 0, 0.25),
@@ -182,7 +182,7 @@ def test_a_timeline_forgets_what_it_has_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [MetricsTable, TimelineTable])
 def test_a_table_that_is_there_is_replaced_only_on_request(
-    kind: type[AppendedTable], tmp_path: Path
+    kind: type[_AppendedTable], tmp_path: Path
 ) -> None:
     path = tmp_path / "table.csv"
     path.write_text("mine\n")

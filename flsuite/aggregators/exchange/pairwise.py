@@ -107,12 +107,12 @@ class PairwiseMasks(SecureAggregation, Settings):
             sizes.append(len(self._template) * number)
         return sum(number + size for size in sizes)  # each message names its sender
 
-    def begin(self, clients: Sequence[int]) -> "PairwiseParties":
+    def begin(self, clients: Sequence[int]) -> "_PairwiseParties":
         threshold = self._needed(len(clients))
         devices = {c: PairwiseClient(c, self._template, self._limits) for c in sorted(clients)}
         sizes = [value.numel() for value in self._template.values()]
         server = PairwiseServer(list(devices), threshold, sizes)
-        parties = PairwiseParties(devices, server, self._template, self._limits)
+        parties = _PairwiseParties(devices, server, self._template, self._limits)
 
         # Rounds 0 and 1 of the paper: keys, and sealed shares of the secrets.
         for client in parties.clients:
@@ -174,7 +174,7 @@ class PairwiseMasks(SecureAggregation, Settings):
         return limits
 
 
-class PairwiseParties(Parties):
+class _PairwiseParties(Parties):
     """The devices of a round, and the server that receives their messages.
 
     Args:

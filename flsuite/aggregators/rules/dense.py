@@ -37,7 +37,7 @@ CHANNELS = (128, 64)
 """Channels of the first and second convolution at width 1."""
 
 
-class ImageGenerator(nn.Module):
+class _ImageGenerator(nn.Module):
     """Maps latent vectors ``(n, latent)`` to images ``(n, *shape)`` in [0, 1].
 
     Args:
@@ -57,10 +57,10 @@ class ImageGenerator(nn.Module):
         self.unflatten = nn.Unflatten(1, (first, height, length))
         self.body = nn.Sequential(
             nn.BatchNorm2d(first),
-            UpConv(first, first),
+            _UpConv(first, first),
             nn.BatchNorm2d(first),
             nn.LeakyReLU(0.2, inplace=True),
-            UpConv(first, second),
+            _UpConv(first, second),
             nn.BatchNorm2d(second),
             nn.LeakyReLU(0.2, inplace=True),
             nn.Conv2d(second, shape[0], 3, padding=1),
@@ -86,7 +86,7 @@ class ImageGenerator(nn.Module):
             parameter.copy_(drawn)
 
 
-class UpConv(nn.Module):
+class _UpConv(nn.Module):
     """Nearest-neighbor upsampling by 2, then a 3x3 convolution without bias.
 
     Both are one transposed convolution with a 4x4 kernel, which costs 16 instead of 36 products per
@@ -137,7 +137,7 @@ def batch_norm_distances(module: nn.Module) -> Iterator[list[Tensor]]:
         yield distances
 
 
-class Ensemble(nn.Module):
+class _Ensemble(nn.Module):
     """The weighted mean of the logits of several fixed models.
 
     Args:
@@ -270,7 +270,7 @@ class DENSE(CohortRule, Settings):
         assert tools.module is not None  # prepare has refused
         student = tools.module(mean)
         members = [tools.module(update.state) for update in updates]
-        teacher = Ensemble(members, [float(update.samples) for update in updates])
+        teacher = _Ensemble(members, [float(update.samples) for update in updates])
         if tools.score_module is not None:
             server.metrics["ensemble_accuracy"] = tools.score_module(teacher)
 
@@ -278,7 +278,7 @@ class DENSE(CohortRule, Settings):
         parameters = [own[name] for name in server.layout.parameters]
         optimizer = torch.optim.SGD(parameters, self.student_lr, self.momentum)
         draws = torch_generator(tools.seed, "dense", updates[0].round)
-        images = ImageGenerator(self.latent, tools.shape, self.width).to(parameters[0].device)
+        images = _ImageGenerator(self.latent, tools.shape, self.width).to(parameters[0].device)
 
         new, best, pool = mean, -1.0, torch.empty(0, *tools.shape, dtype=torch.uint8)
         for epoch in range(1, self.epochs + 1):
@@ -296,8 +296,8 @@ class DENSE(CohortRule, Settings):
     def _invent(
         self,
         server: Server,
-        images: ImageGenerator,
-        teacher: Ensemble,
+        images: _ImageGenerator,
+        teacher: _Ensemble,
         student: nn.Module,
         draws: torch.Generator,
     ) -> Tensor:
@@ -339,7 +339,7 @@ class DENSE(CohortRule, Settings):
         self,
         server: Server,
         student: nn.Module,
-        teacher: Ensemble,
+        teacher: _Ensemble,
         optimizer: torch.optim.Optimizer,
         pool: Tensor,
         draws: torch.Generator,

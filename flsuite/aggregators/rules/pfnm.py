@@ -78,7 +78,7 @@ class PFNM(CohortRule, Settings):
         return new
 
     def _fuse(self, server: Server, updates: Sequence[ClientUpdate], grow: bool) -> State:
-        prior = Prior(self.sigma**-2, self.sigma0**-2, self.gamma)
+        prior = _Prior(self.sigma**-2, self.sigma0**-2, self.gamma)
         generator = numpy_generator(server.tools.seed, "pfnm", updates[0].round)
         return fuse(updates, server.layout.chain, prior, self.sweeps, grow, generator)
 
@@ -110,7 +110,7 @@ def _expand(server: Server, state: State, wide: State) -> nn.Module:
 def fuse(
     updates: Sequence[ClientUpdate],
     chain: Sequence[Layer],
-    prior: "Prior",
+    prior: "_Prior",
     sweeps: int,
     grow: bool,
     generator: np.random.Generator,
@@ -188,7 +188,7 @@ _LARGEST_POPULARITY = 10
 """Members up to which a global neuron becomes more attractive."""
 
 
-class Prior(NamedTuple):
+class _Prior(NamedTuple):
     """The beta process of a layer: section 3.1.
 
     A client's neuron v has the incoming weights ``v ~ N(theta_k, 1 / s)`` of a global neuron k, and
@@ -207,7 +207,7 @@ class Prior(NamedTuple):
 
 
 def match_neurons(
-    rows: Sequence[Tensor], prior: Prior, sweeps: int, grow: bool, generator: np.random.Generator
+    rows: Sequence[Tensor], prior: _Prior, sweeps: int, grow: bool, generator: np.random.Generator
 ) -> list[Places]:
     """Return the global neuron of each client's neurons.
 
@@ -235,7 +235,7 @@ def match_neurons(
     return [Places(matched.at[client], len(matched.members)) for client in range(clients)]
 
 
-def posterior_mean(rows: Sequence[Tensor], places: Sequence[Places], prior: Prior) -> Tensor:
+def posterior_mean(rows: Sequence[Tensor], places: Sequence[Places], prior: _Prior) -> Tensor:
     """Return the mean of each global neuron given its members, ``(places, inputs)``."""
     sums = rows[0].new_zeros(places[0].size, rows[0].shape[1])
     members = rows[0].new_zeros(places[0].size)
@@ -246,7 +246,7 @@ def posterior_mean(rows: Sequence[Tensor], places: Sequence[Places], prior: Prio
 
 
 def gains_of_members(
-    rows: Tensor, sums: Tensor, members: Tensor, clients: int, prior: Prior
+    rows: Tensor, sums: Tensor, members: Tensor, clients: int, prior: _Prior
 ) -> Tensor:
     """Return the log posterior gained if a row joins a global neuron, ``(rows, places)``.
 
@@ -267,7 +267,7 @@ def gains_of_members(
     return joined / (q + s) - others / q + torch.log(popularity / (clients - popularity))
 
 
-def gains_of_new_neurons(rows: Tensor, clients: int, prior: Prior) -> Tensor:
+def gains_of_new_neurons(rows: Tensor, clients: int, prior: _Prior) -> Tensor:
     """Return the gain of a row that becomes the t-th new global neuron, ``(rows, rows)``.
 
     It is ``|s v|^2 / (s0 + s) + 2 log(gamma / M) - 2 log t``.
@@ -281,7 +281,7 @@ def gains_of_new_neurons(rows: Tensor, clients: int, prior: Prior) -> Tensor:
 class _Matching:
     """The matching so far: g, m, and the global neurons of each client, by its number."""
 
-    def __init__(self, rows: Sequence[Tensor], prior: Prior) -> None:
+    def __init__(self, rows: Sequence[Tensor], prior: _Prior) -> None:
         self.rows = rows
         self.prior = prior
         self.sums = rows[0].new_zeros(0, rows[0].shape[1])

@@ -51,7 +51,7 @@ class Tuning(Settings):
 
 
 @dataclass(frozen=True)
-class Until(Settings):
+class _Until(Settings):
     """When a sweep has enough seeds.
 
     It adds seeds until the interval of each method's paired difference from the first method
@@ -101,7 +101,7 @@ class Sweep(Settings):
     workers: PositiveInt = 1
     tuning: Tuning | None = None
     updates_from: str | None = None
-    until: Until | None = None
+    until: _Until | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -250,18 +250,18 @@ def _list(content: Any, place: str, of: str) -> list[Any]:
     return content
 
 
-def _until(content: Any) -> Until | None:
+def _until(content: Any) -> _Until | None:
     if content is None:
         return None
     if content == "decided":
-        return Until()
-    known = [field.name for field in fields(Until)]
+        return _Until()
+    known = [field.name for field in fields(_Until)]
     if not isinstance(content, dict):
         raise FlsuiteError(
             f"until must be decided, or a mapping with {', '.join(known)}, got {content!r}"
         )
     _require_keys(content, known, (), "until")
-    return Until(**content)
+    return _Until(**content)
 
 
 def _tuning(content: Any, methods: Collection[str]) -> Tuning | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flsuite.aggregators import PairwiseMasks, SumReport
-from flsuite.aggregators.exchange.pairwise import PairwiseParties
+from flsuite.aggregators.exchange.pairwise import _PairwiseParties
 from flsuite.aggregators.exchange.pairwise_client import PairwiseClient
 from flsuite.aggregators.exchange.pairwise_server import (
     MaskedVector,
@@ -55,7 +55,7 @@ def configured(clients: int = len(CLIENTS), **arguments: Any) -> PairwiseMasks:
 
 def run(
     masks: PairwiseMasks, arrived: Iterable[int] = CLIENTS, clients: Iterable[int] = CLIENTS
-) -> tuple[PairwiseParties, State, SumReport]:
+) -> tuple[_PairwiseParties, State, SumReport]:
     """Return the parties of a round, the sums, and their cost."""
     parties = holding(masks, arrived, clients)
     return parties, *parties.finish(set(arrived))
@@ -63,7 +63,7 @@ def run(
 
 def holding(
     masks: PairwiseMasks, arrived: Iterable[int] = CLIENTS, clients: Iterable[int] = CLIENTS
-) -> PairwiseParties:
+) -> _PairwiseParties:
     """Return the parties of a round whose arrived clients have trained."""
     parties = masks.begin(list(clients))
     for client in arrived:

@@ -22,7 +22,7 @@ from flsuite.common.score_names import lower_is_better, shown_score
 
 
 @dataclass(frozen=True)
-class Entry:
+class _Entry:
     """A cell of a table.
 
     Attributes:
@@ -51,7 +51,7 @@ class Table:
     """
 
     heads: list[str]
-    rows: list[list[Entry]]
+    rows: list[list[_Entry]]
     words: int = 2
 
     def short(self) -> "Table":
@@ -97,9 +97,9 @@ def scores(groups: Sequence[Group], metric: str, last: int, split: str) -> Table
     for n, group, row in rows:
         star = "\N{NO-BREAK SPACE}*" if (group.label, metric) in marked else ""
         names = [
-            Entry(group.method + star, link=f"run-{n}"),
-            Entry(group.partition),
-            Entry(f"{row['runs']}", row["runs"]),
+            _Entry(group.method + star, link=f"run-{n}"),
+            _Entry(group.partition),
+            _Entry(f"{row['runs']}", row["runs"]),
         ]
         peers = [other for _, peer, other in rows if peer.partition == group.partition]
         numbers = [_score_cell(row, name, peers, metric, has_bars) for name in shown]
@@ -117,9 +117,9 @@ def targets(results: pd.DataFrame, targets: Mapping[str, float], metric: str, sp
     rows = []
     for row in pd.concat(tables).to_dict("records"):
         target = targets[str(row["partition"])]
-        names = [Entry(row["method"]), Entry(row["partition"]), Entry(f"{target:.4g}", target)]
-        amounts = [Entry(amount_cell(row, x), _known(row[x])) for x in AXES]
-        reached = Entry(f"{row['reached']} of {row['runs']}", row["reached"] / row["runs"])
+        names = [_Entry(row["method"]), _Entry(row["partition"]), _Entry(f"{target:.4g}", target)]
+        amounts = [_Entry(amount_cell(row, x), _known(row[x])) for x in AXES]
+        reached = _Entry(f"{row['reached']} of {row['runs']}", row["reached"] / row["runs"])
         rows.append([*names, *amounts, reached])
     units = [axis.unit for axis in AXES.values()]
     return Table(["method", "partition", "target", *units, "reached"], rows)
@@ -130,10 +130,10 @@ def pairs(table: pd.DataFrame) -> Table:
     words, numbers = ("method", "other", "partition"), ("seeds", "difference", "low", "p", "p_holm")
     rows = []
     for row, (_, *texts) in zip(table.to_dict("records"), pair_cells(table), strict=True):
-        cells = [Entry(row[name]) for name in words]
+        cells = [_Entry(row[name]) for name in words]
         for name, text in zip(numbers, texts, strict=True):
             is_best = row["differs"] and name == ("low" if math.isnan(row["p"]) else "p_holm")
-            cells.append(Entry(text, _known(row[name]), is_best=is_best))
+            cells.append(_Entry(text, _known(row[name]), is_best=is_best))
         rows.append(cells)
     return Table([*words, "seeds", "difference", *PAIR_HEADINGS[3:]], rows, words=3)
 
@@ -145,9 +145,9 @@ def settings(groups: Sequence[Group]) -> Table | None:
     variation = Variation([group.settings for group in groups])
     rows = [
         [
-            Entry(group.method, link=f"run-{n}"),
-            Entry(group.partition),
-            Entry(", ".join(variation.texts(group.settings))),
+            _Entry(group.method, link=f"run-{n}"),
+            _Entry(group.partition),
+            _Entry(", ".join(variation.texts(group.settings))),
         ]
         for n, group in enumerate(groups)
     ]
@@ -158,9 +158,9 @@ def tuning(table: pd.DataFrame) -> Table:
     """Return the trials of each method, and the chosen values."""
     rows = [
         [
-            *(Entry(row[name]) for name in ("method", "grid point", "values")),
-            Entry(f"{row['trials']}", row["trials"]),
-            Entry(row["score"], _number(row["score"])),
+            *(_Entry(row[name]) for name in ("method", "grid point", "values")),
+            _Entry(f"{row['trials']}", row["trials"]),
+            _Entry(row["score"], _number(row["score"])),
         ]
         for row in table.to_dict("records")
     ]
@@ -169,22 +169,22 @@ def tuning(table: pd.DataFrame) -> Table:
 
 def _score_cell(
     row: dict[str, Any], name: str, peers: Sequence[dict[str, Any]], metric: str, has_bar: bool
-) -> Entry:
+) -> _Entry:
     value = row.get(name, math.nan)
     if math.isnan(value):
-        return Entry("")
+        return _Entry("")
     values = [peer[name] for peer in peers if not math.isnan(peer.get(name, math.nan))]
     lower = lower_is_better(metric)
     is_best = len(values) > 1 and lower is not None and value == (min if lower else max)(values)
-    return Entry(score_cell(row, name), value, 100 * value if has_bar else None, is_best)
+    return _Entry(score_cell(row, name), value, 100 * value if has_bar else None, is_best)
 
 
-def _costs(group: Group) -> list[Entry]:
+def _costs(group: Group) -> list[_Entry]:
     """Return the mean seconds and bytes of a group's runs."""
     cells = []
     for x in ("wall_s", "bytes"):
         value = float(pd.Series([table[x].max() for table in group.runs.values()]).mean())
-        cells.append(Entry("" if math.isnan(value) else AXES[x].number(value), _known(value)))
+        cells.append(_Entry("" if math.isnan(value) else AXES[x].number(value), _known(value)))
     return cells
 
 
