@@ -16,11 +16,7 @@ from typing import Any, ClassVar
 from torch.optim import SGD, Optimizer
 
 from flsuite.aggregators.fedavg import FedAvg
-from flsuite.aggregators.server_optimizers import (
-    AdaptiveAdagrad,
-    AdaptiveAdam,
-    AdaptiveYogi,
-)
+from flsuite.aggregators.server_optimizers import AdaptiveAdagrad, AdaptiveAdam, AdaptiveYogi
 from flsuite.common.arguments import BelowOne, PositiveFloat
 
 

@@ -10,12 +10,7 @@ from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.common.arguments import PositiveInt, Settings
 from flsuite.common.errors import FlsuiteError, log
 from flsuite.data.federated import FederatedData
-from flsuite.metrics.scores import (
-    average_accuracy,
-    backward_transfer,
-    forgetting,
-    forward_transfer,
-)
+from flsuite.metrics.scores import average_accuracy, backward_transfer, forgetting, forward_transfer
 from flsuite.runs.run import Run
 
 

@@ -15,13 +15,7 @@ from typing import Any
 import torch
 
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.messages import (
-    Broadcast,
-    ClientResult,
-    ClientUpdate,
-    FitRequest,
-    Outcome,
-)
+from flsuite.common.messages import Broadcast, ClientResult, ClientUpdate, FitRequest, Outcome
 from flsuite.common.state import State
 from flsuite.federation.client.jobs import JobRunner
 from flsuite.federation.client.setup import WorkerSetup

@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from flsuite.analysis.sequential import (
-    Decision,
-    critical_values,
-    look,
-    stopping_lines,
-)
+from flsuite.analysis.sequential import Decision, critical_values, look, stopping_lines
 
 SERIES = np.random.default_rng(1).standard_normal((1500, 20))
 

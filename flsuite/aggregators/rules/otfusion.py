@@ -11,13 +11,7 @@ import torch
 
 from flsuite.aggregators.part import Server
 from flsuite.aggregators.rules.base import CohortRule, timed
-from flsuite.aggregators.rules.matching import (
-    Places,
-    assign,
-    move,
-    neurons,
-    read_layer,
-)
+from flsuite.aggregators.rules.matching import Places, assign, move, neurons, read_layer
 from flsuite.common.arguments import NonNegativeInt, Settings
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientUpdate

@@ -19,14 +19,7 @@ from typing import Literal
 from flsuite.commands.sweeps.plan import Cell, Search, TuningTrial, cell, label_of, searches
 from flsuite.commands.sweeps.reading import Sweep
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.files import (
-    FAILED,
-    escaped,
-    is_locked,
-    locked,
-    make_folder,
-    replace_text,
-)
+from flsuite.common.files import FAILED, escaped, is_locked, locked, make_folder, replace_text
 from flsuite.runs.record import TUNING_COLUMNS, read_settings
 
 CellState = Literal["done", "failed", "running", "interrupted", "waiting"]

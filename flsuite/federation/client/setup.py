@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import (
-    Checkpoint,
-    EarlyStopping,
-    LearningRateMonitor,
-    ProgressBar,
-)
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ProgressBar
 from torch import Tensor
 
 from flsuite.aggregators.attacks.base import Attack

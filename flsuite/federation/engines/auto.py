@@ -18,13 +18,7 @@ from flsuite.common.errors import one_line
 from flsuite.common.messages import FitRequest, Outcome, ScoreRequest
 from flsuite.federation.client.conditions import require_stackable
 from flsuite.federation.client.setup import WorkerSetup
-from flsuite.federation.engines.base import (
-    NO_TIMEOUT,
-    NO_WORKERS,
-    Engine,
-    EngineChoice,
-    InProcess,
-)
+from flsuite.federation.engines.base import NO_TIMEOUT, NO_WORKERS, Engine, EngineChoice, InProcess
 from flsuite.federation.engines.pool import cores
 from flsuite.federation.engines.processes import Processes
 

@@ -10,13 +10,7 @@ import torch
 
 from flsuite.aggregators.part import Capability
 from flsuite.common.arguments import Settings, Threads
-from flsuite.common.messages import (
-    ClientFailure,
-    FitRequest,
-    Outcome,
-    OwnScores,
-    ScoreRequest,
-)
+from flsuite.common.messages import ClientFailure, FitRequest, Outcome, OwnScores, ScoreRequest
 from flsuite.federation.client.devices import require_one_gpu
 from flsuite.federation.client.jobs import JobRunner
 from flsuite.federation.client.setup import WorkerSetup

@@ -18,13 +18,7 @@ from flsuite.common.messages import (
 )
 from flsuite.common.random import numpy_generator
 from flsuite.federation.engines.base import Engine
-from flsuite.federation.schedules.base import (
-    Amounts,
-    Clock,
-    Fit,
-    MakeRequests,
-    Schedule,
-)
+from flsuite.federation.schedules.base import Amounts, Clock, Fit, MakeRequests, Schedule
 
 _FAULTS: tuple[Fault, ...] = get_args(Fault)
 

@@ -10,14 +10,7 @@ import numpy as np
 
 from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.common.random import numpy_generator
-from flsuite.federation.schedules.base import (
-    Always,
-    Amounts,
-    Availability,
-    Clock,
-    Fit,
-    Speeds,
-)
+from flsuite.federation.schedules.base import Always, Amounts, Availability, Clock, Fit, Speeds
 
 
 class Launcher:

@@ -14,14 +14,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from flsuite.common.errors import FlsuiteError, require_one_of, some, with_place
-from flsuite.common.messages import (
-    Broadcast,
-    FitRequest,
-    OwnScores,
-    ScoreRequest,
-    Scores,
-    Split,
-)
+from flsuite.common.messages import Broadcast, FitRequest, OwnScores, ScoreRequest, Scores, Split
 from flsuite.common.score_names import OF_CLASSES, lower_is_better, score_name, usual_score
 from flsuite.common.state import State
 from flsuite.data.federated import DataSplit, FederatedData

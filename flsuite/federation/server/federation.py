@@ -24,13 +24,7 @@ from flsuite.aggregators.part import (
 from flsuite.aggregators.state_check import StateCheck
 from flsuite.aggregators.uplink import Uplink, part_size
 from flsuite.common.errors import FederationError, FlsuiteError
-from flsuite.common.messages import (
-    POOLED,
-    Broadcast,
-    ClientUpdate,
-    FitRequest,
-    Outcome,
-)
+from flsuite.common.messages import POOLED, Broadcast, ClientUpdate, FitRequest, Outcome
 from flsuite.common.state import State, clone, load_, mismatch, nbytes, non_finite
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import batch_bounds
