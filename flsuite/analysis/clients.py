@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,8 +13,8 @@ from flsuite.analysis.panels import (
     by_experiment,
     color_range,
     draw_client_rounds,
-    draw_matrix,
     legend_right,
+    matrices_figure,
     new_figure,
     panel_grid,
     tidy,
@@ -274,13 +275,10 @@ def draw_confusion(counts: Mapping[str, pd.DataFrame]) -> Figure:
     }
     classes = len(next(iter(matrices.values())))
     side = 1.6 + min(0.42 * classes, 5.0)
-    figure, panels = panel_grid(len(matrices), (side + 0.4, side))
-    for panel, (title, matrix) in zip(panels, matrices.items(), strict=True):
-        image = draw_matrix(panel, matrix)
+    bar: dict[str, Any] = {"label": "share of the class", "fraction": 0.04}
+    figure = matrices_figure(matrices, (side + 0.4, side), "prediction", "class", **bar)
+    for panel, matrix in zip(figure.axes, matrices.values(), strict=False):
         panel.tick_params(axis="x", rotation=90 if max(map(len, matrix.columns)) > 2 else 0)
-        panel.set(xlabel="prediction", ylabel="class")
-        panel.set_title(title, fontsize=10)
-    figure.colorbar(image, ax=panels, label="share of the class", fraction=0.04)
     return figure
 
 

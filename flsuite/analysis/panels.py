@@ -218,6 +218,27 @@ def draw_matrix(
     return image
 
 
+def matrices_figure(
+    matrices: Mapping[str, pd.DataFrame], size: tuple[float, float], x: str, y: str, **bar: Any
+) -> Figure:
+    """Draw matrices of shares by title, one panel each, with a color bar for all.
+
+    Args:
+        matrices: The matrices.
+        size: The size of a panel in inches.
+        x: What the columns are.
+        y: What the rows are.
+        bar: Arguments of the color bar.
+    """
+    figure, panels = panel_grid(len(matrices), size)
+    for panel, (title, matrix) in zip(panels, matrices.items(), strict=True):
+        image = draw_matrix(panel, matrix)
+        panel.set(xlabel=x, ylabel=y)
+        panel.set_title(title, fontsize=10)
+    figure.colorbar(image, ax=panels, **bar)
+    return figure
+
+
 def draw_client_rounds(
     panel: Axes, scores: pd.DataFrame, low: float | None = None, high: float | None = None
 ) -> AxesImage:

@@ -12,8 +12,8 @@ from matplotlib.ticker import MaxNLocator
 from flsuite.analysis.panels import (
     by_experiment,
     class_colors,
-    draw_matrix,
     legend_outside,
+    matrices_figure,
     new_figure,
     panel_grid,
     tidy,
@@ -24,6 +24,7 @@ from flsuite.common.errors import FlsuiteError
 
 _MOST_CLIENTS = 200
 _MOST_PLANS = 100  # clients with a drawn task plan
+_OF_TASKS = ("accuracy on a client's task", "after its task")  # names of the axes
 
 
 def partition_figure(table: pd.DataFrame, split: str = "train") -> Figure:
@@ -185,13 +186,8 @@ def forgetting_figure(results: pd.DataFrame) -> Figure:
         if not (matrix := _task_matrix(rows)).empty
     }
     rows, columns = (max(matrix.shape[axis] for matrix in matrices.values()) for axis in (0, 1))
-    figure, panels = panel_grid(len(matrices), (1.4 + 0.5 * columns, 1.3 + 0.45 * rows))
-    for panel, (title, matrix) in zip(panels, matrices.items(), strict=True):
-        image = draw_matrix(panel, matrix)
-        panel.set(xlabel="accuracy on a client's task", ylabel="after its task")
-        panel.set_title(title, fontsize=10)
-    figure.colorbar(image, ax=panels)
-    return figure
+    size = 1.4 + 0.5 * columns, 1.3 + 0.45 * rows
+    return matrices_figure(matrices, size, *_OF_TASKS)
 
 
 def task_figure(matrix: np.ndarray) -> Figure:
@@ -202,11 +198,8 @@ def task_figure(matrix: np.ndarray) -> Figure:
             scored.
     """
     done, tasks = matrix.shape
-    figure, (panel,) = panel_grid(1, (1.6 + 0.62 * tasks, 1.3 + 0.5 * done))
-    image = draw_matrix(panel, pd.DataFrame(matrix))
-    panel.set(xlabel="accuracy on a client's task", ylabel="after its task")
-    figure.colorbar(image, ax=panel)
-    return figure
+    size = 1.6 + 0.62 * tasks, 1.3 + 0.5 * done
+    return matrices_figure({"": pd.DataFrame(matrix)}, size, *_OF_TASKS)
 
 
 def _task_rows(results: pd.DataFrame) -> pd.DataFrame:

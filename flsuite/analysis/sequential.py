@@ -26,7 +26,7 @@ Because = Literal["zero", "width", "seeds"]
 
 
 @dataclass(frozen=True)
-class Look:
+class _Look:
     """What the seeds so far say about a paired difference.
 
     Attributes:
@@ -51,7 +51,7 @@ def look(
     most: int,
     alpha: float = 0.05,
     width: float | None = None,
-) -> Look:
+) -> _Look:
     """Test a paired difference after each seed, and return the first decision, or the last look.
 
     If there is no difference, the share of runs of this procedure in which an interval ever
@@ -79,8 +79,8 @@ def look(
         else:
             because = "seeds" if seeds >= most else None
         if because or seeds == len(values):
-            return Look(seeds, float(mean), float(mean - half), float(mean + half), because)
-    return Look(len(values), float(values.mean()), math.nan, math.nan, None)
+            return _Look(seeds, float(mean), float(mean - half), float(mean + half), because)
+    return _Look(len(values), float(values.mean()), math.nan, math.nan, None)
 
 
 @cache
@@ -131,7 +131,7 @@ class Decision:
     baseline: str
     point: str
     folder: str
-    look: Look
+    look: _Look
 
     def __str__(self) -> str:
         own = self.look
@@ -181,4 +181,4 @@ def decisions_of(run: str | Path) -> list[Decision]:
 
 
 def _decisions(record: Mapping[str, Any]) -> list[Decision]:
-    return [Decision(**{**pair, "look": Look(**pair["look"])}) for pair in record["pairs"]]
+    return [Decision(**{**pair, "look": _Look(**pair["look"])}) for pair in record["pairs"]]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import load_tensors
+from flsuite.common.score_names import number_in
 from flsuite.common.state import leaves
 from flsuite.models.classifier import read_weights
 from flsuite.runs.checkpoint import load_checkpoint
@@ -167,9 +168,8 @@ def _difference(row: Row, other: Row, measured: set[str]) -> Mismatch | None:
 
 def _excess(ours: str, theirs: str) -> float:
     """Return the distance of two numbers as a multiple of their tolerance."""
-    try:
-        a, b = float(ours), float(theirs)
-    except ValueError:
+    a, b = number_in(ours), number_in(theirs)
+    if a is None or b is None:
         return math.inf
     excess = abs(a - b) / max(abs(b), 1.0) / NUMBERS
     return excess if math.isfinite(excess) else math.inf

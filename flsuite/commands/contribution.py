@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import pandas as pd
 from rich.console import Console
-from rich.table import Table
 
 from flsuite.analysis.clients import contribution_figure, contribution_table, rank_correlation
 from flsuite.analysis.runs import curve, read_metrics
@@ -29,7 +28,7 @@ from flsuite.common.errors import FlsuiteError, log
 from flsuite.common.files import csv_of, make_folder, replace_text, short_hash
 from flsuite.common.messages import Split
 from flsuite.common.random import numpy_generator
-from flsuite.common.score_names import lower_is_better
+from flsuite.common.score_names import lower_is_better, text_table
 from flsuite.runs.record import is_finished, last_round, read_settings, start_round
 from flsuite.runs.rounds import KeptRound, read_rounds, refuse_unkept
 
@@ -322,9 +321,8 @@ def _chosen(text: str, utility: _Utility) -> list[int]:
 
 
 def _print(table: pd.DataFrame, title: str, names: Sequence[str], costs: pd.DataFrame) -> None:
-    shown = Table(title=title, title_justify="left")
-    for column in ("client", "samples", *(c for name in names for c in (name, "spread"))):
-        shown.add_column(column, justify="right")
+    headings = ("client", "samples", *(c for name in names for c in (name, "spread")))
+    shown = text_table(title, headings, (), words=0)
     for _, row in table.sort_values(names[0], ascending=False).iterrows():
         cells = [f"{row['client']:.0f}", f"{row['samples']:.0f}"]
         for name in names:

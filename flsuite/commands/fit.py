@@ -123,8 +123,7 @@ class _FederatedCLI(LightningCLI):
         return {_FederatedCLI._command: {"model", "datamodule"}}
 
     # Lightning's version warns if the arguments differ from sys.argv.
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        assert isinstance(parser, OneLineParser)
+    def parse_arguments(self, parser: Any, args: Any) -> None:
         self.config = parser.parse_command(args)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

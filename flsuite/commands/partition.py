@@ -8,12 +8,12 @@ from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-define
 from lightning.pytorch import LightningDataModule
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from flsuite.analysis.partition import class_counts, partition_figure, task_plan_figure
 from flsuite.commands.parsing import OneLineParser, config_name, plain_errors
 from flsuite.common.exports import import_names
 from flsuite.common.files import csv_of, make_folder, replace_text
+from flsuite.common.score_names import text_table
 from flsuite.data.datasets.from_dataset import as_federated
 from flsuite.runs.partition import partition_table, samples_table, task_table
 
@@ -65,9 +65,8 @@ def _write(text: str, path: str) -> None:
 
 def _print(table: pd.DataFrame) -> None:
     counts = class_counts(table)
-    shown = Table(title="training samples", title_justify="left")
-    for column in ("client", *(str(name)[:12] for name in counts.columns), "all"):
-        shown.add_column(column, justify="right")
+    headings = ("client", *(str(name)[:12] for name in counts.columns), "all")
+    shown = text_table("training samples", headings, (), words=0)
     for client, row in counts.head(_MOST_SHOWN).iterrows():
         shown.add_row(str(client), *(str(n) if n else "·" for n in row), str(row.sum()))
 

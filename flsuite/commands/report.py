@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,7 @@ from flsuite.commands.parsers import parser_of
 from flsuite.common.arguments import PositiveInt, require
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.files import csv_of, make_folder, plain_rows, replace_text
-from flsuite.common.score_names import lower_is_better, shown_number, shown_score
+from flsuite.common.score_names import lower_is_better, shown_number, shown_score, text_table
 
 
 def report(args: list[str]) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _print_tables(request: argparse.Namespace, tables: _Tables, console: Console
         headings = ["method", "grid point", "chosen", "trials", "score"]
         rows = tables.tuning[names].astype(str).to_numpy().tolist()
         title = "budget of the tuning, on validation data"
-        console.print(_table(title, headings, rows, words=3, box=HEAVY_HEAD))
+        console.print(text_table(title, headings, rows, words=3, **_BOLD))
     for line in tables.notes:
         console.print(line)
 
@@ -215,25 +215,8 @@ def _parse(args: list[str]) -> argparse.Namespace:
     return request
 
 
-def _table(
-    title: str, headings: Iterable[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any
-) -> Table:
-    """Return a table for a terminal of 80 characters.
-
-    Args:
-        title: The title.
-        headings: The headings.
-        rows: The cells.
-        words: Number of columns of text, from the left. The others hold numbers.
-        look: Further arguments of the table. Default: a line below the headings, and nothing else.
-    """
-    plain: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}
-    shown = Table(title=title, title_justify="left", show_edge=False, **(look or plain))
-    for number, heading in enumerate(headings):
-        shown.add_column(heading, overflow="fold", justify="left" if number < words else "right")
-    for row in rows:
-        shown.add_row(*row)
-    return shown
+_PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "show_edge": False}
+_BOLD: dict[str, Any] = {"box": HEAVY_HEAD, "show_edge": False}
 
 
 def _shown(table: pd.DataFrame, marked: Collection[tuple[str, str]] = ()) -> Table:
@@ -256,9 +239,8 @@ def _shown(table: pd.DataFrame, marked: Collection[tuple[str, str]] = ()) -> Tab
     mean = f"{averaged}: mean; " if averaged else ""
     caption = f"picked: in the round best on validation; {mean}best on test: no honest choice"
     headings = filter(None, (first, "runs", "last", "picked", averaged, "best on test"))
-    shown = _table(
-        f"test {scores}, mean and spread over runs", headings, rows, box=HEAVY_HEAD, caption=caption
-    )
+    title = f"test {scores}, mean and spread over runs"
+    shown = text_table(title, headings, rows, caption=caption, **_BOLD)
     shown.columns[0].min_width = 14
     return shown
 
@@ -275,7 +257,7 @@ def _print_target(console: Console, table: pd.DataFrame, goal: str, x: str) -> N
             # There is room for the spread of one axis only, the requested one.
             amounts = [amount_cell(row, n, spread=n == x).replace(" ", "") for n in AXES]
             rows.append((row["method"], *amounts, f"{row['reached']} of {row['runs']}"))
-        console.print(_table(title, headings, rows))
+        console.print(text_table(title, headings, rows, **_PLAIN))
 
     if line := first_to_target(table, goal, x):
         print(line)
@@ -286,7 +268,7 @@ def _print_comparison(console: Console, table: pd.DataFrame, results: Results, m
     if not (table["seeds"] > 1).any():
         return
     for title, own in _by_partition(table, f"test {shown_score(metric)}, paired by seed"):
-        console.print(_table(title, PAIR_HEADINGS, pair_cells(own)))
+        console.print(text_table(title, PAIR_HEADINGS, pair_cells(own), **_PLAIN))
     console.print(comparison_note(table, metric, default_score(results, metric)[0]))
 
 
@@ -372,8 +354,8 @@ def _shown_cross(matrix: pd.DataFrame, title: str) -> Table:
     """Return a panel as a table. Nine columns of scores fit in 80 characters."""
     cells = matrix.map(lambda value: "" if pd.isna(value) else shown_number(value, 3))
     rows = [(str(name), *row) for name, row in cells.iterrows()]
-    look: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 0, 0, 1)}
-    shown = _table(title, ["", *map(str, cells)], rows, **look)
+    look = {**_PLAIN, "pad_edge": True, "padding": (0, 0, 0, 1)}
+    shown = text_table(title, ["", *map(str, cells)], rows, **look)
     for column, own in zip(shown.columns[1:], cells, strict=True):
         # As narrow as the numbers: rich would cut off the last column to fit long headings.
         column.width = max(5, cells[own].str.len().max())

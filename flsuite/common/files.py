@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.score_names import number_in
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,13 +105,8 @@ def escaped(text: str) -> str:
 
     A quote is put before a text that begins like a formula and is not a number.
     """
-    if not _FORMULA.match(text):
-        return text
-    try:
-        float(text)
-    except ValueError:
-        return f"'{text}"
-    return text
+    is_formula = _FORMULA.match(text) and number_in(text) is None
+    return f"'{text}" if is_formula else text
 
 
 def unescaped(cell: str) -> str:

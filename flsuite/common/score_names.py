@@ -1,9 +1,13 @@
-"""Interpretation of score names: the split, and whether high or low values are better."""
+"""Names of scores: the split, and whether high values are better. Numbers and tables as text."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from flsuite.common.errors import FlsuiteError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 OF_CLASSES = ("accuracy", "f1_macro", "balanced_accuracy", "auroc", "loss")
 """The scores of every model of classes."""
@@ -105,3 +109,37 @@ def _is_detail(name: str, names: Collection[str]) -> bool:
     return (bool(part) and (stem in names or part[0] in names)) or (
         score_of(name) in set(names) - {name}
     )
+
+
+def number_in(text: str) -> float | None:
+    """Return a text as a number, or ``None`` if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def text_table(
+    title: str,
+    headings: Iterable[str],
+    rows: Iterable[Sequence[str]],
+    words: int = 1,
+    **look: Any,
+) -> "Table":
+    """Return a table for a terminal of 80 characters.
+
+    Args:
+        title: The title.
+        headings: The headings.
+        rows: The cells.
+        words: Number of columns of text, from the left. The others hold numbers.
+        look: Further arguments of the table.
+    """
+    from rich.table import Table  # late: most commands print no table
+
+    table = Table(title=title, title_justify="left", **look)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, overflow="fold", justify="left" if number < words else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table

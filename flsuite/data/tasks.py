@@ -18,7 +18,7 @@ from flsuite.data.module import FederatedDataModule
 
 
 @dataclass
-class TaskData(FederatedData):
+class _TaskData(FederatedData):
     """A dataset whose clients move from one group of classes to the next.
 
     The object itself holds the data of all tasks. :meth:`at` is its view in one round.
@@ -31,7 +31,7 @@ class TaskData(FederatedData):
     @classmethod
     def of(
         cls, data: FederatedData, sequences: Sequence[Groups], starts: tuple[int, ...]
-    ) -> "TaskData":
+    ) -> "_TaskData":
         """Restrict each client's rows to the classes of its groups."""
         classes = data.spec.num_classes
         met = _marked([_joined(groups) for groups in sequences], classes)
@@ -225,7 +225,7 @@ class TaskSequence(FederatedDataModule):
         sequences = self._sequences(classes, len(data.train.rows))
         _check_samples(data, sequences)
         starts = tuple(accumulate(self._lengths()[:-1], initial=1))
-        return TaskData.of(data, sequences, starts)
+        return _TaskData.of(data, sequences, starts)
 
     def _lengths(self) -> list[int]:
         """Return the rounds of each task."""

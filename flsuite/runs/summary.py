@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.table import Table
 
 from flsuite.common.errors import log
 from flsuite.common.messages import Profile
@@ -19,6 +18,7 @@ from flsuite.common.score_names import (
     score_of,
     shown_number,
     shown_score,
+    text_table,
 )
 from flsuite.federation.server.arrivals import RoundLog
 from flsuite.runs.record import kept_on_disk
@@ -152,10 +152,8 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
 
     has_scores = any("/" not in name for name in summary.last if name != "round")
     title = "test scores" if has_scores else "without test scores"
-    table = Table(title=title, title_justify="left", show_edge=False)
-    table.add_column("")
-    for title, scores in columns:
-        table.add_column(f"{title} ({scores.get('round', '-')})", justify="right")
+    headings = ["", *(f"{title} ({scores.get('round', '-')})" for title, scores in columns)]
+    table = text_table(title, headings, (), show_edge=False)
     for label, names in _rows(summary.last, summary.monitor).items():
         cells = [[shown_number(scores[n]) for n in names if n in scores] for _, scores in columns]
         if any(cells):
@@ -186,14 +184,13 @@ def print_summary(summary: RunSummary, folder: Path | None) -> None:
 
 def print_profile(profile: Profile) -> None:
     """Print where the fits of the clients have spent their time, longest first."""
-    table = Table(title="seconds in the fits of clients", title_justify="left", show_edge=False)
-    table.add_column("")
-    for heading in ("calls", "seconds", "mean"):
-        table.add_column(heading, justify="right")
-    rows = sorted(profile.items(), key=lambda row: -row[1][1])[:_LONGEST]
-    for name, (calls, seconds) in rows:
-        table.add_row(escape(name), f"{calls}", f"{seconds:.4f}", f"{seconds / calls:.6f}")
-    Console().print(table)
+    steps = sorted(profile.items(), key=lambda row: -row[1][1])[:_LONGEST]
+    rows = [
+        (escape(name), f"{calls}", f"{seconds:.4f}", f"{seconds / calls:.6f}")
+        for name, (calls, seconds) in steps
+    ]
+    title, headings = "seconds in the fits of clients", ("", "calls", "seconds", "mean")
+    Console().print(text_table(title, headings, rows, show_edge=False))
 
 
 def _rows(names: Iterable[str], monitor: str) -> dict[str, tuple[str, ...]]:
@@ -232,9 +229,7 @@ def _label(name: str, plain: str) -> str:
 def print_scores(scores: Mapping[str, float], split: str, round: int, monitor: str) -> None:
     """Print the global scores of one evaluation as a table, with single classes last."""
     title = f"{split} scores of round {round}"
-    table = Table(title=title, title_justify="left", show_edge=False)
-    table.add_column("")
-    table.add_column("value", justify="right")
+    table = text_table(title, ("", "value"), (), show_edge=False)
     named = {f"accuracy of class {name.removeprefix('accuracy/')}": name for name in scores}
     by_class = {k: (name,) for k, name in named.items() if name.startswith("accuracy/")}
     for label, names in {**_rows(scores, monitor), **by_class}.items():

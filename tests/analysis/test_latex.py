@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgba
 
 from flsuite.analysis import compare, curves_figure, latex_table, load, report_table
 from flsuite.analysis.comparison import comparison_note
-from flsuite.analysis.sequential import Decision, Look
+from flsuite.analysis.sequential import Decision, _Look
 from flsuite.common.errors import FlsuiteError
 from flsuite.runs.record import SWEEP
 from tests.analysis.made_runs import made_run, settings
@@ -67,7 +67,7 @@ def test_a_method_without_a_score_of_some_seed_has_no_mean(sweep: Path) -> None:
 
 def test_a_star_is_what_a_sweep_has_decided(sweep: Path) -> None:
     """The t-test marks FedAvg, but is not corrected for looking at it after every seed."""
-    open_, differs = (Look(3, 0.1, 0.1, 0.1, because) for because in ("seeds", "zero"))
+    open_, differs = (_Look(3, 0.1, 0.1, 0.1, because) for because in ("seeds", "zero"))
     pairs = [
         Decision("accuracy", "FedAvg", "Prox_1", "", "FedAvg-00000001", open_),
         Decision("accuracy", "Adam", "Prox_1", "", "Adam-00000002", differs),
@@ -102,7 +102,7 @@ def test_a_table_claims_only_the_tests_that_were_made(sweep: Path) -> None:
 
 
 def test_other_scores_of_a_sweep_that_added_seeds_are_not_tested(sweep: Path) -> None:
-    pair = Decision("loss", "FedAvg", "Prox_1", "", "FedAvg-00000001", Look(3, 1, 1, 1, "zero"))
+    pair = Decision("loss", "FedAvg", "Prox_1", "", "FedAvg-00000001", _Look(3, 1, 1, 1, "zero"))
     until = {"seeds": 3, "alpha": 0.05, "width": None, "pairs": [asdict(pair)]}
     (sweep / SWEEP).write_text(json.dumps({"methods": [*SCORES], "until": until}))
     made = latex_table(load(sweep))

@@ -11,7 +11,7 @@ from flsuite.analysis import read_partition
 from flsuite.commands.main import main
 from flsuite.common.errors import FlsuiteError
 from flsuite.data import Digits, TaskSequence
-from flsuite.data.tasks import TaskData
+from flsuite.data.tasks import _TaskData
 from tests.commands.command import Capture
 from tests.conftest import classifier, trainer
 
@@ -27,7 +27,7 @@ def test_a_run_says_who_meets_what_when_and_the_command_says_it_beforehand(
     table = pd.read_csv(tmp_path / "run" / "tasks.csv")
     assert list(table.columns) == COLUMNS
     federated = data.federated
-    assert isinstance(federated, TaskData)
+    assert isinstance(federated, _TaskData)
     for client, groups in enumerate(federated.sequences):
         for task, (group, start) in enumerate(zip(groups, (1, 2), strict=True)):
             rows = table[(table["client"] == client) & (table["task"] == task)]

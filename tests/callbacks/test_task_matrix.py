@@ -15,7 +15,7 @@ from flsuite.callbacks import FederationCallback, RoundEarlyStopping, TaskMatrix
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.state import State, clone
 from flsuite.data import Synthetic, TaskSequence
-from flsuite.data.tasks import TaskData
+from flsuite.data.tasks import _TaskData
 from flsuite.federation import Synchronous
 from flsuite.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 from flsuite.models import MLP, NFClassifier
@@ -70,8 +70,8 @@ def fit(
     return made
 
 
-def data_of(made: FederatedTrainer) -> TaskData:
-    assert made.federation is not None and isinstance(made.federation.data, TaskData)
+def data_of(made: FederatedTrainer) -> _TaskData:
+    assert made.federation is not None and isinstance(made.federation.data, _TaskData)
     return made.federation.data
 
 
@@ -98,7 +98,7 @@ def accuracy(state: State, x: Tensor, y: Tensor) -> float:
     return (predicted(state, x) == y).double().mean().item()
 
 
-def by_hand(kept: Kept, data: TaskData) -> Tensor:
+def by_hand(kept: Kept, data: _TaskData) -> Tensor:
     """Compute the matrix ``(clients, 1 + tasks, tasks)`` from the models that were kept."""
     accuracies = torch.zeros(CLIENTS, 1 + TASKS, TASKS, dtype=torch.float64)
     for i, round in enumerate([0, *ENDS]):

@@ -23,7 +23,7 @@ from flsuite.data import (
 )
 from flsuite.data.federated import Stage
 from flsuite.data.loader import TrainLoader
-from flsuite.data.tasks import Arrangement, Groups, TaskData
+from flsuite.data.tasks import Arrangement, Groups, _TaskData
 from tests.models.test_classifier import Labels
 
 ARRANGEMENTS: tuple[Arrangement, ...] = ("disjoint", "shuffled", "heterogeneous")
@@ -56,16 +56,16 @@ def module(
     return made
 
 
-def task_data(data: FederatedDataModule | None = None, **settings: Any) -> TaskData:
+def task_data(data: FederatedDataModule | None = None, **settings: Any) -> _TaskData:
     found = module(data, **settings).federated
-    assert isinstance(found, TaskData)
+    assert isinstance(found, _TaskData)
     return found
 
 
-def both(data: FederatedDataModule, **settings: Any) -> tuple[TaskData, FederatedData]:
+def both(data: FederatedDataModule, **settings: Any) -> tuple[_TaskData, FederatedData]:
     """Return the data of the tasks, and the wrapped data."""
     made = module(data, **settings)
-    assert isinstance(made.federated, TaskData)
+    assert isinstance(made.federated, _TaskData)
     return made.federated, made.data.federated
 
 
@@ -77,11 +77,11 @@ def isin(y: Tensor, classes: Sequence[int]) -> Tensor:
     return torch.isin(y, torch.tensor(sorted(classes)))
 
 
-def met(data: TaskData, client: int, task: int) -> list[int]:
+def met(data: _TaskData, client: int, task: int) -> list[int]:
     return flat(data.sequences[client][: task + 1])
 
 
-def met_by_any(data: TaskData, task: int) -> set[int]:
+def met_by_any(data: _TaskData, task: int) -> set[int]:
     return {c for client in range(data.clients) for c in met(data, client, task)}
 
 

@@ -11,17 +11,15 @@ from rich.table import Table
 from flsuite.commands.sweeps.plan import Cell
 from flsuite.commands.sweeps.queue import CellOutcome, CellState, Queue
 from flsuite.common.files import failure_reason
-from flsuite.common.score_names import shown_number
+from flsuite.common.score_names import shown_number, text_table
 
 _UNDONE: tuple[CellState, ...] = ("running", "failed", "interrupted", "waiting")
 
 
 def print_status(queue: Queue) -> None:
     """Print the grid with each cell's score or state."""
-    table = Table(title=f"{queue.folder}", title_justify="left", caption=_caption(queue))
-    table.add_column("method", overflow="fold")
-    for seed in queue.sweep.seeds:
-        table.add_column(f"seed {seed}", justify="right")
+    headings = ["method", *(f"seed {seed}" for seed in queue.sweep.seeds)]
+    table = text_table(f"{queue.folder}", headings, (), caption=_caption(queue))
     failed = queue.without_winner()
     for search in queue.searches:
         unknown = ["failed" if search in failed else "waiting"] * len(queue.sweep.seeds)
@@ -48,11 +46,8 @@ def _caption(queue: Queue) -> str | None:
 
 def print_cells(queue: Queue) -> None:
     """Print the cells and the estimated time."""
-    table = Table(title=f"{queue.folder}", title_justify="left")
-    for heading in ("run", "state"):
-        table.add_column(heading, overflow="fold")
-    for cell in queue.known():
-        table.add_row(str(cell.folder), queue.state(cell))
+    rows = [(str(cell.folder), queue.state(cell)) for cell in queue.known()]
+    table = text_table(f"{queue.folder}", ("run", "state"), rows, words=2)
     unknown = queue.size - len(queue.known())
     if unknown:
         table.add_row(f"{unknown} results, with values that the tuning chooses", "waiting")

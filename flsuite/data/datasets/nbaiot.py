@@ -15,6 +15,7 @@ import torch
 from flsuite.common.arguments import Range, at_least, check_init
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import numpy_generator
+from flsuite.common.score_names import number_in
 from flsuite.data.datasets.csv_files import csv_frames, csv_header, fit_scale, numeric_chunks
 from flsuite.data.federated import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.module import FederatedDataModule
@@ -93,7 +94,7 @@ def _checked_header(file: Path, first: list[str] | None) -> list[str]:
             f"delete it and {_REMEDY}"
         )
 
-    if all(_is_number(name) for name in header):
+    if None not in map(number_in, header):
         raise FlsuiteError(
             f"{file} has no header: its first row is numbers; add the header of the other files"
         )
@@ -105,14 +106,6 @@ def _checked_header(file: Path, first: list[str] | None) -> list[str]:
                 f"got {name!r}; give all files the same columns in the same order"
             )
     return header
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 _TEST_FRACTION = 0.2

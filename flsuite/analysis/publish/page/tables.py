@@ -18,7 +18,7 @@ from flsuite.analysis.report import (
     score_cell,
     target_table,
 )
-from flsuite.common.score_names import lower_is_better, shown_score
+from flsuite.common.score_names import lower_is_better, number_in, shown_score
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def tuning(table: pd.DataFrame) -> Table:
         [
             *(_Entry(row[name]) for name in ("method", "grid point", "values")),
             _Entry(f"{row['trials']}", row["trials"]),
-            _Entry(row["score"], _number(row["score"])),
+            _Entry(row["score"], number_in(row["score"])),
         ]
         for row in table.to_dict("records")
     ]
@@ -190,13 +190,6 @@ def _costs(group: Group) -> list[_Entry]:
 
 def _known(value: float) -> float | None:
     return None if pd.isna(value) else float(value)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 _MOST_NAMES = 3
