@@ -206,11 +206,7 @@ def target_table(
 ) -> pd.DataFrame:
     """Return when each method reaches a score, on all axes.
 
-    Args:
-        results: A table from :func:`~flsuite.analysis.load`.
-        target: The score to reach. A loss is reached from above.
-        metric: The score.
-        split: ``test`` or ``val``.
+    The arguments are the same as for :func:`target_points`.
 
     Returns:
         One row per method and partition: ``method, partition, runs, reached``, and mean and
@@ -256,14 +252,11 @@ def target_figure(
 ) -> Figure:
     """Draw when each method reaches a score, with a dot per run and a line at the mean.
 
-    Runs that do not reach it are counted at the right.
+    Runs that do not reach it are counted at the right. The other arguments are the same as for
+    :func:`target_points`.
 
     Args:
-        results: A table from :func:`~flsuite.analysis.load`.
-        target: The score to reach. A loss is reached from above.
-        metric: The score.
         x: The axis.
-        split: ``test`` or ``val``.
     """
     if isinstance(target, str):
         raise FlsuiteError(f"target_figure: target must be a number, got {target!r}; then metric")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from flsuite.common.errors import FlsuiteError
-from flsuite.common.files import load_tensors
-from flsuite.common.score_names import number_in
+from flsuite.common.files import load_tensors, number_in
 from flsuite.common.state import leaves
 from flsuite.models.classifier import read_weights
 from flsuite.runs.checkpoint import load_checkpoint

@@ -1,4 +1,4 @@
-"""Atomic file writes, tensor files with checksums, YAML, cells of CSV, locks, a writing thread."""
+"""Atomic file writes, tensor files with checksums, YAML, cells of CSV, locks."""
 
 import errno
 import hashlib
@@ -9,13 +9,11 @@ import shutil
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flsuite.common.errors import FlsuiteError, one_line
-from flsuite.common.score_names import number_in
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,6 +110,14 @@ def escaped(text: str) -> str:
 def unescaped(cell: str) -> str:
     """Return the text of :func:`escaped`."""
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
+
+
+def number_in(text: str) -> float | None:
+    """Return a text as a number, or ``None`` if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def short_hash(content: Any) -> str:
@@ -329,32 +335,3 @@ def is_locked(path: Path) -> bool:
         return False
     with locked(path, shared=True) as is_ours:
         return is_ours is False
-
-
-class BackgroundTask:
-    """Runs one task at a time in a thread, so the main thread does not wait for the disk."""
-
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1)  # its thread starts with a task
-        self._pending: Future[None] | None = None
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Start a task.
-
-        The previous task is finished first, and its error is raised.
-        """
-        self.wait()
-        self._pending = self._executor.submit(work)
-
-    def wait(self) -> None:
-        """Wait for the task in progress, and raise its error if it failed."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def close(self) -> None:
-        """Wait for the task in progress, and end the thread."""
-        try:
-            self.wait()
-        finally:
-            self._executor.shutdown()

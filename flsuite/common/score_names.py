@@ -111,14 +111,6 @@ def _is_detail(name: str, names: Collection[str]) -> bool:
     )
 
 
-def number_in(text: str) -> float | None:
-    """Return a text as a number, or ``None`` if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def text_table(
     title: str,
     headings: Iterable[str],

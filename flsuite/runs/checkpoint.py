@@ -7,6 +7,7 @@ names that file, the keys that lead to the tensor, and a digest of its bits.
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -258,3 +259,32 @@ def _require_parts(content: Mapping[str, Any], path: Path) -> None:
     )
     if not is_clock or not all(type(round) is int for round in (clock["round"], *rounds)):
         raise FlsuiteError(f"{path} is damaged: its clock is not one; restore it")
+
+
+class BackgroundTask:
+    """Runs one task at a time in a thread, so the main thread does not wait for the disk."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1)  # its thread starts with a task
+        self._pending: Future[None] | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Start a task.
+
+        The previous task is finished first, and its error is raised.
+        """
+        self.wait()
+        self._pending = self._executor.submit(work)
+
+    def wait(self) -> None:
+        """Wait for the task in progress, and raise its error if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait for the task in progress, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()

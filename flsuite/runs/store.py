@@ -7,16 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from flsuite.common.errors import FlsuiteError, log, one_line
-from flsuite.common.files import (
-    BackgroundTask,
-    link_or_copy,
-    load_tensors,
-    replace_file,
-    replace_tensors,
-)
+from flsuite.common.files import link_or_copy, load_tensors, replace_file, replace_tensors
 from flsuite.common.state import State, mismatch
 from flsuite.federation.server.federation import Federation
 from flsuite.runs.checkpoint import (
+    BackgroundTask,
     KeptTensors,
     copy_files,
     load_checkpoint,

@@ -11,9 +11,9 @@ import torch
 
 from flsuite.aggregators import FedAvgM
 from flsuite.callbacks import RoundEarlyStopping
-from flsuite.common.files import BackgroundTask
 from flsuite.federation import Asynchronous, Schedule, Synchronous
 from flsuite.models import MLP, Classifier
+from flsuite.runs.checkpoint import BackgroundTask
 from flsuite.runs.table import _AppendedTable
 from flsuite.trainer import FederatedTrainer
 from tests.conftest import digits, equal_states, trainer

@@ -14,8 +14,8 @@ import torch
 
 from flsuite.common.arguments import Range, at_least, check_init
 from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import number_in
 from flsuite.common.random import numpy_generator
-from flsuite.common.score_names import number_in
 from flsuite.data.datasets.csv_files import csv_frames, csv_header, fit_scale, numeric_chunks
 from flsuite.data.federated import DataSpec, DataSplit, PublishedSplits
 from flsuite.data.module import FederatedDataModule

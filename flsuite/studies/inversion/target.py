@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from flsuite.aggregators.aggregator import Aggregator
-from flsuite.aggregators.rules.base import LinearRule, Rule
+from flsuite.aggregators.rules.base import Rule
 from flsuite.analysis.runs import read_partition
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.random import torch_generator
@@ -46,7 +46,7 @@ def known_to_server(aggregator: Aggregator | Rule, secure_sum: bool) -> tuple[Kn
         FlsuiteError: If the algorithm cannot work with sums.
     """
     rule = Aggregator.of(aggregator).rule
-    if secure_sum and not isinstance(rule, LinearRule):
+    if secure_sum and "each update" in rule.needs:
         raise FlsuiteError(
             f"{type(rule).__name__} needs every client's own update, so it does not work "
             "with secure sums"

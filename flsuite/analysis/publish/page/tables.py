@@ -18,7 +18,8 @@ from flsuite.analysis.report import (
     score_cell,
     target_table,
 )
-from flsuite.common.score_names import lower_is_better, number_in, shown_score
+from flsuite.common.files import number_in
+from flsuite.common.score_names import lower_is_better, shown_score
 
 
 @dataclass(frozen=True)
