@@ -10,6 +10,7 @@ from flsuite.aggregators.uplink import Uplink
 from flsuite.common.errors import FederationError, FlsuiteError, add_note, some
 from flsuite.common.messages import (
     ClientFailure,
+    ClientResult,
     ClientUpdate,
     FitRequest,
     Outcome,
@@ -172,17 +173,17 @@ class Arrivals:
         Returns:
             ``None`` for a message that the server does not wait for.
         """
-        sender = outcome if outcome.failed else outcome.update
+        sender = outcome.update if isinstance(outcome, ClientResult) else outcome
         if not self._is_awaited(sender, record):
             _count_refused(sender, record)
             return None
 
         start = self._awaited.pop(sender.client)
         outcome = self.uplink.checked(outcome, start.broadcast)
-        if not outcome.failed and self.devices is not None:
+        if isinstance(outcome, ClientResult) and self.devices is not None:
             fits = (*self.schedule.ended, *self.schedule.in_flight)
             outcome = self.devices.take(outcome, {fit.client for fit in fits})
-        if outcome.failed:
+        if isinstance(outcome, ClientFailure):
             outcome.number = start.number
             record.lost_down += start.broadcast.bytes
             _count_refused(sender, record)
