@@ -53,10 +53,6 @@ class FedBABU(HeadAware):
 
     The head is the same on all clients and is never sent. Set ``trainer.adapt_epochs`` to train
     head and body on each client afterwards, which is how the paper scores clients.
-
-    Args:
-        head: Prefix of the head's entries. Default: as named by the model.
-        kwargs: See FedAvg.
     """
 
     def bound(self, model: LightningModule) -> Aggregator:

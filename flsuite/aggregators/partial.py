@@ -54,10 +54,6 @@ class FedPer(HeadAware):
     Take it if clients label alike inputs differently. It is the simplest personal method.
 
     Federated Learning with Personalization Layers, arXiv:1912.00818.
-
-    Args:
-        head: Prefix of the head's entries. Default: as named by the model.
-        kwargs: See FedAvg.
     """
 
     def bound(self, model: LightningModule) -> Aggregator:
@@ -71,10 +67,6 @@ class LGFedAvg(HeadAware):
 
     Think Locally, Act Globally: Federated Learning with Local and Global Representations,
     arXiv:2001.01523, algorithm 1.
-
-    Args:
-        head: Prefix of the head's entries. Default: as named by the model.
-        kwargs: See FedAvg.
     """
 
     def bound(self, model: LightningModule) -> Aggregator:
