@@ -298,7 +298,7 @@ class Uplink:
             outcome: The outcome of a fit.
             broadcast: The version that the client started from.
         """
-        if isinstance(outcome, ClientFailure):
+        if outcome.failed:
             return outcome
 
         # Check before aggregation: a single NaN would spoil the mean of all clients.

@@ -10,7 +10,6 @@ from flsuite.aggregators.uplink import Uplink
 from flsuite.common.errors import FederationError, FlsuiteError, add_note, some
 from flsuite.common.messages import (
     ClientFailure,
-    ClientResult,
     ClientUpdate,
     FitRequest,
     Outcome,
@@ -173,17 +172,17 @@ class Arrivals:
         Returns:
             ``None`` for a message that the server does not wait for.
         """
-        sender = outcome.update if isinstance(outcome, ClientResult) else outcome
+        sender = outcome.update if not outcome.failed else outcome
         if not self._is_awaited(sender, record):
             _count_refused(sender, record)
             return None
 
         start = self._awaited.pop(sender.client)
         outcome = self.uplink.checked(outcome, start.broadcast)
-        if isinstance(outcome, ClientResult) and self.devices is not None:
+        if not outcome.failed and self.devices is not None:
             fits = (*self.schedule.ended, *self.schedule.in_flight)
             outcome = self.devices.take(outcome, {fit.client for fit in fits})
-        if isinstance(outcome, ClientFailure):
+        if outcome.failed:
             outcome.number = start.number
             record.lost_down += start.broadcast.bytes
             _count_refused(sender, record)
