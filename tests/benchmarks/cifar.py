@@ -147,6 +147,7 @@ def _engines() -> dict[str, Engine]:
         "in_process": InProcess(),
         **{f"processes_{n}": Processes(n) for n in WORKERS},
         **{f"vectorized_{n}": Vectorized(clients=n) for n in STACKS},
+        "vectorized_50_recorded": Vectorized(clients=50, graph=True),
     }
 
 
