@@ -24,9 +24,10 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from flsuite.commands.comparison import environment_differences
 from flsuite.commands.fit import build
-from flsuite.commands.fork import QUIET, keep, repetition
+from flsuite.commands.fork import QUIET, keep, repetition, require_same_files
 from flsuite.commands.parsers import parser_of
 from flsuite.commands.request import require_run
+from flsuite.common.arguments import PositiveInt, require
 from flsuite.common.errors import FederationError, FlsuiteError, some, with_place
 from flsuite.common.lightning_internals import loss_of, scaler_of
 from flsuite.common.messages import FitRequest, Outcome
@@ -222,6 +223,12 @@ def replayed(run: Path, at: int, client: int) -> Iterator[Replay]:
     last = done if done > first and is_finished(run) else done + 1
     if not first < at <= last:
         raise FlsuiteError(f"debug: --at must be from {first + 1} to {last}, the rounds of {run}")
+    fits = [row for row in rows_of(run / "timeline.csv") if row["version"] == str(at - 1)]
+    clients = {int(row["client"]) for row in fits}
+    if clients and client not in clients and not is_asynchronous(run):
+        raise _no_fit(client, at, clients)
+    trainer, _, data = build(repetition(run, None, *QUIET, *_ALONE))
+    require_same_files("debug", run, trainer, data)
     if at - 1 > first:
         keep("debug", run, at - 1)
     with tempfile.TemporaryDirectory(prefix="flsuite-debug-") as folder:
@@ -259,9 +266,12 @@ def _begun(run: Run, engine: InProcess, client: int, number: int | None) -> FitR
         if outcome is None:
             break
         run.accept(outcome)
-    clients = some(sorted({str(request.client) for request in begun}, key=int), 10)
-    what = f"client {client} did not begin a fit in round {run.round + 1}"
-    raise FlsuiteError(f"debug: {what}; --client may be {clients}")
+    raise _no_fit(client, run.round + 1, {request.client for request in begun})
+
+
+def _no_fit(client: int, round: int, clients: set[int]) -> FlsuiteError:
+    what = f"client {client} did not begin a fit in round {round}"
+    return FlsuiteError(f"debug: {what}; --client may be {some([*map(str, sorted(clients))], 10)}")
 
 
 def _failed_fit(run: Path, at: int, client: int) -> int | None:
@@ -283,12 +293,13 @@ def debug(args: list[str]) -> None:
         FederationError: If the fit fails, or its loss or gradient is not finite.
     """
     request = parser_of("debug").parse_args(args)
+    require("debug", PositiveInt | None, **{"--step": request.step})
     run, at, client = require_run("debug", Path(request.run)), request.at, request.client
     with replayed(run, at, client) as replay:
         watch = _FitWatch()
         outcome = replay.fit(watch)
         steps, where = len(watch.steps), f"round {at}: client {client}"
-        if request.step is not None and not 0 < request.step <= steps:
+        if request.step is not None and request.step > steps:
             raise FlsuiteError(f"debug: the fit has {steps} steps, got --step {request.step}")
         _print(watch, where, replay)
         _compare(run, at, client, outcome)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flsuite.callbacks.base import Affects, FederationCallback
 from flsuite.commands.fit import build
@@ -32,6 +32,7 @@ from flsuite.runs.record import (
     start_round,
 )
 from flsuite.runs.run import Run
+from flsuite.runs.settings import describe, differences
 
 QUIET = ("--trainer.logger", "false", "--trainer.enable_progress_bar", "false")
 """Arguments for a repetition that the user does not look at."""
@@ -79,9 +80,33 @@ def fork(args: list[str]) -> None:
     changes = [*(["--trainer.without", str(gone)] if gone else []), *rest]
     if _must_replay("fork", parent, own.at):
         trainer, model, data = build(repetition(parent, None, *changes))
+        require_same_files("fork", parent, trainer, data)
         trainer.prepare(model, data)  # a wrong key or client is refused before the replay
     keep("fork", parent, own.at)
     dispatch("fit", repetition(parent, own.at, *changes))
+
+
+def require_same_files(owner: str, run: Path, trainer: Any, data: Any) -> None:
+    """Refuse a repetition that would read other files, which says nothing of the record.
+
+    Args:
+        owner: The command, for the message.
+        run: The folder of the run.
+        trainer: The trainer of the repetition.
+        data: Its data module.
+    """
+    record = read_settings(run)
+    of_data = record["data"]["init_args"]
+    theirs = {"schedule": record["schedule"], "data.partition": of_data.get("partition")}
+    ours = {"schedule": trainer.schedule, "data.partition": getattr(data, "partition", None)}
+    if hasattr(data, "content_digests"):  # others may need all samples for a description
+        theirs["data"], ours["data"] = record["data"], data
+    for name, then, now in differences(theirs, describe(ours)):
+        file, content, _ = str(then).partition(", content ")
+        if content and str(now).startswith(file + content):
+            raise FlsuiteError(
+                f"{owner}: {name} is {now}, but the run has read {then}; restore the file"
+            )
 
 
 def keep(owner: str, parent: Path, at: int) -> None:

@@ -24,7 +24,6 @@ from flsuite.runs.record import (
     is_virtual,
     kept_rounds,
     last_round,
-    read_settings,
     start_round,
     table_fault,
 )
@@ -95,7 +94,8 @@ def _remove_left(path: Path) -> None:
 
 def _verify(run: Path, again: Path, at: int | None, rounds: int) -> dict[str, Any]:
     from flsuite.commands.comparison import compare, environment_differences
-    from flsuite.commands.fork import replay
+    from flsuite.commands.fit import build
+    from flsuite.commands.fork import QUIET, repetition, replay, require_same_files
 
     _require_replayable(run)
     last, starts = last_round(run), _starts(run)
@@ -103,7 +103,8 @@ def _verify(run: Path, again: Path, at: int | None, rounds: int) -> dict[str, An
         raise FlsuiteError(f"verify: --at must be one of {starts}, got {at}")
     start = random.choice(starts) if at is None else at
     stop = min(start + rounds, last)
-    _require_same_files(run)
+    trainer, _, data = build(repetition(run, None, *QUIET))
+    require_same_files("verify", run, trainer, data)
     print(f"replaying rounds {start + 1} to {stop} of {last}", file=sys.stderr)
     try:
         replay(run, start, stop, again)
@@ -161,26 +162,6 @@ def _require_replayable(run: Path) -> None:
     last = run / "checkpoints" / "last.ckpt"
     if fault := table_fault(run) or (None if last.is_file() else f"{last.name} is missing"):
         raise FederationError(f"{run} does not verify: {fault}")
-
-
-def _require_same_files(run: Path) -> None:
-    """Refuse a replay that would read other files, which says nothing of the record."""
-    from flsuite.commands.fit import build
-    from flsuite.commands.fork import QUIET, repetition
-    from flsuite.runs.settings import describe, differences
-
-    trainer, _, data = build(repetition(run, None, *QUIET))
-    record = read_settings(run)
-    theirs = {"schedule": record["schedule"]}
-    ours: dict[str, Any] = {"schedule": trainer.schedule}
-    if (partition := record["data"]["init_args"].get("partition")) is not None:
-        theirs["partition"], ours["partition"] = partition, getattr(data, "partition", None)
-    for name, then, now in differences(theirs, describe(ours)):
-        file, content, _ = str(then).partition(", content ")
-        if content and str(now).startswith(file + content):
-            raise FlsuiteError(
-                f"verify: {name} is {now}, but the run has read {then}; restore the file"
-            )
 
 
 def _starts(run: Path) -> list[int]:

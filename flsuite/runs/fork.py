@@ -121,12 +121,14 @@ def refuse_other_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Non
         data = settings["data"]
         arguments = {k: v for k, v in data["init_args"].items() if k not in _OF_A_SAMPLE}
         seed = data["init_args"].get("seed")
-        return data["class_path"], arguments, settings["seed"] if seed is None else seed
+        described = {"class_path": data["class_path"], "init_args": arguments}
+        return {"data": described, "seed": settings["seed"] if seed is None else seed}
 
-    if of_clients(ours) != of_clients(theirs):
+    for name, now, then in differences(of_clients(ours), of_clients(theirs)):
         raise FlsuiteError(
-            "trainer.fork: the clients must hold the samples of the parent; leave the data and the "
-            "seed as they were, or begin at round 0"
+            "trainer.fork: the clients must hold the samples of the parent, but "
+            f"{name} is {now!r} here and {then!r} there; leave the data and the seed as they were, "
+            "or begin at round 0"
         )
 
 

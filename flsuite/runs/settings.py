@@ -49,7 +49,8 @@ WEIGHTS = ("initial_weights", "given_weights")
 """
 OnClientError = Literal["continue", "raise"]
 """What a run does about a client that fails: continue without its update, or end."""
-_UNREAD = ", content not read"
+_CONTENT = ", content "
+_UNREAD = f"{_CONTENT}not read"
 _SCALARS = (str, int, float, bool, type(None))
 
 
@@ -196,7 +197,7 @@ def describe(obj: Any) -> Any:
     # The content of a file that an object has read determines the result. Its folder does not.
     for name, content in getattr(obj, "content_digests", {}).items():
         file = Path(getattr(obj, name)).name
-        described[name] = f"{file}{_UNREAD}" if content is None else f"{file}, content {content}"
+        described[name] = f"{file}{_UNREAD}" if content is None else f"{file}{_CONTENT}{content}"
     return {"class_path": class_name(type(obj)), "init_args": described}
 
 
@@ -264,8 +265,16 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, A
             # init_args is a level of the description, not a name from the user.
             name = path if key == "init_args" else f"{path}.{key}" if path else str(key)
             yield from differences(ours.get(key), theirs.get(key), name)
-    elif ours != theirs:
+    elif ours != theirs and not _is_of_old_run(ours, theirs):
         yield path.removesuffix(".class_path"), ours, theirs
+
+
+def _is_of_old_run(ours: Any, theirs: Any) -> bool:
+    """Return whether they name the same file, and an older run has not recorded its content."""
+    if not (isinstance(ours, str) and isinstance(theirs, str)):
+        return False
+    (file, *now), (old, *then) = ours.split(_CONTENT), theirs.split(_CONTENT)
+    return bool(now) != bool(then) and Path(file).name == Path(old).name
 
 
 def refuse_mismatch(

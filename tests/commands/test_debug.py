@@ -194,6 +194,17 @@ def test_a_round_or_client_that_is_not_there_is_one_line(capsys: Capture) -> Non
     assert "the fit has 7 steps, got --step 50" in line
 
 
+def test_what_was_not_trained_is_refused_before_rounds_are_replayed(capsys: Capture) -> None:
+    assert own_run("", "", *HALF) == 0
+    rows = [row for row in rows_of(Path("run/timeline.csv")) if row["version"] == "1"]
+    (absent, *_) = {*"0123"} - {row["client"] for row in rows}
+    line = refused(capsys, "debug", "run", "--at", "2", "--client", absent)
+    assert f"client {absent} did not begin a fit in round 2; --client may be" in line
+    there = rows[0]["client"]
+    line = refused(capsys, "debug", "run", "--at", "2", "--client", there, "--step", "0")
+    assert "--step must be at least 1, got 0" in line
+
+
 def debugged(capsys: Capture, *where: str) -> tuple[int, str, str]:
     """Return the exit status, the output, and the error of a fit."""
     capsys.readouterr()

@@ -7,11 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 
 from flsuite.common.errors import FlsuiteError
+from flsuite.common.files import read_yaml
 from flsuite.data import PublishedSplits, Table
 from flsuite.data.datasets.csv_files import csv_frames, fit_scale, numeric_chunks
 from flsuite.data.splits import evenly_held_out
+from tests.commands.command import Capture, cli
 
 
 def frame(rows: int = 100, seed: int = 0) -> pd.DataFrame:
@@ -316,3 +319,51 @@ def test_a_file_beside_the_user_comes_before_the_published_sets(
     assert rows() == 40 and rows(root=str(published)) == 80
     (here / "t.csv").unlink()
     assert rows() == 80
+
+
+# The content of the files is a setting of the run.
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file of a finished run of two rounds."""
+    monkeypatch.chdir(tmp_path)
+    file = write(Path("t.csv"), frame())
+    own = ["--data", "Table", "--data.path", "t.csv", "--data.label", "kind", "--data.clients", "2"]
+    fast = ["--trainer.rounds", "2", "--trainer.accelerator", "cpu", "--run_dir", "run"]
+    model = ["--model", "Classifier", "--model.backbone", "MLP"]
+    assert cli("fit", *model, *own, *fast, "--trainer.engine", "InProcess") == 0
+    return file
+
+
+def test_a_changed_file_is_noticed_by_all_that_read_it_again(
+    trained: Path, capsys: Capture
+) -> None:
+    write(trained, frame(seed=1))
+    for command in (
+        ["resume", "run", "--trainer.rounds", "3"],
+        ["test", "--config", "run/config.yaml", "--run_dir", "run", "--ckpt_path", "last"],
+        ["debug", "run", "--at", "1", "--client", "0", "--no-pdb"],
+        ["verify", "run"],
+        ["fork", "run", "--at", "1", "--run_dir", "fork"],
+    ):
+        capsys.readouterr()
+        assert cli(*command) == 2, command
+        said = capsys.readouterr().err
+        assert "t.csv, content " in said and "data.path is" in said, command
+
+    write(trained, frame())
+    assert cli("verify", "run") == 0 and cli("resume", "run", "--trainer.rounds", "3") == 0
+
+
+def test_a_run_of_a_version_without_digests_goes_on(trained: Path) -> None:
+    settings = read_yaml(Path("run/settings.yaml"))
+    assert settings["data"]["init_args"]["path"].startswith("t.csv, content ")
+    settings["data"]["init_args"]["path"] = "t.csv"
+    Path("run/settings.yaml").write_text(yaml.safe_dump(settings))
+    last = Path("run/checkpoints/last.ckpt")
+    content = torch.load(last, weights_only=True)
+    content["settings"]["data"]["init_args"]["path"] = "sub/t.csv"
+    torch.save(content, last)
+    assert cli("fork", "run", "--at", "2", "--run_dir", "fork", "--trainer.rounds", "3") == 0
+    assert cli("resume", "run", "--trainer.rounds", "3") == 0

@@ -268,6 +268,14 @@ def digest_of_columns(columns: Mapping[str, np.ndarray]) -> str:
     return digest.hexdigest()[:12]
 
 
+def digest_of_files(files: Iterable[Path]) -> str:
+    """Return a short digest of the names and the bytes of files, for the run's settings."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def _amounts(column: "pd.Series", file: Path) -> np.ndarray:
     """Return a column as float64, checked to be finite and at least 0."""
     import pandas as pd

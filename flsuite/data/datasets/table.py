@@ -13,6 +13,7 @@ from flsuite.common.random import numpy_generator
 from flsuite.data.datasets.csv_files import (
     ScaleName,
     csv_frames,
+    digest_of_files,
     fit_scale,
     has_numbers,
     is_number,
@@ -34,11 +35,11 @@ Frames = list["tuple[Path, pd.DataFrame]"]
 """Files and their content, ordered by file name."""
 
 
-def _read_frames(path: Path) -> Frames:
-    """Read a file, or all files of a folder.
+def _files(path: Path) -> list[Path]:
+    """Return a file, or all tables of a folder, ordered by name.
 
     Raises:
-        FlsuiteError: If there is no such file, or one is damaged or empty.
+        FlsuiteError: If there is none.
     """
     if not path.exists():
         raise FlsuiteError(
@@ -60,7 +61,16 @@ def _read_frames(path: Path) -> Frames:
             "set data.path to one, or convert it"
         )
 
-    return [(file, _read_frame(file)) for file in files]
+    return files
+
+
+def _read_frames(path: Path) -> Frames:
+    """Read a file, or all files of a folder.
+
+    Raises:
+        FlsuiteError: If there is no such file, or one is damaged or empty.
+    """
+    return [(file, _read_frame(file)) for file in _files(path)]
 
 
 def _read_frame(file: Path) -> "pd.DataFrame":
@@ -277,6 +287,15 @@ class Table(FederatedDataModule):
         check_init(self, Table)
         if label in (features or ()):
             raise FlsuiteError(f"Table: features must not include the label {label!r}")
+
+    @property
+    def content_digests(self) -> dict[str, str]:
+        """Digests of the files as they are now, by the argument that names them."""
+        return {
+            name: digest_of_files(_files(self._place(given)))
+            for name, given in (("path", self.path), ("test_path", self.test_path))
+            if given is not None
+        }
 
     def load(self) -> PublishedSplits:
         """Read the table, with the owners as ids, numbered in the order of their names.
