@@ -34,9 +34,9 @@ def compare(
     Both come from the paired t-test (:func:`scipy.stats.ttest_rel`). ``p_holm`` is the p-value with
     Holm's correction over all pairs of the table. A pair with a single common seed, or with equal
     differences on all seeds, has no interval and no p-value. A pair without common seeds is left
-    out. Where a sweep has added seeds until its differences were decided, the t-test would be wrong
-    too often. Its pairs then have the numbers of the sweep, with intervals that are corrected for
-    looking, and no p-value. Other pairs are not tested.
+    out. Where a sweep adds seeds until its differences are decided, the t-test would be wrong too
+    often. Its pairs then have the numbers of the sweep, once it has stopped, with intervals that
+    are corrected for looking, and no p-value. Other pairs are not tested.
 
     Args:
         results: A table from :func:`~flsuite.analysis.load`.
@@ -48,7 +48,7 @@ def compare(
     Returns:
         One row per pair, with the columns ``partition, method, other, seeds, difference, low, high,
         p, p_holm, differs``. ``differs`` is whether the test finds a difference, at 5 % with Holm's
-        correction. ``attrs["looked"]`` is whether a sweep has added seeds.
+        correction. ``attrs["looked"]`` is whether a sweep adds seeds.
 
     Raises:
         FlsuiteError: If the score or method does not exist.
@@ -63,7 +63,7 @@ def compare(
     pairs = list(itertools.combinations(methods, 2))
     if against is not None:
         pairs = [(method, against) for method in methods if method != against]
-    has_looked = any(map(decisions_of, scores["run"]))
+    has_looked = any(decisions_of(run) is not None for run in scores["run"])
     # A sweep decides on the score by which methods are compared.
     is_decided = has_looked and score in (None, default_score(results, metric)[0])
     rows = []
@@ -103,7 +103,7 @@ def _decision(
     """
     for own, baseline, sign in ((method, other, 1), (other, method, -1)):
         place = Path(runs[own]).parent.name, metric, baseline
-        for decision in decisions_of(runs[own]):
+        for decision in decisions_of(runs[own]) or ():
             if (decision.folder, decision.metric, decision.baseline) == place:
                 look = decision.look
                 low, high = sorted((sign * look.low, sign * look.high))
@@ -228,23 +228,29 @@ PAIR_HEADINGS = ("difference of", "seeds", "mean", "95 % interval", "p", "p (Hol
 def pair_cells(table: pd.DataFrame) -> list[tuple[str, ...]]:
     """Return the pairs of :func:`compare` as texts, in the order of ``PAIR_HEADINGS``.
 
-    A pair without an interval or a p-value has an empty text there.
+    A pair without an interval or a p-value has an empty text there. Where the difference is the
+    same in all seeds, which leaves nothing to test, the texts say so.
     """
-    return [
-        (
-            f"{row['method']} - {row['other']}",
-            f"{row['seeds']}",
-            shown_number(row["difference"], sign="+"),
-            ""
-            if np.isnan(row["low"])
-            else " to ".join(shown_number(row[end], sign="+") for end in ("low", "high")),
-            *(
-                "" if np.isnan(p) else "<0.0001" if p < 1e-4 else f"{p:.4f}"
-                for p in (row["p"], row["p_holm"])
-            ),
+    cells = []
+    for row in table.to_dict("records"):
+        interval, none = "", ""
+        if not np.isnan(row["low"]):
+            interval = " to ".join(shown_number(row[end], sign="+") for end in ("low", "high"))
+        elif row["seeds"] > 1 and math.isfinite(row["difference"]) and not table.attrs["looked"]:
+            interval, none = "same in all seeds", "-"
+        cells.append(
+            (
+                f"{row['method']} - {row['other']}",
+                f"{row['seeds']}",
+                shown_number(row["difference"], sign="+"),
+                interval,
+                *(
+                    none if np.isnan(p) else "<0.0001" if p < 1e-4 else f"{p:.4f}"
+                    for p in (row["p"], row["p_holm"])
+                ),
+            )
         )
-        for row in table.to_dict("records")
-    ]
+    return cells
 
 
 def comparison_markdown(table: pd.DataFrame, metric: str, score: Score) -> str:

@@ -145,6 +145,8 @@ def setting_text(key: str, value: Any, keys: Iterable[str]) -> str:
     """Return a setting as text, with its whole path if another key has the same name."""
     if isinstance(value, _Class):
         return shown_value(value)
+    if (key, value) == ("engine", None):  # only an engine with stacks is a setting
+        return "without stacks"
     is_unique = [_last(other) for other in keys].count(_last(key)) == 1
     name = _last(key) if is_unique else key
     return f"{name}={shown_value(value)}"
@@ -218,6 +220,9 @@ def tables_of(groups: Iterable[Group]) -> list[pd.DataFrame]:
     return [table for group in groups for table in group.runs.values()]
 
 
+_WANTED = "name folders with a metrics.csv of flsuite fit"
+
+
 def find_runs(places: Iterable[str | Path]) -> list[Path]:
     """Return the run folders among and below ``places``.
 
@@ -225,9 +230,11 @@ def find_runs(places: Iterable[str | Path]) -> list[Path]:
     sweep are skipped too, because they are not results, unless a place names their folder.
 
     Raises:
-        FlsuiteError: If there are no runs.
+        FlsuiteError: If there are no runs, or a place does not exist.
     """
     roots = [Path(place) for place in places]
+    if gone := [str(root) for root in roots if not root.exists()]:
+        raise FlsuiteError(f"there is no folder {', '.join(gone)}: {_WANTED}")
     tables = {
         table.resolve()
         for root in roots
@@ -237,13 +244,7 @@ def find_runs(places: Iterable[str | Path]) -> list[Path]:
     folders = sorted(table.parent for table in tables if is_metrics(table))
     if not folders:
         other = f"; {min(tables)} is damaged, or not from flsuite" if tables else ""
-        gone = [str(root) for root in roots if not root.exists()]
-        fault = (
-            f"there is no folder {gone[0]}"
-            if gone
-            else f"no run below {', '.join(map(str, roots))}"
-        )
-        raise FlsuiteError(f"{fault}: name folders with a metrics.csv of flsuite fit{other}")
+        raise FlsuiteError(f"no run below {', '.join(map(str, roots))}: {_WANTED}{other}")
     return folders
 
 

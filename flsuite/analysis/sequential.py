@@ -154,9 +154,14 @@ def stopping_lines(record: Mapping[str, Any]) -> list[str]:
 
     Args:
         record: ``seeds``, the maximum, ``alpha``, ``width``, and ``pairs``, the decisions as
-            dictionaries.
+            dictionaries. There are none before the sweep has stopped.
     """
     decisions = _decisions(record)
+    if not decisions:
+        return [
+            f"seeds are being added, up to {record['seeds']}, until each paired difference is "
+            "decided; so far, none is tested"
+        ]
     width = "" if record["width"] is None else f", or its interval was at most {record['width']:g}"
     together = f" over {len(decisions)} pairs" if len(decisions) > 1 else ""
     return [
@@ -174,10 +179,10 @@ def stopping_of(places: Iterable[str | Path]) -> list[str]:
     return [line for own in records if "until" in own for line in stopping_lines(own["until"])]
 
 
-def decisions_of(run: str | Path) -> list[Decision]:
-    """Return what the sweep of a run has decided. It is empty if it has not added seeds."""
+def decisions_of(run: str | Path) -> list[Decision] | None:
+    """Return what the sweep of a run has decided so far, or ``None`` if it adds no seeds."""
     record = read_sweep_record(Path(run).parent.parent).get("until")
-    return _decisions(record) if record else []
+    return _decisions(record) if record else None
 
 
 def _decisions(record: Mapping[str, Any]) -> list[Decision]:

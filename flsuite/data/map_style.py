@@ -106,14 +106,14 @@ def _refuse_to_collate(numbers: list[int], samples: list[Any]) -> None:
     """Name the first sample that makes no batch with the first one.
 
     Raises:
-        FlsuiteError: If there is one.
+        _UnreadableSampleError: If there is one.
     """
     for number, sample in zip(numbers, samples, strict=True):
         try:
             default_collate([samples[0], sample])
         except (RuntimeError, TypeError) as error:
             pair = " and ".join(map(str, dict.fromkeys([numbers[0], number])))
-            raise FlsuiteError(
+            raise _UnreadableSampleError(
                 f"data: samples do not make a batch: {pair} ({one_line(error, 150)}); return "
                 "tensors of one shape, or give FromDataset or your DataLoader a collate function"
             ) from error

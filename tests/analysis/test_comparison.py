@@ -1,14 +1,16 @@
 """Paired comparisons, against numbers that are published or worked out by hand."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flsuite.analysis import compare, load
-from flsuite.analysis.comparison import comparison_note, holm, paired
+from flsuite.analysis.comparison import comparison_note, holm, pair_cells, paired
 from flsuite.commands.report import report
 from flsuite.common.errors import FlsuiteError
+from flsuite.runs.record import SWEEP
 from tests.analysis.made_runs import Row, made_run, settings
 from tests.commands.command import Capture
 
@@ -96,6 +98,27 @@ def test_equal_differences_have_no_p_value(tmp_path: Path, ahead: float) -> None
     (row,) = compare(load(tmp_path), score="last").to_dict("records")
     assert row["difference"] == pytest.approx(ahead, abs=1e-12)
     assert np.isnan([row["low"], row["high"], row["p"], row["p_holm"]]).all()
+
+
+def test_methods_that_end_alike_are_said_to(tmp_path: Path, capsys: Capture) -> None:
+    for method in ("FedAvg", "FedProx"):
+        write(tmp_path, method, {1: 0.41, 2: 0.39})
+    (cells,) = pair_cells(compare(load(tmp_path)))
+    assert cells[2:] == ("+0.0000", "same in all seeds", "-", "-")
+    report([str(tmp_path)])
+    assert "same in all seeds" in capsys.readouterr().out
+
+
+def test_while_a_sweep_adds_seeds_there_is_no_t_test(tmp_path: Path, capsys: Capture) -> None:
+    for n, method in enumerate(("FedAvg", "FedProx")):
+        write(tmp_path, method, {seed: 0.5 + n * 0.01 * seed for seed in (1, 2, 3)})
+    until = {"seeds": 20, "alpha": 0.05, "width": None, "pairs": []}
+    (tmp_path / SWEEP).write_text(json.dumps({"methods": ["FedAvg", "FedProx"], "until": until}))
+    table = compare(load(tmp_path))
+    assert table[["low", "high", "p", "p_holm"]].isna().all().all() and not table["differs"].any()
+    report([str(tmp_path)])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "seeds are being added, up to 20, until each" in out and "same in all seeds" not in out
 
 
 def test_the_default_score_is_that_of_a_report(tmp_path: Path, capsys: Capture) -> None:

@@ -269,3 +269,18 @@ def test_a_method_is_named_with_the_parts_that_it_was_given() -> None:
     assert label_of(adam, variation) == "FedAdam + TrimmedMean + Proximal"
     assert method_of(mixed, Variation([mixed, adam])) == "FedAvg + Krum"
     assert method_of(mixed, Variation([plain, mixed])) == "FedAvg, Krum"
+
+
+def test_a_place_that_does_not_exist_is_named_next_to_one_with_runs(tmp_path: Path) -> None:
+    made_run(tmp_path / "a", settings("FedAvg", 1), [("global", "test", "accuracy", [0.5])])
+    with pytest.raises(FlsuiteError, match=r"there is no folder .*nope"):
+        find_runs([tmp_path / "a", tmp_path / "nope"])
+
+
+def test_a_run_next_to_one_of_stacks_is_without_stacks(tmp_path: Path) -> None:
+    engine = {"class_path": "flsuite.federation.Vectorized", "init_args": {"clients": 64}}
+    for name, own in (("one", {}), ("stacks", {"engine": engine})):
+        rows = [("global", "test", "accuracy", [0.5])]
+        made_run(tmp_path / name, settings("FedAvg", 1, **own), rows)
+    labels = [group.label for group in group_runs(find_runs([tmp_path]))]
+    assert labels == ["Vectorized", "without stacks"]

@@ -32,7 +32,7 @@ from flsuite.data import (
     Pathological,
 )
 from flsuite.data.loader import TrainLoader
-from flsuite.data.map_style import _Reader, _StoredSplit
+from flsuite.data.map_style import _Reader, _StoredSplit, readable
 from flsuite.models import MLP, Classifier
 from tests.conftest import trainer
 from tests.plain import Blobs, Sentences, blobs, pad, slope
@@ -459,6 +459,28 @@ def test_a_sample_that_cannot_be_read_in_a_fit_loses_its_client_alone(
     assert [row[8] for row in made.run.folder.table.rows if row[7] == "failed"] == [1.0]
 
 
+class Sized(Pairs):
+    """Has samples of another shape, once they have been read often."""
+
+    reads = 0
+
+    def __getitem__(self, number: int) -> Any:
+        self.reads += 1
+        size = 2 if number == 21 and self.reads > 150 else 1
+        return torch.ones(size), self.targets[number]
+
+
+def test_a_sample_of_another_shape_in_a_later_round_loses_its_client_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = FromDataset(Sized(66), Sized(4), in_memory=False, clients=3, val_fraction=0.0)
+    made = trainer(rounds=4)
+    made.fit(Classifier(MLP(hidden=(2,))), data)
+    failed = [row[8] for row in made.run.folder.table.rows if row[7] == "failed"]
+    assert failed[0] == 0.0 and failed[-1] == 1.0
+    assert "samples do not make a batch" in caplog.text
+
+
 def test_without_a_test_loader_validation_samples_are_for_testing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -507,5 +529,5 @@ def test_samples_in_double_precision_are_named(caplog: pytest.LogCaptureFixture)
 )
 def test_samples_that_make_no_batch_are_named(odd: Any, named: str) -> None:
     samples = [(torch.zeros(4), 0), (torch.zeros(4), 1), (odd, 1)]
-    with pytest.raises(FlsuiteError, match=f"do not make a batch: {named}"):
+    with pytest.raises(FlsuiteError, match=f"do not make a batch: {named}"), readable():
         _Reader(samples, default_collate)[0, [0, 1, 2]]

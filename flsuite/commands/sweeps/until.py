@@ -41,9 +41,9 @@ def grown(sweep: Sweep, folder: Path) -> tuple[Sweep, "list[Decision]"]:
 
 
 def note_sweep(sweep: Sweep, folder: Path, decisions: "list[Decision]") -> None:
-    """Write the order of the methods, and how the sweep was stopped, for reports."""
+    """Write the order of the methods, and how the sweep was or will be stopped, for reports."""
     content: dict[str, object] = {"methods": [*sweep.methods]}
-    if sweep.until and decisions:
+    if sweep.until:
         content["until"] = {**asdict(sweep.until), "pairs": [*map(asdict, decisions)]}
     path, text = folder / SWEEP, json.dumps(content) + "\n"
     if not path.is_file() or path.read_bytes() != text.encode():

@@ -80,7 +80,8 @@ def test_seeds_are_added_until_it_is_decided_also_after_a_kill(
 
     first = ends(5)
     assert cli(*request, "--folder", "killed") == 130
-    assert not stopping_of(["killed"])
+    (line,) = stopping_of(["killed"])
+    assert "seeds are being added, up to 20" in line
     second = ends(999)
     assert cli(*request, "--folder", "killed") == 0
     assert first + second == whole
