@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
@@ -127,7 +127,7 @@ class FederatedTrainer(ScoringTrainer):
         compression: Transform | None = None,
         secure_sum: SecureAggregation | None = None,
         attack: Attack | None = None,
-        max_epochs: int = 1,
+        max_epochs: PositiveInt = 1,
         evaluate_every: PositiveInt = 1,
         monitor: str | None = None,
         max_virtual_seconds: PositiveFloat | None = None,
@@ -151,7 +151,7 @@ class FederatedTrainer(ScoringTrainer):
         callbacks: list[Callback] | Callback | None = None,
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
-        precision: int | str | None = None,
+        precision: Literal[16, 32] | str | None = None,
         **kwargs: Any,
     ) -> None:
         require_known(FederatedTrainer, kwargs, Trainer)

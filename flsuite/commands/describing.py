@@ -142,10 +142,10 @@ def argument(parameter: ParamData) -> Argument:
 
 
 def _bounds_of(hint: Any) -> dict[str, float]:
-    """Return the finite bounds of a number, or nothing if a type has several kinds of numbers."""
+    """Return the finite bounds of a number, or nothing if a type has several ranges."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = [get_args(one) if get_origin(one) is Annotated else (one,) for one in options]
-    numbers = [ranges for kind, *ranges in kinds if kind in (int, float)]
+    numbers = [ranges for kind, *ranges in kinds if kind in (int, float, int | float)]
     ranges = numbers[0] if len(numbers) == 1 else []
     return {
         name: bound

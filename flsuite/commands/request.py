@@ -119,6 +119,8 @@ def import_plugins(args: list[str]) -> None:
             raise FlsuiteError(f"plugins: expected a list of modules, got {plugins!r}")
         for plugin in names:
             remedy = "fix or install it, or run the command in the folder that contains it"
+            if plugin.endswith(".py"):
+                remedy = f"a module has no .py: {plugin[:-3].replace('/', '.')}"
             with refused_as(f"plugins: cannot import {plugin!r}", remedy):
                 importlib.import_module(plugin)
 

@@ -208,6 +208,8 @@ class _Checked:
         yield from (f"trainer.aggregator.{part}" for part in _PARTS)
         if default := find_short("Synchronous"):
             yield from (f"trainer.schedule.{name}" for name in default.arguments)
+        if "optimizer" in self._arguments(("model",)) and (usual := find_short("SGD")):
+            yield from (f"model.optimizer.{name}" for name in usual.arguments)
         for at in self.classes:
             yield from (".".join((*at, name)) for name in self._arguments(at))
 
@@ -242,7 +244,7 @@ class _Checked:
             near = own or nearest(name, known)
             lists = f", or see flsuite fit --help={'.'.join(at)}"
             paths = (path for path in known.values() if path not in argument.bases)
-            usable = [c.name for c in map(find, paths) if c and not c.is_abstract]
+            usable = [c.name for c in map(find, paths) if c and not c.is_abstract] or [*known]
             if len(usable) <= _FEW:
                 lists = f"; there are: {', '.join(sorted(usable))}"
             meant = find_short(name) or (self._find(own) if own else None)

@@ -66,6 +66,7 @@ BelowOneOrNumber = Annotated[
     Range(
         "a share of at least 0.0 and below 1.0, or a whole number",
         lambda x: 0 <= x < 1 if isinstance(x, float) else x >= 0,
+        (("minimum", 0),),
     ),
 ]
 BelowOne = Annotated[float, within("in [0, 1)", minimum=0, exclusiveMaximum=1)]

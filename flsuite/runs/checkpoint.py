@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flsuite.common.errors import FlsuiteError, one_line
+from flsuite.common.errors import FlsuiteError, likeliest, one_line
 from flsuite.common.files import (
     flush_to_disk,
     link_or_copy,
@@ -216,7 +216,9 @@ def load_own_parts(path: Path) -> dict[str, Any]:
         FlsuiteError: If the file does not exist or is not a checkpoint of this format.
     """
     if not path.is_file():
-        raise FlsuiteError(f"there is no checkpoint {path}")
+        near = likeliest(str(path), ("last", "best"), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise FlsuiteError(f"there is no checkpoint {path}{hint}")
     try:
         # weights_only: a pickle from elsewhere could run code.
         content = torch.load(path, weights_only=True, map_location="cpu")

@@ -283,7 +283,7 @@ BAD_ARGUMENTS = {
     ),
     "not_a_number": (
         "--trainer.max_epochs x",
-        "trainer.max_epochs: expected a whole number, got 'x'",
+        "trainer.max_epochs: expected a whole number (at least 1), got 'x'",
     ),
     "not_a_number_or_tensor": (
         "--model.optimizer.lr abc",
@@ -313,6 +313,7 @@ BAD_ARGUMENTS = {
         "trainer: Lightning refuses it (You selected an invalid accelerator name",
     ),
     "unknown_model": ("--model Klassifier", "did you mean Classifier?"),
+    "a_plugin_by_its_file": ("--plugins [trim.py]", "a module has no .py: trim"),
     "no_plugin": ("--plugins [my_missing_package]", "plugins: cannot import 'my_missing_package'"),
     "alpha_zero": ("--data.partition.alpha 0", "Dirichlet: alpha must be positive"),
     "no_rounds": ("--trainer.rounds 0", "trainer: rounds must be at least 1"),
@@ -331,6 +332,10 @@ BAD_ARGUMENTS = {
     ),
     "unknown_monitor": ("--trainer.monitor acc", "trainer: monitor must be one of accuracy"),
     "negative_seed": ("--seed_everything -1", "seed_everything"),
+    "a_checkpoint_that_has_almost_its_name": (
+        "--ckpt_path bests",
+        "no checkpoint bests; did you mean best?",
+    ),
     "no_such_checkpoint": ("--ckpt_path nowhere.ckpt", "there is no checkpoint nowhere.ckpt"),
     "data_not_there": (
         "--data MedMNIST --data.name breastmnist --data.root nowhere --data.download false",

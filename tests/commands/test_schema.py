@@ -61,6 +61,13 @@ MISTAKES = {
     "text": ("retinamnist", "[1]"),
     "a range of the trainer": ("rounds: 3", "rounds: -3"),
     "a range of a class": ("mu: 0.1", "mu: -0.1"),
+    "a count of the trainer": ("rounds: 3", "max_epochs: 0"),
+    "a choice of numbers": ("rounds: 3", "precision: 17"),
+    "a share or a number": (
+        "rounds: 3",
+        "schedule: {class_path: Synchronous, init_args: {participation: 0}}",
+    ),
+    "a seed": ("trainer:", "seed_everything: -1\ntrainer:"),
     "a required argument": ("class_path: IID", "class_path: FromFile"),
     "a required argument of a name": ("{class_path: IID}", "FromFile"),
     "a package that does not export it": ("FedProx", "flsuite.FedProx"),

@@ -194,6 +194,10 @@ LIKELIEST = {
     "--trainer.class_path X": "unknown key --trainer.class_path; see flsuite fit --help",
     "--trainer.engine X": "no Engine called X; give its module too, as my_module.Name; there are: "
     "Auto, InProcess, Processes, Ray, Vectorized",
+    "--trainer.fork foo": "no Fork called foo; give its module too, as my_module.Name; there are: "
+    "Fork",
+    "--model Classifier --lr 0.1": "(did you mean --model.optimizer.lr?)",
+    "--model Classifier --model.lr 0.1": "(did you mean --model.optimizer.lr?)",
     "--data.bogus 3": "unknown key --data.bogus; Digits takes clients, partition",
     "--bogus 3": "unknown key --bogus; see flsuite fit --help",
 }

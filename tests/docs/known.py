@@ -18,7 +18,11 @@ from flsuite.trainer import FederatedTrainer
 
 _FIRST = {
     "config": Argument("FILE", "A config file. Several are read in order, and later keys win."),
-    "seed_everything": Argument("N", "The run's seed, which determines all random numbers."),
+    "seed_everything": Argument(
+        "N",
+        "The run's seed, which determines all random numbers.",
+        bounds={"minimum": 0, "maximum": 2**32 - 1},
+    ),
     "plugins": Argument(
         "LIST", "Your modules to import first, so that their classes have short names."
     ),

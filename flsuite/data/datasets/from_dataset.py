@@ -99,7 +99,7 @@ class MapStyleModule(FederatedDataModule):
         if splits["train"].x.dtype == torch.float64 != torch.get_default_dtype():
             log.warning(
                 "data: the samples are float64, and the layers of a model are float32 by default; "
-                "convert the datasets to float32, or set trainer.precision to 64-true"
+                "convert the datasets to float32"
             )
         values = {name: self._values(one, name, splits[name]) for name, one in datasets.items()}
         if self.bins is not None and values["train"] is None:

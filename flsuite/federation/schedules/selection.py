@@ -19,6 +19,7 @@ ShareOrNumber = Annotated[
     Range(
         "a share above 0 and at most 1.0, or a whole number of clients",
         lambda x: 0 < x <= 1 if isinstance(x, float) else x >= 1,
+        (("exclusiveMinimum", 0),),
     ),
 ]
 
