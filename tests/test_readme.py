@@ -221,6 +221,22 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     assert exported <= found
 
 
+def test_the_site_has_the_files_of_a_theme_in_an_environment_below_the_repository() -> None:
+    pytest.importorskip("mkdocstrings", reason="needs the site: pip install 'flsuite[docs]'")
+    from mkdocs.config.base import load_config
+    from mkdocs.structure.files import File, Files
+
+    from tests.docs.site import on_files
+
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    config.plugins._current_plugin = None
+    style = str(ROOT / ".venv" / "lib" / "main.css")
+    page = next(iter((ROOT / "configs" / "guide").glob("*.md")))
+    given = [File.generated(config, p.split("/")[-1], abs_src_path=p) for p in (style, str(page))]
+    kept = [file.abs_src_path for file in on_files(Files(given), config)]
+    assert style in kept and kept.count(str(page)) == 1
+
+
 # Blocks of code
 
 

@@ -36,13 +36,16 @@ REFERENCE = {  # its pages, and what they document below flsuite: all that users
         "common.state",
     ],
 }
-_STYLE = ".md-grid { max-width: 76rem } td:first-child code { white-space: nowrap }"
+_STYLE = """.md-grid { max-width: 76rem } td:first-child code { white-space: nowrap }
+table.dataframe { display: block; overflow-x: auto }"""  # of notebooks, which are wider than phones
 _LINKED = (".png", ".svg", ".yaml", ".py", ".csv", ".sh", ".sbatch")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace the files of a folder by those that belong on the site."""
-    theme = [file for file in files if not Path(file.abs_src_path or "").is_relative_to(ROOT)]
+    # The theme's files may lie in an environment below the repository.
+    pages = config.docs_dir
+    theme = [file for file in files if not Path(file.abs_src_path or "").is_relative_to(pages)]
     made = Files(theme)
     for path in [*PAGES, *_linked()]:
         name, always = str(path.relative_to(ROOT)), InclusionLevel.INCLUDED  # folders with a dot
