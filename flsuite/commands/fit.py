@@ -15,7 +15,7 @@ from flsuite.common.errors import FlsuiteError, log, one_line, require_extra
 from flsuite.common.exports import import_names
 from flsuite.common.files import parse_yaml
 from flsuite.runs.folder import new_run_dir
-from flsuite.runs.record import read_sweep_record
+from flsuite.runs.record import read_sweep_record, rows_of
 from flsuite.trainer import FederatedTrainer
 
 _ROOMS = ("aggregators", "callbacks", "data", "federation", "models")
@@ -215,8 +215,10 @@ class _FederatedCLI(LightningCLI):
             return
         name = shlex.quote(str(folder))
         print(f"next: flsuite report {name} --output report   # tables and figures for a paper")
-        if failures := run.federation.log.failures:  # of the last round
-            fit = f"--at {failures[0].round} --client {failures[0].client}"
+        first, rows = run.federation.first_round, rows_of(folder / "timeline.csv")
+        failed = [row for row in rows if row["outcome"] == "failed"]
+        if failed and (at := int(failed[-1]["version"]) + 1) >= first:  # not the parent's
+            fit = f"--at {at} --client {failed[-1]['client']}"
             print(f"      flsuite debug {name} {fit}   # one of the fits that failed")
         else:
             moment = f"--at {run.round // 2} --without 0"

@@ -174,6 +174,16 @@ def test_the_batch_at_fault_is_named_and_the_debugger_stops_there(
     assert ("own.py(18)training_step()" if bug == "nan" else "own.py(27)training_step()") in out
 
 
+def test_the_end_of_a_run_names_a_fit_that_failed_in_an_earlier_round(capsys: Capture) -> None:
+    shown = "--trainer.enable_progress_bar", "true"
+    assert own_run("label", "", *HALF, "--seed_everything", "2", *shown) == 0
+    rows = rows_of(Path("run/timeline.csv"))
+    *_, last = (row for row in rows if row["outcome"] == "failed")
+    assert last["version"] != "2", "not in the last round"
+    words = f"flsuite debug run --at {int(last['version']) + 1} --client {last['client']} "
+    assert words in capsys.readouterr().out
+
+
 def test_a_step_is_run_in_the_debugger_on_request(capsys: Capture, typed: Any) -> None:
     assert own_run() == 0
     typed("p batch_idx\nc\n")
