@@ -215,10 +215,11 @@ class _FederatedCLI(LightningCLI):
             return
         name = shlex.quote(str(folder))
         print(f"next: flsuite report {name} --output report   # tables and figures for a paper")
-        first, rows = run.federation.first_round, rows_of(folder / "timeline.csv")
-        failed = [row for row in rows if row["outcome"] == "failed"]
-        if failed and (at := int(failed[-1]["version"]) + 1) >= first:  # not the parent's
-            fit = f"--at {at} --client {failed[-1]['client']}"
+        rows = (row for row in rows_of(folder / "timeline.csv") if row["outcome"] == "failed")
+        failed = [(int(row["version"]) + 1, row["client"]) for row in rows]
+        at, client = max(failed, key=lambda fit: fit[0], default=(0, ""))
+        if at >= run.federation.first_round:  # else it is the parent's
+            fit = f"--at {at} --client {client}"
             print(f"      flsuite debug {name} {fit}   # one of the fits that failed")
         else:
             moment = f"--at {run.round // 2} --without 0"
