@@ -87,6 +87,8 @@ def _lines(data: PageData, frame: pd.DataFrame, title: str, is_log: bool) -> alt
         x=x,
         y=y,
         color=color,
+        # Of equal lines, the one below shows through.
+        strokeDash=alt.StrokeDash("method:N", sort=data.methods, legend=None),
         opacity=alt.condition(picked, alt.value(1), alt.value(0.12)),
     )
     # Single points are visible. The others only carry the tooltip.
