@@ -137,8 +137,11 @@ def test_a_run_without_scores_is_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", [Processes(workers=2), Vectorized(clients=3)])
 def test_engines_end_with_the_same_weights_without_scores(engine: Any) -> None:
-    ends = [fitted(DemoModel, engine=one).federation.state for one in (None, engine)]
-    assert equal_states(*ends)
+    one, other = (fitted(DemoModel, engine=own).federation.state for own in (None, engine))
+    # A stack rounds otherwise on some CPUs.
+    tolerance = 1e-6 if isinstance(engine, Vectorized) else 0.0
+    assert one.keys() == other.keys()
+    assert all(torch.allclose(one[n], other[n], rtol=tolerance, atol=tolerance) for n in one)
 
 
 class Returns(BoringModel):
