@@ -32,7 +32,7 @@ from flsuite.data import (
     Pathological,
 )
 from flsuite.data.loader import TrainLoader
-from flsuite.data.map_style import _Reader, _StoredSplit, readable
+from flsuite.data.map_style import _Reader, _StoredSplit
 from flsuite.models import MLP, Classifier
 from tests.conftest import trainer
 from tests.plain import Blobs, Sentences, blobs, pad, slope
@@ -528,6 +528,8 @@ def test_samples_in_double_precision_are_named(caplog: pytest.LogCaptureFixture)
     ("odd", "named"), [(torch.zeros(3), "0 and 2 .*entry 1"), (object(), "0 and 2 .*object")]
 )
 def test_samples_that_make_no_batch_are_named(odd: Any, named: str) -> None:
+    from flsuite.data.map_style import readable
+
     samples = [(torch.zeros(4), 0), (torch.zeros(4), 1), (odd, 1)]
     with pytest.raises(FlsuiteError, match=f"do not make a batch: {named}"), readable():
         _Reader(samples, default_collate)[0, [0, 1, 2]]
