@@ -34,7 +34,7 @@ def default_metrics(groups: Sequence[Group], splits: Sequence[str], most: int) -
 
 def report_table(
     groups: Sequence[Group] | str | Path,
-    metrics: Sequence[str] | None = None,
+    metrics: Sequence[str] = ("accuracy",),
     last: int = 10,
 ) -> pd.DataFrame:
     """Return one row per group and metric, with mean and spread over its runs.
@@ -44,7 +44,7 @@ def report_table(
 
     Args:
         groups: The experiments, or a folder with their runs, such as ``runs/comparison``.
-        metrics: Names of test scores. Default: the score by which the runs pick a round.
+        metrics: Names of test scores.
         last: Number of evaluations in ``mean_last``. A shorter run lowers it for all. ``averaged``
             is the number used.
 
@@ -53,7 +53,6 @@ def report_table(
     """
     groups = group_runs(find_runs([groups])) if isinstance(groups, (str, Path)) else groups
     metrics = [metrics] if isinstance(metrics, str) else metrics
-    metrics = metrics or default_metrics(groups, ["test"], 1)
     rows: list[dict[str, Any]] = []
     for metric in metrics:
         require_score(groups, metric, "test")

@@ -23,7 +23,6 @@ from flsuite.analysis import (
     label_skew,
     load,
     partitions_figure,
-    report_table,
     target_figure,
     target_table,
 )
@@ -285,9 +284,3 @@ def test_a_run_next_to_one_of_stacks_is_without_stacks(tmp_path: Path) -> None:
         made_run(tmp_path / name, settings("FedAvg", 1, **own), rows)
     labels = [group.label for group in group_runs(find_runs([tmp_path]))]
     assert labels == ["Vectorized", "without stacks"]
-
-
-def test_a_table_takes_the_score_of_the_runs_by_default(tmp_path: Path) -> None:
-    rows = [("global", split, "acc", [0.5]) for split in ("test", "val")]
-    made_run(tmp_path / "a", settings("FedAvg", 1, monitor="acc"), rows)
-    assert report_table(tmp_path)["metric"].tolist() == ["acc"]
