@@ -136,14 +136,14 @@ def _blank_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that receives the size of each stack that has trained."""
     sizes: list[int] = []
-    train = Stack._train
+    train = Stack.train
 
     def counted(self: Stack, requests: Sequence[Any], *args: Any) -> Any:
         fits = train(self, requests, *args)
         sizes.append(len(requests))
         return fits
 
-    monkeypatch.setattr(Stack, "_train", counted)
+    monkeypatch.setattr(Stack, "train", counted)
     return sizes
 
 

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flsuite.commands.main import run_command, work_here
 from flsuite.commands.request import import_plugins
@@ -25,6 +25,10 @@ from flsuite.commands.sweeps.worker import die_with, fork, run_workers
 from flsuite.commands.typos import refuse_typos
 from flsuite.common.errors import FlsuiteError, one_line, with_place
 
+if TYPE_CHECKING:
+    from flsuite.trainer import FederatedTrainer
+
+_ONE_A_PROCESS = ("WandbLogger", "CometLogger")  # loggers of which a process has one
 _CELLS_PER_CHECK, _MOST_CHECKS = 8, 8  # each process that checks cells loads their data
 
 
@@ -116,8 +120,30 @@ def _make_ready(sweep: Sweep, cell: Cell, is_dry: bool) -> tuple[int, dict[str, 
         trainer, model, data = build(arguments)
         if is_dry and isinstance(data, FederatedDataModule):
             data.download = False
+        if sweep.together:
+            _refuse_alone(trainer)
         run = trainer.prepare(model, data)
     return getattr(trainer.engine, "workers", None) or 1, run.settings
+
+
+def _refuse_alone(trainer: "FederatedTrainer") -> None:
+    """Refuse a cell that cannot train together with those of other seeds in one process.
+
+    Raises:
+        FlsuiteError: It says what to change.
+    """
+    engine = trainer.engine
+    if type(engine).__name__ != "Vectorized" or getattr(engine, "workers", 1) > 1:
+        raise FlsuiteError(
+            f"together joins the stacks of one process, but trainer.engine is {engine}; set it to "
+            "Vectorized with one worker under overrides, or leave together out"
+        )
+    for logger in trainer.loggers:
+        if (name := type(logger).__name__) in _ONE_A_PROCESS:
+            raise FlsuiteError(
+                f"together runs several cells in one process, which has one {name}; choose another "
+                "trainer.logger, or leave together out"
+            )
 
 
 def _typos_of(sweep: Sweep) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from flsuite.common.files import load_tensors, number_in
 from flsuite.common.state import leaves
 from flsuite.models.classifier import read_weights
 from flsuite.runs.checkpoint import load_checkpoint
-from flsuite.runs.folder import RunFolder, versions
+from flsuite.runs.folder import TOGETHER, RunFolder, versions
 from flsuite.runs.fork import is_inherited
 from flsuite.runs.record import (
     LIMITS,
@@ -97,12 +97,16 @@ def compare(run: Path, again: Path, start: int, stop: int) -> Comparison:
 
 
 def environment_differences(run: Path) -> list[str]:
-    """Return the versions, threads and kind of CPU that differ from the record."""
+    """Return the versions, threads and kind of CPU that differ from the record.
+
+    A run that trained together with others is done again alone.
+    """
     path = run / "versions.txt"
     then = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     now = versions().splitlines()
     before = {line.split(" ", 1)[0]: line for line in then}
-    return [
+    others = [f"{before[TOGETHER]} there, alone here"] if TOGETHER in before else []
+    return others + [
         f"{before.get(name, f'{name} unknown')} there, {line.split(' ', 1)[1]} here"
         for line in now
         if (name := line.split(" ", 1)[0]) != "platform" and before.get(name) != line

@@ -53,6 +53,7 @@ _SWEEP = {
         "workers": _COUNT,
         "updates_from": {"type": "string"},
         "until": {"anyOf": [{"enum": ["decided"]}, {"type": "object"}]},
+        "together": {"enum": ["seeds"]},
     },
     "additionalProperties": False,
     "required": ["config", "seeds", "methods"],

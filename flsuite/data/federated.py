@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import POOLED
+from flsuite.common.turns import shared
 from flsuite.data.images import Augment, Scaling
 
 Batch = tuple[Tensor, Tensor]
@@ -217,6 +218,10 @@ class DataSplit:
             # index_select copies whole images, while an index copies byte by byte.
             yield to_inputs(self.x.index_select(0, rows)), self.y.index_select(0, rows)
 
+    def shared(self) -> "DataSplit":
+        """Return the split with the equal tensors of a run that takes turns with this one."""
+        return replace(self, x=shared(self.x), y=shared(self.y)) if self.in_memory else self
+
     def to(self, device: torch.device) -> "DataSplit":
         """Return the samples and their targets on another device."""
         return replace(self, x=self.x.to(device), y=self.y.to(device))
@@ -391,7 +396,7 @@ class FederatedData:
             return self
 
         # Index arrays stay on the CPU, where they can index a tensor on any device.
-        train = self.train.to(device)
+        train = self.train.to(device).shared()
         scaling = replace(
             self.scaling, scale=self.scaling.scale.to(device), shift=self.scaling.shift.to(device)
         )

@@ -228,8 +228,8 @@ class FederatedDataModule(PlainArguments, LightningDataModule):
         scaling, shape = self._scaling(train, published.spec)
         return FederatedData(
             spec=replace(published.spec, shape=shape),
-            train=replace(train, rows=Rows.of(train_rows)),
-            test=replace(test, rows=Rows.of(test_rows)),
+            train=replace(train.shared(), rows=Rows.of(train_rows)),
+            test=replace(test.shared(), rows=Rows.of(test_rows)),
             val=val,
             scaling=scaling,
             batch_size=self.batch_size,

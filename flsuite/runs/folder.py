@@ -16,6 +16,7 @@ import yaml
 from flsuite.aggregators.attacks.base import Attack
 from flsuite.common.errors import FlsuiteError, log
 from flsuite.common.files import csv_of, locked, make_folder, replace_file, replace_text
+from flsuite.common.turns import companions
 from flsuite.data.federated import FederatedData
 from flsuite.runs.checkpoint import load_checkpoint
 from flsuite.runs.partition import task_table, write_partition
@@ -41,6 +42,7 @@ _FILES = (
 _HOLDS_A_RUN = (
     "{} already holds a run: resume it with --ckpt_path last, or name another folder with --run_dir"
 )
+TOGETHER = "together"  # in versions.txt: with how many runs of the same process it trained
 _PACKAGES = (
     "flsuite",
     "torch",
@@ -174,8 +176,8 @@ class RunFolder:
             self._is_new = False
             raise FlsuiteError(_HOLDS_A_RUN.format(self.path)) from error
         self.timeline.create(overwrite=True)
-        self.write_request(config, settings)
         (self.path / "versions.txt").write_text(versions(), encoding="utf-8")
+        self.write_request(config, settings)
         self.write_clients(data, attack)
 
     def write_clients(self, data: FederatedData, attack: Attack | None) -> None:
@@ -227,7 +229,7 @@ class RunFolder:
             table.content(*mark_of(checkpoint, name))
 
     def write_request(self, config: dict[str, Any] | str, settings: dict[str, Any]) -> None:
-        """Write ``config.yaml`` and ``settings.yaml``.
+        """Write ``config.yaml`` and ``settings.yaml``, and note with how many runs it trains.
 
         A resumed run writes them again, because it may have more rounds.
         """
@@ -237,6 +239,9 @@ class RunFolder:
         replace_text(text, self.path / "config.yaml", flush=True)
         text = yaml.safe_dump(settings, sort_keys=False)
         replace_text(text, self.path / "settings.yaml", flush=True)
+        if (runs := companions()) > 1:  # their stack rounds otherwise than one of this run alone
+            with (self.path / "versions.txt").open("a", encoding="utf-8") as file:
+                file.write(f"{TOGETHER} {runs}\n")
 
     def discard(self) -> None:
         """Remove the files of a new run, files of loggers in a new folder, and empty folders."""

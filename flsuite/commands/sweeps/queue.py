@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -180,16 +180,40 @@ class Queue:
     @contextmanager
     def claim(self) -> Iterator[Cell | None]:
         """Claim and lock the next free cell, or yield ``None`` if there is none at the moment."""
-        for candidate in self.known():
-            source = candidate.source
-            if self.has_ended(candidate) or (source and not self.has_ended(source)):
-                continue
+        for candidate in self._free():
             with _locked(self._lock(candidate)) as is_ours:
                 # Another process may have finished it between the check and the lock.
                 if is_ours and not self.has_ended(candidate):
                     yield candidate
                     return
         yield None
+
+    @contextmanager
+    def claim_seeds(self, cell: Cell | None) -> Iterator[list[Cell]]:
+        """Lock the free cells that train together with a claimed one: those of its other seeds.
+
+        Where fewer methods are left than workers, each worker takes a share of the seeds.
+        """
+        if cell is None or self.sweep.together is None:
+            yield []
+            return
+        free = list(self._free())
+        alike = [one for one in free if one.folder.parent == cell.folder.parent]
+        shares = max(1, self.sweep.workers // len({one.folder.parent for one in free}))
+        most, others = math.ceil(len(alike) / shares) - 1, list[Cell]()
+        with ExitStack() as locks:
+            for one in alike:
+                if one == cell or len(others) == most:
+                    continue
+                if locks.enter_context(_locked(self._lock(one))) and not self.has_ended(one):
+                    others.append(one)
+            yield others
+
+    def _free(self) -> Iterator[Cell]:
+        """Yield the cells that may run now, unless another process runs them."""
+        for one in self.known():
+            if not self.has_ended(one) and (one.source is None or self.has_ended(one.source)):
+                yield one
 
     def is_over_for_now(self) -> bool:
         """Return whether every cell is done, or has failed since this object was created."""

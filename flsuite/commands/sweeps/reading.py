@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flsuite.commands.request import read_config
 from flsuite.common.arguments import (
@@ -22,7 +22,7 @@ Choices = dict[str, list[Any]]
 """A mapping from dotted keys of a config, without ``init_args``, to lists of values."""
 
 _REQUIRED = ("config", "seeds", "methods")
-KEYS = (*_REQUIRED, "grid", "tune", "overrides", "workers", "updates_from", "until")
+KEYS = (*_REQUIRED, "grid", "tune", "overrides", "workers", "updates_from", "until", "together")
 _TUNING_KEYS = ("trials", "seeds", "seed", "common", "overrides")
 # The sweep itself sets these keys, one value per run.
 _SWEEP_KEYS = ("config", "seed_everything", "run_dir", "ckpt_path", "trainer.run_dir")
@@ -87,6 +87,8 @@ class Sweep(Settings):
         updates_from: The method that trains the clients' models for all. The others merge the same
             models, of its cell with the same seed and grid point.
         until: When there are enough seeds, if seeds are added.
+        together: ``seeds`` to train the cells that differ only in the seed in one process, with the
+            clients of all of them in one stack.
     """
 
     owner = "sweep"
@@ -102,6 +104,7 @@ class Sweep(Settings):
     tuning: Tuning | None = None
     updates_from: str | None = None
     until: _Until | None = None
+    together: Literal["seeds"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,6 +173,7 @@ def read_sweep(
             tuning=_tuning(content.get("tune"), methods),
             updates_from=content.get("updates_from"),
             until=_until(content.get("until", until)),
+            together=content.get("together"),
         )
     except FlsuiteError as error:
         raise FlsuiteError(f"{path}: {error}") from error

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ _LOG = "log.txt"
 _PAUSE = 0.5  # seconds between a worker's attempts to claim a cell while others run the rest
 _ERROR = "flsuite: error: "
 _INTERRUPTED = 130  # the exit status after Ctrl-C
+_SIGNALLED = 128  # the exit status after a signal is above this
 
 
 def run_workers(queue: Queue, fit: FitCommand) -> int:
@@ -128,9 +129,9 @@ def _work(queue: Queue, fit: FitCommand) -> int:
     children = _Children()
     try:
         while not (children.is_stopping or queue.is_over_for_now()):
-            with queue.claim() as cell:
+            with queue.claim() as cell, queue.claim_seeds(cell) as others:
                 if cell is not None:
-                    _run_cell(queue, cell, fit, children)
+                    _run_cells(queue, [cell, *others], fit, children)
             if cell is None:  # other workers run the rest, but may not finish them
                 time.sleep(_PAUSE)
     except (FlsuiteError, OSError) as error:
@@ -139,25 +140,68 @@ def _work(queue: Queue, fit: FitCommand) -> int:
     return 0
 
 
-def _run_cell(queue: Queue, cell: Cell, fit: FitCommand, children: _Children) -> None:
-    """Run a claimed cell and mark it as done or failed, unless this process is stopping."""
-    folder = queue.begin(cell)
-    arguments = fit_arguments(queue.sweep, cell, queue.folder)
-    before, began = seconds_so_far(folder), time.monotonic()
-    children.start(partial(_fit_in_log, fit, arguments, folder / _LOG))
+def _run_cells(queue: Queue, cells: Sequence[Cell], fit: FitCommand, children: _Children) -> None:
+    """Run claimed cells in one process, and mark each as done or failed, unless this one stops."""
+    for cell in cells:
+        queue.begin(cell)
+    children.start(partial(_fit_cells, queue, cells, fit))
     status = children.wait()
     if children.is_stopping:
         return
+    for cell in cells:
+        if not queue.has_ended(cell):
+            queue.fail(cell, _reason(status, queue.run_dir(cell) / _LOG))
 
-    seconds = before + time.monotonic() - began
+
+def _fit_cells(queue: Queue, cells: Sequence[Cell], fit: FitCommand) -> int:
+    """Run the fits of cells, each with its output in a file of its own."""
+    logs = [
+        os.open(queue.run_dir(cell) / _LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        for cell in cells
+    ]
+
+    def enter(place: int) -> None:
+        for number, stream in enumerate((sys.stdout, sys.stderr), start=1):
+            stream.flush()
+            os.dup2(logs[place], number)
+
+    enter(0)
+    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    calls = [partial(_fit_cell, queue, cell, fit, len(cells)) for cell in cells]
+    if len(calls) == 1:
+        return calls[0]()
+    from flsuite.common.turns import Turns  # late, because the import of torch takes a while
+
+    Turns(calls, enter).take()
+    return 0
+
+
+def _fit_cell(queue: Queue, cell: Cell, fit: FitCommand, cells: int) -> int:
+    """Run the fit of a cell, mark it as done or failed, and return the fit's exit status.
+
+    An interrupted fit is neither. Of several cells, each takes its share of the time.
+    """
+    folder, began = queue.run_dir(cell), time.monotonic()
+    before = seconds_so_far(folder)
+    arguments = fit_arguments(queue.sweep, cell, queue.folder)
+    print("$ flsuite fit", shlex.join(arguments))
+    try:
+        status = fit(arguments)
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    if status > _SIGNALLED:
+        return status
+    seconds = before + (time.monotonic() - began) / cells
     if status:
         queue.fail(cell, _reason(status, folder / _LOG))
-        return
+        return status
     try:
         outcome = measure(folder, seconds)
     except (FlsuiteError, OSError, KeyError, ValueError) as error:
         queue.fail(cell, f"its scores cannot be read ({one_line(error)})")
-        return
+        return 0
     if cell.is_trial and outcome.val is None:
         queue.fail(
             cell,
@@ -166,18 +210,7 @@ def _run_cell(queue: Queue, cell: Cell, fit: FitCommand, children: _Children) ->
         )
     else:
         queue.finish(cell, outcome)
-
-
-def _fit_in_log(fit: FitCommand, arguments: list[str], log: Path) -> int:
-    """Run a fit, with its output in a file."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.close(descriptor)
-    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
-    print("$ flsuite fit", shlex.join(arguments))
-    return fit(arguments)
+    return 0
 
 
 def _reason(status: int, log: Path) -> str:

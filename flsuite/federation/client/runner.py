@@ -30,9 +30,11 @@ from flsuite.common.messages import (
     OwnScores,
     ScoreRequest,
     TrainedFit,
+    replaced,
 )
 from flsuite.common.random import seed_process
 from flsuite.common.state import State, clone, load_
+from flsuite.common.turns import together
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader
 from flsuite.federation.client.callbacks import FitOptimizers, FitRecord
@@ -45,6 +47,7 @@ from flsuite.federation.client.profiler import ClientProfiler
 from flsuite.federation.client.scorer import Scorer
 from flsuite.federation.client.setup import StartStates, WorkerSetup, remedy_of
 from flsuite.federation.client.stack import Stack
+from flsuite.federation.client.stack_shares import StackShare, train_shares
 from flsuite.federation.client.trainer import ClientTrainer
 from flsuite.models import abilities
 from flsuite.models.layers import to_channels_last
@@ -119,9 +122,11 @@ class ClientRunner:
         trainer, data = self._rewound_trainer(requests[0].adapts)
         self._resident.restore()
         try:
-            return self._stack.train_all(requests, trainer, data)
+            members = self._stack.members_of(requests, trainer, data)
+            fits = together(StackShare(self._stack, members, trainer, data), train_shares)
         finally:
             self._resident.release()
+        return [replaced(one, trained=fits.get(one.number, one.trained)) for one in requests]
 
     def score(self, request: ScoreRequest) -> OwnScores | ClientFailure | None:
         """Score one client's own model.

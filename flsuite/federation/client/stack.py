@@ -4,7 +4,6 @@ import copy
 import logging
 import math
 import time
-from bdb import BdbQuit
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import chain
@@ -19,7 +18,7 @@ from flsuite.aggregators.halves import Halves
 from flsuite.aggregators.state_check import StateCheck
 from flsuite.common.errors import with_place
 from flsuite.common.lightning_internals import attached, hooks_with
-from flsuite.common.messages import FitRequest, TrainedFit, replaced
+from flsuite.common.messages import FitRequest, TrainedFit
 from flsuite.common.random import seed_process
 from flsuite.common.state import State
 from flsuite.data.federated import FederatedData
@@ -78,12 +77,12 @@ class Stack:
         self._fault: tuple[int, str, str] | None = None
         keep_freed_memory()
 
-    def train_all(
+    def members_of(
         self, requests: Sequence[FitRequest], trainer: ClientTrainer, data: FederatedData
-    ) -> list[FitRequest]:
-        """Train the clients that can be stacked, and return all requests.
+    ) -> dict[Any, list[Member]]:
+        """Return the clients that can be stacked, by what those of one stack have in common.
 
-        The request of a trained client holds the outcome. The other clients still have to train.
+        The other clients have to train by themselves.
 
         Args:
             requests: Fits with as many epochs each, of one round or in flight at one time.
@@ -92,7 +91,7 @@ class Stack:
         """
         if own := hook_beyond(hooks_with("stack"), requests[0].broadcast.callbacks):
             self._say("clients train one by one: %s, which a stack cannot call", own)
-            return list(requests)
+            return {}
         self.halves = self._nothing if requests[0].adapts else self._algorithm
         # A copy, because a step may leave a tensor of the transforms in the model.
         self.model = copy.deepcopy(self.setup.model).to(trainer.strategy.root_device)
@@ -101,7 +100,7 @@ class Stack:
         self._has_schedulers = bool(self._optimizers(requests[0].broadcast.round)[1])
 
         if self.halves.has_phases and by_sample(requests[0].broadcast.callbacks):
-            return list(requests)  # a frozen layer would get noise, which a fit by itself refuses
+            return {}  # a frozen layer would get noise, which a fit by itself refuses
         alike: dict[Any, list[Member]] = {}
         for request in requests:
             if request.trained is not None or self.setup.poisons(request):
@@ -110,22 +109,12 @@ class Stack:
                 member = self._member(request, trainer, data)
             except (Exception, SystemExit):  # its fit by itself says why
                 continue
-            alike.setdefault(self._kind(member, data), []).append(member)
-        fits: dict[int, TrainedFit] = {}
-        most = self.setup.stack
-        stacks = (ones[i : i + most] for ones in alike.values() for i in range(0, len(ones), most))
-        for members in stacks:
-            if len(members) < 2:  # a stack of one would only be slower
-                continue
-            try:
-                fits |= self._train(members, trainer, data)
-            except BdbQuit:
-                raise
-            except (Exception, SystemExit) as error:
-                # Which client it is shows when each trains by itself.
-                names = type(error).__name__, with_place(error, longest=160)
-                self._fault = len(members), *names
-        return [replaced(one, trained=fits.get(one.number, one.trained)) for one in requests]
+            alike.setdefault((self._kind(member, data), request.adapts > 0), []).append(member)
+        return alike
+
+    def note_fault(self, clients: int, error: BaseException) -> None:
+        """Keep why a stack could not train. Which client it is shows when each trains by itself."""
+        self._fault = clients, type(error).__name__, with_place(error, longest=160)
 
     def say_fault(self) -> None:
         """Say why a stack could not train, once one of its clients has trained by itself."""
@@ -160,7 +149,7 @@ class Stack:
 
         state = {name: start[name] for name in self._names}
         optimizer, _ = self._optimizers(request.broadcast.round)  # read, it takes no step
-        self._seed("fit", request)  # an algorithm may draw where it starts a fit
+        self.seed("fit", request)  # an algorithm may draw where it starts a fit
         client.fit = fit = OneFit(
             trainer, self.model, loader, state, self._continues(request), [optimizer]
         )
@@ -201,14 +190,14 @@ class Stack:
             data.at(round).stage,
         )
 
-    def _train(
+    def train(
         self, members: Sequence[Member], trainer: ClientTrainer, data: FederatedData
-    ) -> dict[int, TrainedFit]:
-        """Train one stack, and return the fits of clients with a finite loss."""
+    ) -> list[TrainedFit | None]:
+        """Train one stack, and return the fits, ``None`` for a client without a finite loss."""
         began = time.perf_counter()
         first = members[0].request
         view = data.at(first.broadcast.round)
-        self._seed("stack", first)  # what is drawn, as for dropout, depends on who is in the stack
+        self.seed("stack", first)  # what is drawn, as for dropout, depends on who is in the stack
         model = self.model
         if view.stage is not None:
             model = copy.deepcopy(model)
@@ -249,13 +238,14 @@ class Stack:
                 raise no_trainer.error
         self._state_check.check("in a fit", "client.memory")
         seconds = (time.perf_counter() - began) / len(members)
-        fits = {}
+        fits: list[TrainedFit | None] = []
         for place, (member, metrics) in enumerate(zip(members, steps.metrics(), strict=True)):
             if not math.isfinite(metrics["loss"]):
-                continue  # it trains by itself, where its step may say why
+                fits.append(None)  # it trains by itself, where its step may say why
+                continue
             ended = member.steps, metrics, seconds, member.client, self.halves.measures
             epochs = math.ceil(member.steps / member.epoch_steps)
-            fits[member.request.number] = TrainedFit(ends[place], memories[place], *ended, epochs)
+            fits.append(TrainedFit(ends[place], memories[place], *ended, epochs))
         return fits
 
     def _optimizer_of(
@@ -279,7 +269,7 @@ class Stack:
                 member.fit.optimizers = [template]
         return optimizer, schedulers
 
-    def _seed(self, stream: str, request: FitRequest) -> None:
+    def seed(self, stream: str, request: FitRequest) -> None:
         """Seed what the fit of a request draws."""
         stream = f"{stream}/{request.repeat}" if request.repeat else stream
         seed_process(self.setup.seed, stream, request.broadcast.round, request.client)

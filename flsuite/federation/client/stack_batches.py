@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice, zip_longest
+from itertools import chain, groupby, islice, zip_longest
 from typing import Any
 
 import torch
@@ -35,7 +35,10 @@ class StackBatches:
     def __init__(
         self, members: Sequence[Member], view: FederatedData, trainer: ClientTrainer
     ) -> None:
-        self.members, self.view, self.trainer = members, view, trainer
+        self.members, self.trainer = members, trainer
+        self._views = [
+            member.loader.data for member in members
+        ]  # of runs with samples of their own
         self._device = trainer.strategy.root_device
         # The batches of a step are read at once, unless each has randomness of its own.
         self._reads_rows = view.augment is None and view.train.in_memory
@@ -76,15 +79,17 @@ class StackBatches:
     def first(self) -> Any:
         """Return the first batch of the first client."""
         one = next(self._of(copy.copy(self.members[0].loader), self.members[0]))
-        return tree_map(lambda part: part[0], self._read([one]))
+        return tree_map(lambda part: part[0], self._read([one], [0]))
 
     def mixed(self) -> Any:
         """Return a batch of all clients' samples, as large as their first batches."""
-        ones = [next(self._of(copy.copy(member.loader), member)) for member in self.members]
+        samples = self._views[0].train.x
+        own = [one for one in self.members if one.loader.data.train.x is samples]
+        ones = [next(self._of(copy.copy(member.loader), member)) for member in own]
         longest, total = max(map(_size, ones)), sum(map(_size, ones))
         spread = torch.arange(longest) * total // longest
         mix = tree_map(lambda *parts: torch.cat(parts)[spread], *ones)
-        return tree_map(lambda part: part[0], self._read([mix]))
+        return tree_map(lambda part: part[0], self._read([mix], [0]))
 
     def _shape_of(self, batch: Any) -> Any:
         """Return what batches of a group have in common."""
@@ -96,10 +101,10 @@ class StackBatches:
         index = self._index(step, places)
         sizes = [_size(batch) for batch in own] if self.fills else [0]
         if len({*sizes}) == 1:
-            return StackGroup(places, at, self._read(own), index)
+            return StackGroup(places, at, self._read(own, places), index)
         filled = [_filled(batch, size, max(sizes)) for batch, size in zip(own, sizes, strict=True)]
         count = torch.tensor(sizes, device=self._device)
-        return StackGroup(places, at, self._read(filled), index, count)
+        return StackGroup(places, at, self._read(filled, places), index, count)
 
     def _of(self, loader: TrainLoader, member: Member) -> Iterator[Any]:
         """Return a client's batches, or only their rows where they are read at once."""
@@ -119,12 +124,23 @@ class StackBatches:
         is_all = len(places) == len(self.members)
         return slice(None) if is_all else torch.tensor(places, device=self._device)
 
-    def _read(self, batches: Sequence[Any]) -> Any:
-        """Return batches of the same size as one, ``(clients, batch, ...)``."""
+    def _read(self, batches: Sequence[Any], places: Sequence[int]) -> Any:
+        """Return batches of the same size as one, ``(clients, batch, ...)``.
+
+        Args:
+            batches: The batches, or their rows.
+            places: The places of the clients whose samples they are.
+        """
         if not self._reads_rows:
             moved = (move_data_to_device(batch, self._device) for batch in batches)
             return tree_map(lambda *parts: laid_out(torch.stack(parts)), *moved)
-        (batch,) = self.view.batches_of(self.view.train, [torch.cat(list(batches))])
+        read: list[Any] = []
+        rows_of = zip(places, batches, strict=True)
+        for _, ones in groupby(rows_of, key=lambda one: id(self._views[one[0]].train.x)):
+            owners, rows = zip(*ones, strict=True)
+            view = self._views[owners[0]]
+            read += view.batches_of(view.train, [torch.cat(rows)])
+        batch = read[0] if len(read) == 1 else tree_map(lambda *parts: torch.cat(parts), *read)
         return tree_map(lambda part: laid_out(part.unflatten(0, (len(batches), -1))), batch)
 
 

@@ -83,7 +83,7 @@ class MemberCallbacks:
         self.private: list[SampleGradients] = []
         self._own: list[list[Callback]] = []
         for member in members:
-            own = copy.deepcopy(list(callbacks))
+            own = copy.deepcopy(list(member.request.broadcast.callbacks))
             for private in by_sample(own):
                 private.begin(member.loader)
                 self.private.append(private)

@@ -522,13 +522,13 @@ def test_no_fit_trains_before_the_aggregation_that_it_arrives_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[tuple[int, int]] = []
-    train = Stack._train
+    train = Stack.train
 
     def noted(self: Stack, candidates: Sequence[Any], *args: Any) -> Any:
         trained.extend((one.request.number, made.federation.clock.round) for one in candidates)
         return train(self, candidates, *args)
 
-    monkeypatch.setattr(Stack, "_train", noted)
+    monkeypatch.setattr(Stack, "train", noted)
     schedule, folder = Asynchronous(5, 3), str(tmp_path)
     made = federation(FedBuff(), 4, engine=Vectorized(), schedule=schedule, run_dir=folder)
     made.fit(table_model(), table_data(8))

@@ -1,0 +1,93 @@
+"""What runs that take turns train together: one stack of the clients of all of them."""
+
+from bdb import BdbQuit
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flsuite.aggregators.losses import Draws, random_state
+from flsuite.common.errors import FlsuiteError
+from flsuite.common.messages import TrainedFit
+from flsuite.data.federated import FederatedData
+from flsuite.federation.client.stack import Stack
+from flsuite.federation.client.stack_member import Member
+from flsuite.federation.client.trainer import ClientTrainer
+
+
+class StackShare(NamedTuple):
+    """What one run trains in stacks at one time.
+
+    Attributes:
+        stack: The stack of the run.
+        alike: Its clients, by what those of one stack have in common.
+        trainer: The Trainer, rewound for them.
+        data: The samples, on its device.
+    """
+
+    stack: Stack
+    alike: Mapping[Any, Sequence[Member]]
+    trainer: ClientTrainer
+    data: FederatedData
+
+
+def train_shares(shares: Sequence[StackShare]) -> list[dict[int, TrainedFit]]:
+    """Train the clients of runs that differ only in their seeds, and return the fits of each run.
+
+    Raises:
+        FlsuiteError: If a stack of several runs draws random numbers, which would differ from those
+            of a run alone.
+    """
+    fits: list[dict[int, TrainedFit]] = [{} for _ in shares]
+    alike: dict[Any, list[tuple[int, Member]]] = {}
+    for place, share in enumerate(shares):
+        for kind, members in share.alike.items():
+            alike.setdefault(kind, []).extend((place, member) for member in members)
+    for owned in alike.values():
+        most = shares[owned[0][0]].stack.setup.stack * len({place for place, _ in owned})
+        for first in range(0, len(owned), most):
+            _train_owned(shares, owned[first : first + most], fits)
+    return fits
+
+
+def _train_owned(
+    shares: Sequence[StackShare],
+    owned: Sequence[tuple[int, Member]],
+    fits: Sequence[dict[int, TrainedFit]],
+) -> None:
+    """Train a stack of clients, each with the place of its run, and add their fits.
+
+    If it fails, each of its clients trains by itself, which shows whose fault it is.
+    """
+    if len(owned) < 2:  # a stack of one would only be slower
+        return
+    places, members = {place for place, _ in owned}, [member for _, member in owned]
+    lead = shares[owned[0][0]]
+    lead.stack.seed("stack", members[0].request)
+    device = lead.trainer.strategy.root_device
+    before = random_state(device)
+    try:
+        trained = lead.stack.train(members, lead.trainer, lead.data)
+    except BdbQuit:
+        raise
+    except (Exception, SystemExit) as error:
+        for place in places:
+            shares[place].stack.note_fault(len(members), error)
+        return
+    if len(places) > 1 and _differ(before, random_state(device)):
+        raise FlsuiteError(
+            f"together: a step of {type(lead.stack.model).__name__} draws random numbers, as "
+            "dropout does, so runs of other seeds cannot share its stacks; leave together out of "
+            "the sweep"
+        )
+    for (place, member), fit in zip(owned, trained, strict=True):
+        if fit is not None:
+            fits[place][member.request.number] = fit
+
+
+def _differ(before: Draws, after: Draws) -> bool:
+    """Return whether a random state has changed. That of a GPU is ``None`` on a CPU."""
+    return any(
+        a is not None and b is not None and not torch.equal(a, b)
+        for a, b in zip(before, after, strict=True)
+    )
