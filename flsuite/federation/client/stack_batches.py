@@ -63,7 +63,7 @@ class StackBatches:
             rows = torch.stack([*map(torch.cat, orders)]).to(self._device)
             batches = rows.split_with_sizes([len(batch) for batch in orders[0]], dim=1)
             for index, batch in enumerate(batches):
-                yield [StackGroup(places, slice(None), self._read([*batch]), index)]
+                yield [StackGroup(places, slice(None), self._read([*batch], places), index)]
 
     def _by_size(self) -> Iterator[list[StackGroup]]:
         """Yield the batches of any size, grouped in each step."""
