@@ -1,4 +1,10 @@
-"""Small federations, and the published data, for all tests."""
+"""Small federations, and the published data, for all tests.
+
+With pytest-xdist, the process that hands out the tests reads this file, too. So what takes seconds
+to import is imported where it is used.
+"""
+
+from __future__ import annotations
 
 import gc
 import logging
@@ -11,23 +17,20 @@ from contextlib import suppress
 from functools import cache, wraps
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-import torch
-from lightning.fabric.utilities import registry
-from matplotlib.figure import Figure
-from PIL import Image
 
-from flsuite.common.random import seed_cpu
-from flsuite.data import Digits, Dirichlet, PublishedSplits
-from flsuite.federation import Clock, Fit, Synchronous
-from flsuite.federation.client.stack import Stack
-from flsuite.federation.engines import forkserver
-from flsuite.models import MLP, Classifier
-from flsuite.trainer import FederatedTrainer
 from tests.callbacks.wandb_server import WandbServer
+
+if TYPE_CHECKING:
+    import torch
+
+    from flsuite.data import Digits, PublishedSplits
+    from flsuite.federation.client.stack import Stack
+    from flsuite.models import Classifier
+    from flsuite.trainer import FederatedTrainer
 
 # Otherwise each test, and each of its child processes, would start one thread per core, next to
 # other tests.
@@ -70,6 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _packages_read_once() -> Iterator[None]:
     """Read what is installed once. Lightning does it for each Trainer, and we make thousands."""
+    from lightning.fabric.utilities import registry
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", cache(entry_points))
         yield
@@ -82,6 +87,8 @@ def _workers_from_a_fork() -> None:
     Threads that exist so early, pytest-xdist's and pyarrow's, are no obstacle: workers use neither.
     A fork is not traced, so that a measurement of coverage needs a new process.
     """
+    from flsuite.federation.engines import forkserver
+
     if "coverage" not in sys.modules:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(forkserver, "_has_only_own_threads", lambda: True)
@@ -91,6 +98,8 @@ def _workers_from_a_fork() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _digits_read_once() -> Iterator[None]:
     """Read and split the digits once. Most small federations have them, and reading is slow."""
+    from flsuite.data import Digits
+
     load = Digits.load
     once = cache(lambda: load(Digits()))
 
@@ -106,6 +115,10 @@ def _digits_read_once() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the same threads, seed and loggers in any order, and no Weights & Biases account."""
+    import torch
+
+    from flsuite.common.random import seed_cpu
+
     torch.set_num_threads(THREADS)
     seed_cpu(0)
     logger = logging.getLogger("flsuite")  # which a command lets speak
@@ -125,6 +138,9 @@ def _blank_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     if "draws" in request.keywords:
         return
 
+    from matplotlib.figure import Figure
+    from PIL import Image
+
     def blank(figure: Figure, file: Any, **kwargs: Any) -> None:
         width, height = (figure.get_size_inches() * figure.dpi).astype(int)
         Image.new("L", (width, height)).save(file, format="png")
@@ -135,6 +151,8 @@ def _blank_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def stacks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that receives the size of each stack that has trained."""
+    from flsuite.federation.client.stack import Stack
+
     sizes: list[int] = []
     train = Stack.train
 
@@ -225,6 +243,8 @@ def real_data() -> Path:
 
 def digits(clients: int = 5, **kwargs: Any) -> Digits:
     """Return the digits, a third of them if they are enough for so many clients."""
+    from flsuite.data import Digits, Dirichlet
+
     few = {"train_samples": 500} if clients <= 12 else {}
     kwargs = {**few, **kwargs}
     return Digits(
@@ -233,6 +253,10 @@ def digits(clients: int = 5, **kwargs: Any) -> Digits:
 
 
 def classifier(lr: float = 0.1, **kwargs: Any) -> Classifier:
+    import torch
+
+    from flsuite.models import MLP, Classifier
+
     return Classifier(
         MLP(hidden=(16,)), optimizer=lambda params: torch.optim.SGD(params, lr=lr), **kwargs
     )
@@ -240,6 +264,8 @@ def classifier(lr: float = 0.1, **kwargs: Any) -> Classifier:
 
 def trainer(**kwargs: Any) -> FederatedTrainer:
     """Return a silent trainer that writes nothing unless it has a folder."""
+    from flsuite.trainer import FederatedTrainer
+
     quiet = {
         "enable_progress_bar": False,
         "enable_checkpointing": "run_dir" in kwargs,
@@ -249,25 +275,10 @@ def trainer(**kwargs: Any) -> FederatedTrainer:
     return FederatedTrainer(**{**quiet, **kwargs})
 
 
-class WithoutOne(Synchronous):
-    """The schedule of a federation from which client 1 is absent in round 2."""
-
-    def start(self, clock: Clock) -> list[Fit]:
-        fits = super().start(clock)
-        self._cohort = [fit for fit in self._cohort if (fit.client, clock.round) != (1, 1)]
-        return [fit for fit in fits if fit in self._cohort]
-
-
 def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    import torch
+
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@cache
-def state_without_client_1() -> dict[str, torch.Tensor]:
-    """Return where three rounds end from whose second one client 1 is absent."""
-    made = trainer(rounds=3, schedule=WithoutOne())
-    made.fit(classifier(), digits())
-    return state(made)
 
 
 def state(made: FederatedTrainer) -> dict[str, torch.Tensor]:

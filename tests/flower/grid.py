@@ -25,7 +25,8 @@ from flsuite.flower.client import Site
 from flsuite.flower.server import serve
 from flsuite.models import ACVAE, CNN, Classifier, FusedSpaceFed
 from flsuite.trainer import FederatedTrainer
-from tests.conftest import WithoutOne, classifier, digits, equal_states, state, trainer
+from tests.conftest import classifier, digits, equal_states, state, trainer
+from tests.federation.absent import WithoutOne
 from tests.federation.engines.test_processes import TinyConv
 from tests.federation.server.test_federation import Recorder
 from tests.plain import Reader

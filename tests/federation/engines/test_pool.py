@@ -15,7 +15,8 @@ from lightning.pytorch import LightningModule, Trainer
 from flsuite.callbacks import FederationCallback
 from flsuite.common.messages import ClientResult
 from flsuite.federation import Processes
-from tests.conftest import classifier, digits, equal_states, state_without_client_1, trainer
+from tests.conftest import classifier, digits, equal_states, trainer
+from tests.federation.absent import state_without_client_1
 from tests.federation.engines.sabotage import Sabotage
 
 

@@ -26,7 +26,8 @@ from flsuite.common.messages import Broadcast, ClientFailure, ClientResult, Clie
 from flsuite.common.state import StateLayout
 from flsuite.federation import Asynchronous
 from flsuite.federation.server.arrivals import RoundLog, _count_refused
-from tests.conftest import WithoutOne, classifier, digits, equal_states, trainer
+from tests.conftest import classifier, digits, equal_states, trainer
+from tests.federation.absent import WithoutOne
 from tests.federation.schedules.simulation import PerClient
 
 CHANGES = {

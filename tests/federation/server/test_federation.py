@@ -18,7 +18,8 @@ from flsuite.common.messages import ClientFailure
 from flsuite.data import DataSpec, DataSplit, FederatedDataModule, Natural, PublishedSplits
 from flsuite.federation import InProcess, Processes
 from flsuite.models import Classifier, ResNet20
-from tests.conftest import classifier, digits, equal_states, state_without_client_1, trainer
+from tests.conftest import classifier, digits, equal_states, trainer
+from tests.federation.absent import state_without_client_1
 
 
 class Breaks(Callback):
