@@ -71,12 +71,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _packages_read_once() -> Iterator[None]:
-    """Read what is installed once. Lightning does it for each Trainer, and we make thousands."""
+def _machine_read_once() -> Iterator[None]:
+    """Read the packages and count the GPUs once, as Lightning does for each of thousand fits."""
+    import torch
     from lightning.fabric.utilities import registry
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", cache(entry_points))
+        patch.setattr(torch.cuda, "device_count", cache(torch.cuda.device_count))
         yield
 
 
@@ -138,6 +140,7 @@ def _blank_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     if "draws" in request.keywords:
         return
 
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from PIL import Image
 
@@ -146,6 +149,7 @@ def _blank_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         Image.new("L", (width, height)).save(file, format="png")
 
     monkeypatch.setattr(Figure, "savefig", blank)
+    monkeypatch.setattr(FigureCanvasAgg, "draw", lambda canvas: None)  # for a logger
 
 
 @pytest.fixture
@@ -263,10 +267,11 @@ def classifier(lr: float = 0.1, **kwargs: Any) -> Classifier:
 
 
 def trainer(**kwargs: Any) -> FederatedTrainer:
-    """Return a silent trainer that writes nothing unless it has a folder."""
+    """Return a silent trainer that scores the last round, and writes nothing without a folder."""
     from flsuite.trainer import FederatedTrainer
 
     quiet = {
+        "evaluate_every": 1000,
         "enable_progress_bar": False,
         "enable_checkpointing": "run_dir" in kwargs,
         "seed": 3,

@@ -369,6 +369,7 @@ def test_the_rule_and_the_speeds_shown_run(at_root: Path) -> None:
 
 
 SHORT = ["--trainer.rounds=1", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
+SHORT += ["--data.train_samples=400", "--data.clients=4"]
 PARTS = {
     name: command
     for name in ("SAM", "SmallFeatures", "BestHalf")

@@ -28,6 +28,7 @@ from tests.conftest import THREADS, equal_states, long
 
 SHORT = [
     *("--trainer.rounds", "2", "--trainer.max_epochs", "1", "--data.clients", "4"),
+    *("--data.train_samples", "400"),
     *("--trainer.enable_progress_bar", "false", "--trainer.engine", "InProcess"),
 ]
 KEEPS = ["--trainer.keep_updates", "true", "--trainer.keep_rounds", "1"]

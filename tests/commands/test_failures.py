@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
+from flsuite.aggregators import Aggregator, FedAvg, Rule, Transform
+from flsuite.common.errors import FederationError, FlsuiteError
+from flsuite.data import IID
 from flsuite.federation.client.setup import remedy_of
 from flsuite.runs.record import read_settings
+from tests.commands import own_code as own
 from tests.commands.command import QUICKSTART, Capture, cli
+from tests.conftest import digits, trainer
 
 OWN = "tests.commands.own_code"
 ENGINES = ["InProcess", pytest.param("Processes", marks=pytest.mark.long), "Vectorized"]
@@ -124,27 +130,24 @@ def test_an_unknown_monitor_is_quoted_as_typed(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("model", "words"),
     [
         (
-            ["Net", "--model.width", "63"],
+            own.Net(width=63),
             r"\(own_code.py, line \d+, in Net.forward\); a sample is 1 x 8 x 8, and there are 10 ",
         ),
         (
-            ["Net", "--model.classes", "5"],
+            own.Net(classes=5),
             "Net.evaluate.; a sample is 1 x 8 x 8, the model returns 5 numbers for it, and there ",
         ),
-        (["WithLogits", "--model.classes", "5"], "the model returns 5 numbers for it, and there"),
-        (["WithLogits", "--model.classes", "12"], "WithLogits has 12 outputs .* 10 classes"),
-        (["FailsInValidation"], r"KeyError: 'a mask' \(own_code.py, line \d+, in FailsInVali"),
+        (own.WithLogits(classes=5), "the model returns 5 numbers for it, and there"),
+        (own.WithLogits(classes=12), "WithLogits has 12 outputs .* 10 classes"),
+        (own.FailsInValidation(), r"KeyError: 'a mask' \(own_code.py, line \d+, in FailsInVali"),
     ],
 )
-def test_what_a_model_cannot_score_is_refused(
-    arguments: list[str], words: str, capsys: Capture
-) -> None:
-    assert fit(*arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("flsuite: error: model: ") and re.search(words, line)
+def test_what_a_model_cannot_score_is_refused(model: LightningModule, words: str) -> None:
+    with pytest.raises(FlsuiteError, match=f"^model: .*{words}"):
+        trainer(run_dir="run").fit(model, digits(partition=IID()))
     assert not Path("run").exists()
 
 
@@ -158,50 +161,64 @@ def test_a_step_that_fails_in_a_run_is_one_line(capsys: Capture) -> None:
     assert "in test_step" in Path("run/errors/round-1.txt").read_text("utf-8")
 
 
-def transform(name: str) -> tuple[str, ...]:
-    return "--trainer.aggregator", "FedAvg", "--trainer.aggregator.transforms", f"[{OWN}.{name}]"
+def test_a_rule_that_raises_is_one_line(capsys: Capture) -> None:
+    assert fit("Net", "--trainer.aggregator", f"{OWN}.RaisesInCombine") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    cause = r"ValueError: no model \(own_code.py, line \d+, in RaisesInCombine.combine\)"
+    assert re.match(rf"flsuite: error: {cause}; round 1 is ", line)
 
 
-def objective(name: str) -> tuple[str, ...]:
-    return "--trainer.aggregator", "FedAvg", "--trainer.aggregator.objective", f"{OWN}.{name}"
+def with_transform(transform: Transform) -> Aggregator:
+    return FedAvg(transforms=[transform])
 
 
-FAULTY: dict[str, tuple[tuple[str, ...], int, str]] = {
-    "combine": (
-        ("--trainer.aggregator", f"{OWN}.RaisesInCombine"),
-        1,
-        r"ValueError: no model \(own_code.py, line \d+, in RaisesInCombine.combine\); round 1 is ",
+FAULTY: dict[str, tuple[Aggregator | Rule, type[FlsuiteError], str]] = {
+    "terms": (own.NoTerms(), FlsuiteError, "NoTerms.terms returned None; return"),
+    "no encode": (
+        with_transform(own.NoEncode()),
+        FlsuiteError,
+        "NoEncode.encode returned None; return a Payload",
     ),
-    "terms": (("--trainer.aggregator", f"{OWN}.NoTerms"), 2, "NoTerms.terms returned None; return"),
-    "no encode": (transform("NoEncode"), 2, "NoEncode.encode returned None; return a Payload"),
     "encode": (
-        transform("RaisesInEncode"),
-        1,
-        r"round 1: 10 of 10 .* no code \(own_code.py, line \d+, in RaisesInEncode.encode\); the ",
+        with_transform(own.RaisesInEncode()),
+        FederationError,
+        r"round 1: 5 of 5 .* no code \(own_code.py, line \d+, in RaisesInEncode.encode\); the ",
     ),
-    "no decode": (transform("NoDecode"), 2, "NoDecode.decode returned None; return a Payload"),
+    "no decode": (
+        with_transform(own.NoDecode()),
+        FlsuiteError,
+        "NoDecode.decode returned None; return a Payload",
+    ),
     "decode": (
-        transform("RaisesInDecode"),
-        1,
+        with_transform(own.RaisesInDecode()),
+        FederationError,
         r"round 1: .*\(KeyError: 'no code' \(own_code.py, line \d+, in RaisesInDecode.decode\)",
     ),
-    "template": (transform("NoTemplate"), 2, "NoTemplate.template returned None; return a Payload"),
-    "aggregate": (transform("NoAggregate"), 1, "round 1: NoAggregate returned a faulty state"),
+    "template": (
+        with_transform(own.NoTemplate()),
+        FlsuiteError,
+        "NoTemplate.template returned None; return a Payload",
+    ),
+    "aggregate": (
+        with_transform(own.NoAggregate()),
+        FederationError,
+        "round 1: NoAggregate returned a faulty state",
+    ),
     "misspelt": (
-        objective("Misspelt"),
-        2,
+        FedAvg(objective=own.Misspelt()),
+        FlsuiteError,
         "Misspelt.gradiant is never called; did you mean gradient?",
     ),
 }
 
 
-@pytest.mark.parametrize(("arguments", "status", "words"), FAULTY.values(), ids=FAULTY)
+@pytest.mark.parametrize(("part", "kind", "words"), FAULTY.values(), ids=FAULTY)
 def test_a_part_with_a_mistake_is_one_line(
-    arguments: tuple[str, ...], status: int, words: str, capsys: Capture
+    part: Aggregator | Rule, kind: type[FlsuiteError], words: str
 ) -> None:
-    assert fit("Net", *arguments) == status
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(f"flsuite: error: {words}", line)
+    with pytest.raises(kind, match=f"^{words}") as error:
+        trainer(rounds=1, aggregator=part).fit(own.Net(), digits())
+    assert type(error.value) is kind and "\n" not in str(error.value)
 
 
 _LAYER, _X = nn.Linear(4, 3), torch.ones(2, 4)
@@ -236,7 +253,8 @@ def test_a_model_without_super_is_told_so(model: str, capsys: Capture) -> None:
 
 
 def test_a_method_of_other_weights_refuses_a_model_that_skips_a_batch(capsys: Capture) -> None:
-    assert fit("SkipsBatches", *objective("Sharp")) == 2
+    sharp = ("--trainer.aggregator", "FedAvg", "--trainer.aggregator.objective", f"{OWN}.Sharp")
+    assert fit("SkipsBatches", *sharp) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "SkipsBatches returned None; return a loss, or choose another aggregator" in line
 

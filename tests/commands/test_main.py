@@ -149,12 +149,19 @@ def test_a_run_of_the_command_can_be_opened_in_python(finished: Path) -> None:
     )
 
 
+DRAWN = ("partition", "--config", QUICKSTART, "--output", "drawn")
+
+
+@pytest.mark.long
+def test_partition_finds_the_classes_of_a_config_that_nothing_has_imported() -> None:
+    subprocess.run([sys.executable, "-m", "flsuite", *DRAWN], check=True)
+
+
 @pytest.mark.draws
-def test_partition_draws_the_split_of_a_run(finished: Path, tmp_path: Path) -> None:
-    # In a new process, where no other command has imported the classes of the config.
-    command = ["-m", "flsuite", "partition", "--config", QUICKSTART, "--output", "drawn"]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_partition_draws_the_split_of_a_run(
+    finished: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    assert cli(*DRAWN) == 0
     assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == [
         "quickstart-partition.csv",
         "quickstart-partition.png",
@@ -164,8 +171,8 @@ def test_partition_draws_the_split_of_a_run(finished: Path, tmp_path: Path) -> N
     drawn = pd.read_csv(tmp_path / "drawn" / "quickstart-partition.csv")
     assert drawn.equals(pd.read_csv(finished / "partition.csv"))
     assert list(drawn.columns) == ["client", "split", "class", "samples"]
-    assert "training samples" in done.stdout
-    assert "drawn/quickstart-partition.png" in done.stdout
+    out = capsys.readouterr().out
+    assert "training samples" in out and "drawn/quickstart-partition.png" in out
 
 
 def test_print_config_is_a_config(capsys: Capture, tmp_path: Path) -> None:

@@ -633,7 +633,8 @@ def test_a_score_of_many_models_has_a_star(
     monkeypatch.chdir(tmp_path)
     for method in ("FedAvg", "Ditto"):
         method_of = ("--trainer.aggregator", method, "--run_dir", f"runs/{method}")
-        assert cli("fit", "--config", QUICKSTART, "--trainer.rounds", "1", *method_of) == 0
+        small = ("--trainer.rounds", "1", "--data.train_samples", "200", "--data.clients", "3")
+        assert cli("fit", "--config", QUICKSTART, *small, *method_of) == 0
     capsys.readouterr()
     pages = ("--output", "out", "--html", "page.html")
     assert cli("report", "runs", "--metric", "accuracy", *pages) == 0

@@ -263,17 +263,14 @@ def test_plugins_and_full_names_of_another_version_can_start(
         "from flsuite.aggregators import FedAvg\nclass Swept(FedAvg): ...\n"
     )
     monkeypatch.syspath_prepend(".")
-    names = {
-        "trainer.aggregator": ("Swept", "swept.Swept", "flsuite.aggregators.fedavg.FedAvg"),
-        "trainer.schedule": ("flsuite.schedules.synchronous.Synchronous",),
-        "trainer.attack": (
-            "{class_path: flsuite.attacks.sign_flip.SignFlip, init_args: {fraction: 0.4}}",
-        ),
-        "data.partition": ("flsuite.data.partitions.iid.IID",),
-    }
-    pairs = [(key, name) for key, of_key in names.items() for name in of_key]
-    methods = ", ".join(f"M{n}: {{{key}: {name}}}" for n, (key, name) in enumerate(pairs))
-    sweep = read_sweep(write_sweep("s.yaml", f"{{{methods}}}"), {"plugins": ["swept"]})
+    attack = "{class_path: flsuite.attacks.sign_flip.SignFlip, init_args: {fraction: 0.4}}"
+    others = (
+        f"trainer.schedule: flsuite.schedules.synchronous.Synchronous, trainer.attack: {attack}"
+    )
+    others += ", data.partition: flsuite.data.partitions.iid.IID"
+    methods = f"A: {{trainer.aggregator: Swept}}, B: {{trainer.aggregator: swept.Swept, {others}}}"
+    methods = f"{{{methods}, C: {{trainer.aggregator: flsuite.aggregators.fedavg.FedAvg}}}}"
+    sweep = read_sweep(write_sweep("s.yaml", methods), {"plugins": ["swept"]})
     assert refused_lines(sweep, Path("runs")) == []
 
 
