@@ -53,7 +53,14 @@ pytest.register_assert_rewrite(
 
 
 def pytest_collection_finish() -> None:
-    """Leave what has been imported out of garbage collections: tests and code ask for some."""
+    """Make each test cheaper, now that all is imported.
+
+    Pytest adds its handlers, three times a test, to each logger that does not propagate: torch has
+    sixty. Tests and code ask for garbage collections, which need not look at what was imported.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] == "torch":
+            logger.propagate = True
     gc.collect()
     gc.freeze()
 
@@ -124,7 +131,8 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(THREADS)
     seed_cpu(0)
     logger = logging.getLogger("flsuite")  # which a command lets speak
-    logger.setLevel(logging.NOTSET)
+    if logger.level:  # a change of the level costs a walk over all loggers
+        logger.setLevel(logging.NOTSET)
     logger.handlers = []
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -149,7 +157,7 @@ def _blank_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         Image.new("L", (width, height)).save(file, format="png")
 
     monkeypatch.setattr(Figure, "savefig", blank)
-    monkeypatch.setattr(FigureCanvasAgg, "draw", lambda canvas: None)  # for a logger
+    monkeypatch.setattr(FigureCanvasAgg, "draw", FigureCanvasAgg.get_renderer)  # for a logger
 
 
 @pytest.fixture
@@ -267,11 +275,10 @@ def classifier(lr: float = 0.1, **kwargs: Any) -> Classifier:
 
 
 def trainer(**kwargs: Any) -> FederatedTrainer:
-    """Return a silent trainer that scores the last round, and writes nothing without a folder."""
+    """Return a silent trainer that writes nothing unless it has a folder."""
     from flsuite.trainer import FederatedTrainer
 
     quiet = {
-        "evaluate_every": 1000,
         "enable_progress_bar": False,
         "enable_checkpointing": "run_dir" in kwargs,
         "seed": 3,

@@ -203,14 +203,7 @@ def fit(
     folder: Path, logger: Logger | bool, *more: Any, rounds: int = ROUNDS, fork: Fork | None = None
 ) -> FederatedTrainer:
     callbacks = [RoundLogger(), *more]
-    made = trainer(
-        rounds=rounds,
-        evaluate_every=1,
-        logger=logger,
-        run_dir=folder,
-        callbacks=callbacks,
-        fork=fork,
-    )
+    made = trainer(rounds=rounds, logger=logger, run_dir=folder, callbacks=callbacks, fork=fork)
     made.fit(classifier(), digits(3, train_samples=120), ckpt_path="last")
     return made
 
