@@ -272,7 +272,9 @@ def test_the_tasks_shown_are_those_of_a_config() -> None:
 @pytest.mark.parametrize("page", mostly_long({n: n for n in ("parts", "failures")}, "failures"))
 def test_parts_of_a_config_that_are_shown_are_understood(page: str, tmp_path: Path) -> None:
     path, quickstart = tmp_path / "shown.yaml", str(ROOT / "configs" / "quickstart.yaml")
-    for shown in blocks((GUIDE / f"{page}.md").read_text("utf-8"), "yaml"):
+    parts = blocks((GUIDE / f"{page}.md").read_text("utf-8"), "yaml")
+    assert parts
+    for shown in parts:
         path.write_text(shown)
         assert cli("fit", "--config", quickstart, "--config", str(path), "--print_config") == 0
 
@@ -282,8 +284,8 @@ def test_the_sweep_shown_is_understood(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(ROOT)
     (tmp_path / "shown.yaml").write_text(shown)
     sweep = read_sweep(tmp_path / "shown.yaml")
-    for cell in samples_of(sweep)[-1:]:  # the FedProx cell, with a value of each kind
-        assert cli("fit", *fit_arguments(sweep, cell, tmp_path), "--print_config") == 0
+    cell = samples_of(sweep)[-1]  # the FedProx cell, with a value of each kind
+    assert cli("fit", *fit_arguments(sweep, cell, tmp_path), "--print_config") == 0
 
 
 @pytest.mark.parametrize(
@@ -431,16 +433,16 @@ def test_pages_that_the_code_names_exist() -> None:
         p for s in ("py", "yaml", "sh", "sbatch") for p in (ROOT / "configs").rglob(f"*.{s}")
     ]
     sources += (ROOT / "flsuite").rglob("*.py")
-    for source in sources:
-        for link in re.findall(
-            r"(?<![\w/.])((?:\.\./)?[\w/-]+\.md(?:#[\w-]+)?)", source.read_text("utf-8")
-        ):
-            path, _, anchor = link.partition("#")
-            if "/" not in path and path != "README.md":
-                continue  # a file of a run, such as report.md
-            found = [p for p in (source.parent / path, ROOT / path) if p.exists()]
-            assert found, (source, link)
-            assert not anchor or anchor in anchors(text_of(found[0])), (source, link)
+    pattern = re.compile(r"(?<![\w/.])((?:\.\./)?[\w/-]+\.md(?:#[\w-]+)?)")
+    texts = [(source, source.read_text("utf-8")) for source in sources]
+    links = [(source, *link.partition("#")) for source, t in texts for link in pattern.findall(t)]
+    # Others are files of a run, such as report.md.
+    links = [link for link in links if "/" in link[1] or link[1] == "README.md"]
+    assert links
+    for source, path, _, anchor in links:
+        found = [p for p in (source.parent / path, ROOT / path) if p.exists()]
+        assert found, (source, path)
+        assert not anchor or anchor in anchors(text_of(found[0])), (source, path, anchor)
 
 
 # Pages of results

@@ -111,6 +111,7 @@ def test_it_loads_nothing(page: Path) -> None:
 def test_each_choice_of_each_chart_can_be_drawn(tmp_path: Path) -> None:
     page = written(made_grid(tmp_path / "runs", (*METHODS, "FedProx")), "--metric", *SHOWN)
     specs = Page(page.read_text(encoding="utf-8")).specs()
+    assert specs
     for name, spec in specs.items():
         assert marks(spec) > 2, name
         for place, param in enumerate(spec["params"]):

@@ -56,7 +56,9 @@ def test_a_class_comes_before_its_arguments_whatever_the_order_in_the_file() -> 
 
 def test_one_method_trains_and_the_others_merge_its_models() -> None:
     sweep = replace(SWEEP, updates_from="FedAvg")
-    for c in (c for c in samples_of(sweep) if c.overrides["data.clients"] == 3):
+    cells = [c for c in samples_of(sweep) if c.overrides["data.clients"] == 3]
+    assert len({c.method for c in cells}) > 1
+    for c in cells:
         arguments = fit_arguments(sweep, c, Path("f"))
         trains = c.method == "FedAvg"
         assert f"--trainer.keep_updates={'true' if trains else 'false'}" in arguments
