@@ -148,7 +148,6 @@ def _blank_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     if "draws" in request.keywords:
         return
 
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from PIL import Image
 
@@ -157,7 +156,6 @@ def _blank_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         Image.new("L", (width, height)).save(file, format="png")
 
     monkeypatch.setattr(Figure, "savefig", blank)
-    monkeypatch.setattr(FigureCanvasAgg, "draw", FigureCanvasAgg.get_renderer)  # for a logger
 
 
 @pytest.fixture
