@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
-from flsuite.aggregators import Aggregator, FedAvg, Rule, Transform
+from flsuite.aggregators import FedAvg, Objective, Rule
 from flsuite.common.errors import FederationError, FlsuiteError
 from flsuite.data import IID
 from flsuite.federation.client.setup import remedy_of
@@ -168,54 +168,30 @@ def test_a_rule_that_raises_is_one_line(capsys: Capture) -> None:
     assert re.match(rf"flsuite: error: {cause}; round 1 is ", line)
 
 
-def with_transform(transform: Transform) -> Aggregator:
-    return FedAvg(transforms=[transform])
-
-
-FAULTY: dict[str, tuple[Aggregator | Rule, type[FlsuiteError], str]] = {
-    "terms": (own.NoTerms(), FlsuiteError, "NoTerms.terms returned None; return"),
-    "no encode": (
-        with_transform(own.NoEncode()),
-        FlsuiteError,
-        "NoEncode.encode returned None; return a Payload",
-    ),
-    "encode": (
-        with_transform(own.RaisesInEncode()),
+FAULTY: dict[Any, tuple[type[FlsuiteError], str]] = {
+    own.NoTerms(): (FlsuiteError, "NoTerms.terms returned None; return"),
+    own.NoEncode(): (FlsuiteError, "NoEncode.encode returned None; return a Payload"),
+    own.RaisesInEncode(): (
         FederationError,
         r"round 1: 5 of 5 .* no code \(own_code.py, line \d+, in RaisesInEncode.encode\); the ",
     ),
-    "no decode": (
-        with_transform(own.NoDecode()),
-        FlsuiteError,
-        "NoDecode.decode returned None; return a Payload",
-    ),
-    "decode": (
-        with_transform(own.RaisesInDecode()),
+    own.NoDecode(): (FlsuiteError, "NoDecode.decode returned None; return a Payload"),
+    own.RaisesInDecode(): (
         FederationError,
         r"round 1: .*\(KeyError: 'no code' \(own_code.py, line \d+, in RaisesInDecode.decode\)",
     ),
-    "template": (
-        with_transform(own.NoTemplate()),
-        FlsuiteError,
-        "NoTemplate.template returned None; return a Payload",
-    ),
-    "aggregate": (
-        with_transform(own.NoAggregate()),
-        FederationError,
-        "round 1: NoAggregate returned a faulty state",
-    ),
-    "misspelt": (
-        FedAvg(objective=own.Misspelt()),
-        FlsuiteError,
-        "Misspelt.gradiant is never called; did you mean gradient?",
-    ),
+    own.NoTemplate(): (FlsuiteError, "NoTemplate.template returned None; return a Payload"),
+    own.NoAggregate(): (FederationError, "round 1: NoAggregate returned a faulty state"),
+    own.Misspelt(): (FlsuiteError, "Misspelt.gradiant is never called; did you mean gradient?"),
 }
 
 
-@pytest.mark.parametrize(("part", "kind", "words"), FAULTY.values(), ids=FAULTY)
-def test_a_part_with_a_mistake_is_one_line(
-    part: Aggregator | Rule, kind: type[FlsuiteError], words: str
-) -> None:
+@pytest.mark.parametrize("part", FAULTY, ids=lambda part: type(part).__name__)
+def test_a_part_with_a_mistake_is_one_line(part: Any) -> None:
+    kind, words = FAULTY[part]
+    if not isinstance(part, Rule):
+        name = "objective" if isinstance(part, Objective) else "transforms"
+        part = FedAvg(**{name: part if name == "objective" else [part]})
     with pytest.raises(kind, match=f"^{words}") as error:
         trainer(rounds=1, aggregator=part).fit(own.Net(), digits())
     assert type(error.value) is kind and "\n" not in str(error.value)
