@@ -1,7 +1,6 @@
 """The start and end of a run: its folder, a resume, and cleanup."""
 
 import errno
-import gc
 import traceback
 from bdb import BdbQuit
 from collections.abc import Iterator
@@ -77,13 +76,11 @@ def left_on_cpu(model: LightningModule) -> Iterator[None]:
 @contextmanager
 def started(engine: Engine, setup: WorkerSetup) -> Iterator[None]:
     """Start the engine, which trains and scores the clients, and stop it at the end."""
-    gc.freeze()  # a search for garbage in all that was imported takes as long as several rounds
     try:
         engine.start(setup)
         yield
     finally:
         engine.stop()
-        gc.unfreeze()
 
 
 def choose_engine(

@@ -33,7 +33,7 @@ from flsuite.federation import (
 from flsuite.models import ACVAE, CNN, MLP, FusedSpaceFed, LeNet5, ResNet20
 from flsuite.models.backbones import Backbone
 from tests.benchmarks import sides
-from tests.benchmarks.cifar import cifar
+from tests.benchmarks.cifar import chart, cifar
 from tests.benchmarks.fisher import fisher
 from tests.benchmarks.loop import FusedLoop, HandWrittenLoop, TwoProcessLoop
 from tests.benchmarks.robust import robust
@@ -299,7 +299,7 @@ CASES: dict[str, Callable[[int], None]] = {
         robust, personal, vectorized, stacks,
     )
 }  # fmt: skip
-LONG = {"soak": soak}  # only by name
+LONG = {"soak": soak, "chart": chart}  # only by name
 
 
 def main() -> None:
@@ -308,8 +308,7 @@ def main() -> None:
         "cases",
         nargs="*",
         metavar="CASE",
-        help=f"of {', '.join(CASES)}; default: all; and {', '.join(LONG)}, which is no measure of "
-        "speed",
+        help=f"of {', '.join(CASES)}; default: all; and {', '.join(LONG)}, which measure no speed",
     )
     parser.add_argument(
         "--rounds", type=int, default=15, help="rounds per side, more for the small cases"

@@ -8,6 +8,7 @@ the card.
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from tests.benchmarks.gpu import Gpu
 from tests.benchmarks.loop import HandWrittenLoop
 from tests.benchmarks.sides import RandomImages, federation, loop_for, ratio, report
 
-__all__ = ["StackedLoop", "TwoConvs", "cifar"]
+__all__ = ["StackedLoop", "TwoConvs", "chart", "cifar"]
 
 COHORT, BATCH, RATE = 50, 10, 0.1
 WORKERS, STACKS = (1, 2, 3, 4, 5), (10, 25, 50)
@@ -149,6 +150,32 @@ def _engines() -> dict[str, Engine]:
         **{f"vectorized_{n}": Vectorized(clients=n) for n in STACKS},
         "vectorized_50_recorded": Vectorized(clients=50, graph=True),
     }
+
+
+def chart(rounds: int) -> None:
+    """Draw ``clients.png``: clients per second of each system, from the seconds of ``gpu.csv``."""
+    import pandas as pd
+    from matplotlib import pyplot as plt
+
+    folder = Path(__file__).parents[2] / "configs" / "benchmarks"
+    table = pd.read_csv(folder / "gpu.csv").sort_values("seconds", ascending=False)
+    is_limit = table["system"].str.startswith("limit")
+    limit, shown = COHORT / table[is_limit]["seconds"].item(), table[~is_limit]
+    clients, names = COHORT / shown["seconds"], shown["system"].tolist()
+    is_elsewhere = shown["gpu"] != shown["gpu"].mode().item()
+    names = [
+        f"{name} (on an {gpu})" if other else name
+        for name, gpu, other in zip(names, shown["gpu"], is_elsewhere, strict=True)
+    ]
+    colors = ["C0" if name.startswith("flsuite") else "0.7" for name in names]
+    figure, axis = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    axis.bar_label(axis.barh(names, clients, color=colors), fmt="%.0f", padding=3)
+    axis.axvline(limit, color="C3", linestyle="--")
+    axis.text(limit, -0.3, "limit: a recorded \nstack of 50 ", color="C3", ha="right", va="bottom")
+    axis.set(xlabel="clients trained per second", xlim=(0, 1.05 * limit))
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(folder / "clients.png", dpi=120)
+    plt.close(figure)
 
 
 def _timed(run: Callable[[Sequence[int]], None]) -> float:

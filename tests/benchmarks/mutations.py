@@ -97,10 +97,20 @@ old memories are removed before the new checkpoint is in place: runs/test_crash_
 +         def publish() -> None:
 +             clients.remove_unused(*used)
 
-federation/client/runner.py
+federation/client/jobs.py
 an update is not a copy: federation/client/test_runner.py federation/engines/test_pool.py
-- state=clone(shared, "cpu" if setup.uplink.pipeline.transforms else None),
-+ state=shared,
+- outcome.update.state = clone(outcome.update.state)
++ outcome.update.state = dict(outcome.update.state)
+models measured after a stack are summed late: federation/engines/test_parts.py
+- if trained and not trained.measures else
++ if trained else
+
+common/state.py
+a stack's models have equal weights in its sum: common/test_state.py
+- factor, tree = factor * tree.factor, tree.tree
++ factor, tree = factor, tree.tree
+
+federation/client/runner.py
 a second fit from one version repeats the first one's draws:
   federation/client/test_runner.py test_asynchronous.py
 - stream = f"fit/{request.repeat}" if request.repeat else "fit"

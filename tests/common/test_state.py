@@ -144,6 +144,26 @@ def test_sums_are_nested_and_merge() -> None:
     assert not one.is_finite
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_sum_of_a_stack_is_the_sum_of_its_clients(dtype: torch.dtype) -> None:
+    trees: list[Any] = []
+    for client in range(5):
+        w, large = torch.randn(3, 2).to(dtype), torch.randn(2**15).to(dtype)
+        model = {"w": w, "large": large, "count": torch.tensor(client)}
+        own = {"model": scaled(scaled(model, 0.5), client + 0.1), "weight": client + 0.1}
+        trees.append({**own, "groups": {f"group{client % 2}": scaled({"w": w}, 2.0)}})
+    whole, parts = Sums(), Sums()
+    whole.add(trees[0])
+    whole.add_all(trees[1:])
+    for tree in trees:
+        parts.add(tree)
+    got, expected = flatten_tree(whole.values), flatten_tree(parts.values)
+    assert got.keys() == expected.keys() and int(got["model/count"]) == 4
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-14, atol=1e-14)
+    whole.add_all([])
+
+
 def test_scaled_and_flat_trees() -> None:
     tree = {"a": {"w": torch.ones(2), "count": torch.tensor(3)}, "n": 2.0}
     twice = scaled(tree, 2.0)

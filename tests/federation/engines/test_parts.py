@@ -21,6 +21,7 @@ from flsuite.aggregators import (
     Mean,
     Objective,
     Quantize,
+    RegMean,
 )
 from flsuite.aggregators.uplink import part_size
 from flsuite.callbacks import FederationCallback, RoundProgress
@@ -33,7 +34,7 @@ from flsuite.common.messages import (
     Outcome,
 )
 from flsuite.common.state import State, mean_of
-from flsuite.federation import InProcess, Processes
+from flsuite.federation import InProcess, Processes, Vectorized
 from flsuite.federation.engines.base import jobs_of
 from flsuite.runs.preparation import worker_setup
 from tests.conftest import classifier, digits, equal_states, trainer
@@ -224,6 +225,15 @@ def test_who_needs_every_update_has_it(kwargs: dict[str, Any]) -> None:
     made = trainer(rounds=1, **kwargs)
     made.fit(classifier(), digits(clients=3))
     assert not sums_parts(made)
+
+
+def test_models_that_are_measured_after_a_stack_are_summed_one_by_one() -> None:
+    """Each is loaded into the same model, which the next one overwrites."""
+    alone, stacked = (
+        fit(engine=engine, aggregator=RegMean(alpha=0.9)).federation.state
+        for engine in (InProcess(), Vectorized(clients=50))
+    )
+    assert all(torch.allclose(alone[k], stacked[k], rtol=1e-4, atol=1e-5) for k in alone)
 
 
 @pytest.mark.parametrize(("cohort", "size"), [(1, 1), (39, 1), (40, 2), (100, 5), (10_000, 16)])
