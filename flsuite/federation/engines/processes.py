@@ -107,7 +107,7 @@ class Processes(Pool):
         try:
             send(worker.connection, (newer, jobs))
             worker.broadcast = broadcast
-        except OSError:  # it just died, which its connection will show
+        except ConnectionError:  # it just died, which its connection will show
             worker.is_gone = True
 
     def _arm(self, worker: _Process) -> None:

@@ -19,9 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import cloudpickle
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,7 +129,12 @@ def _refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
 
 
 def send(connection: Connection, obj: Any) -> None:
-    """Send an object. Large tensors go through shared memory, which is faster than a pipe."""
+    """Send an object. Large tensors go through shared memory, which is faster than a pipe.
+
+    Raises:
+        ConnectionError: If the other side is gone.
+        OSError: If this process has no file descriptor or no memory left.
+    """
     buffers: list[pickle.PickleBuffer] = []
     head = dumps(obj, buffers, _LARGE)
     descriptor, places = _written(buffers) if buffers else (None, [])
@@ -155,11 +161,19 @@ def receive(connection: Connection) -> Any:
     head = message.getbuffer()[message.tell() :]
     if not places:
         return pickle.loads(head)
-    descriptor = recv_handle(connection)
-    try:
-        return load_shared(descriptor, head, places)
-    finally:
-        os.close(descriptor)
+    # Copied out of the file: a mapping would hold a descriptor and all of the message for as long
+    # as one of its tensors is kept, which may be a client's memory.
+    with os.fdopen(recv_handle(connection), "rb") as file:
+        return pickle.loads(head, buffers=[_read(file, start, end) for start, end in places])
+
+
+def _read(file: BinaryIO, start: int, end: int) -> np.ndarray:
+    """Return a part of a file in memory of its own."""
+    values = np.empty(end - start, dtype=np.uint8)  # unlike a bytearray, it is not zeroed before
+    file.seek(start)
+    if file.readinto(values) < len(values):  # type: ignore[attr-defined]
+        raise EOFError("a message has lost its tensors")
+    return values
 
 
 def dump_shared(obj: Any) -> tuple[int, memoryview, list[tuple[int, int]]]:
@@ -182,15 +196,19 @@ def _written(buffers: Sequence[pickle.PickleBuffer]) -> tuple[int, list[tuple[in
     """Return an anonymous file with the memory of tensors, and their places in it."""
     descriptor = _anonymous_file()
     places, end = [], 0
-    with os.fdopen(os.dup(descriptor), "wb") as file:
-        for buffer in buffers:
-            raw = buffer.raw()
-            # Aligned, because the tensors are used in place.
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            file.seek(start)
-            file.write(raw)
-            end = start + len(raw)
-            places.append((start, end))
+    try:
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            for buffer in buffers:
+                raw = buffer.raw()
+                # Aligned, because the tensors are used in place.
+                start = -(-end // _ALIGNMENT) * _ALIGNMENT
+                file.seek(start)
+                file.write(raw)
+                end = start + len(raw)
+                places.append((start, end))
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor, places
 
 

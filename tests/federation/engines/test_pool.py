@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from flsuite.callbacks import FederationCallback
 from flsuite.common.messages import ClientResult
 from flsuite.federation import Processes
+from flsuite.models import MLP, Classifier
 from tests.conftest import classifier, digits, equal_states, trainer
 from tests.federation.absent import state_without_client_1
 from tests.federation.engines.sabotage import Sabotage
@@ -61,6 +63,27 @@ def test_a_client_that_hangs_has_failed_and_the_run_goes_on(
     assert equal_states(made.federation.state, state_without_client_1())
     said = " ".join(record.getMessage() for record in caplog.records)
     assert "round 2: client 1 failed: it did not finish" in said
+
+
+class LeavesNoRoom(FederationCallback):
+    """Limits the size of files, also of those in memory, before round 2."""
+
+    def on_round_start(self, run: Any, round: int, clients: Any) -> None:
+        if round == 2:
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+
+
+def test_a_job_that_cannot_be_sent_for_want_of_room_ends_the_run() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    made = trainer(rounds=2, engine=Processes(workers=1), callbacks=[LeavesNoRoom()])
+    model = Classifier(MLP((1200,)))  # 300 kB of weights in one layer
+    try:
+        with pytest.raises(OSError, match="too large"):
+            made.fit(model, digits(clients=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert made.round == 1
 
 
 class KillsAndDies(FederationCallback):

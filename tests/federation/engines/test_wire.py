@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import resource
 import signal
 import warnings
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -67,6 +69,32 @@ def test_tensors_survive_the_wire(name: str) -> None:
         assert got["state"]["w"].stride() == TENSORS[name].stride()
     got["state"]["w"].zero_()  # a copy of its own, and writable
     assert same(TENSORS[name], tensor) and got["state"]["w"].count_nonzero() == 0
+
+
+def test_large_tensors_of_a_message_are_kept_without_its_file() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    before, kept = psutil.Process().num_fds(), []
+    for _ in range(5):
+        send(ours, [torch.randn(2**17), torch.zeros(2**17)])
+        kept.append(receive(theirs)[0])
+    assert psutil.Process().num_fds() == before
+    files = {mapping.path for mapping in psutil.Process().memory_maps()}
+    assert not any("memfd:flsuite" in path for path in files)
+    kept[0].zero_()
+    assert all(tensor.std() > 0.9 for tensor in kept[1:])
+
+
+def test_a_message_that_finds_no_room_leaves_no_descriptor() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    before, limits = psutil.Process().num_fds(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            send(ours, torch.zeros(2**17))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert psutil.Process().num_fds() == before
+    assert not theirs.poll()
 
 
 def test_parameters_and_modules_survive_the_wire() -> None:
