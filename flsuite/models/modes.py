@@ -63,7 +63,7 @@ class PlainAttributes:
         parts = list(module.modules())
         tensors = ({**part._parameters, **part._buffers}.values() for part in parts)
         self._registered = {*map(id, chain(parts, *tensors))}
-        self._parts = [part for part in parts if not type(part).__module__.startswith(_LIBRARIES)]
+        self._parts = _own_parts(module)
         self._kept = [
             {name: self._copied(value) for name, value in _plain_of(part).items()}
             for part in self._parts
@@ -78,9 +78,13 @@ class PlainAttributes:
                 else:
                     del vars(part)[name]
 
-    def changed(self) -> list[str]:
-        """Return the names of attributes that have another value now, or are new."""
-        pairs = zip(self._parts, self._kept, strict=True)
+    def changed(self, other: nn.Module | None = None) -> list[str]:
+        """Return the names of attributes that have another value now, or are new.
+
+        Args:
+            other: Another module of the same structure, whose attributes count instead.
+        """
+        pairs = zip(_own_parts(other) if other else self._parts, self._kept, strict=True)
         return [name for part, kept in pairs for name in _changed(part, kept)]
 
     def _copied(self, value: Any) -> Any:
@@ -104,6 +108,12 @@ class PlainAttributes:
             own.clear()
             own.extend(map(self._copied, value))
         return own
+
+
+def _own_parts(module: nn.Module) -> list[nn.Module]:
+    """Return a module and its parts, without the layers of libraries."""
+    parts = module.modules()
+    return [part for part in parts if not type(part).__module__.startswith(_LIBRARIES)]
 
 
 def _plain_of(part: nn.Module) -> dict[str, Any]:

@@ -5,14 +5,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from flsuite.aggregators.losses import Draws, random_state
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import TrainedFit
+from flsuite.common.state import State
 from flsuite.data.federated import FederatedData
 from flsuite.federation.client.stack import Stack
 from flsuite.federation.client.stack_member import Member
 from flsuite.federation.client.trainer import ClientTrainer
+from flsuite.models.modes import PlainAttributes
 
 
 class StackShare(NamedTuple):
@@ -34,6 +37,8 @@ class StackShare(NamedTuple):
 def train_shares(shares: Sequence[StackShare]) -> list[dict[int, TrainedFit]]:
     """Train the clients of runs that differ only in their seeds, and return the fits of each run.
 
+    Runs whose models keep other things outside their state dicts share no stack.
+
     Raises:
         FlsuiteError: If a stack of several runs draws random numbers, which would differ from those
             of a run alone.
@@ -41,8 +46,9 @@ def train_shares(shares: Sequence[StackShare]) -> list[dict[int, TrainedFit]]:
     fits: list[dict[int, TrainedFit]] = [{} for _ in shares]
     alike: dict[Any, list[tuple[int, Member]]] = {}
     for place, share in enumerate(shares):
+        model = _first_alike(shares[:place], share)
         for kind, members in share.alike.items():
-            alike.setdefault(kind, []).extend((place, member) for member in members)
+            alike.setdefault((model, kind), []).extend((place, member) for member in members)
     for owned in alike.values():
         most = shares[owned[0][0]].stack.setup.stack * len({place for place, _ in owned})
         for first in range(0, len(owned), most):
@@ -83,6 +89,29 @@ def _train_owned(
     for (place, member), fit in zip(owned, trained, strict=True):
         if fit is not None:
             fits[place][member.request.number] = fit
+
+
+def _first_alike(others: Sequence[StackShare], share: StackShare) -> int:
+    """Return the place of the first run whose model a stack may use for this run too.
+
+    Outside its state dict, a model may keep what depends on the seed, such as its initial weights.
+    """
+    model = share.stack.model
+    unsaved = _unsaved(model)
+    for place, other in enumerate(others):
+        theirs = _unsaved(other.stack.model)
+        is_same = unsaved.keys() == theirs.keys() and all(
+            torch.equal(value, theirs[name]) for name, value in unsaved.items()
+        )
+        if is_same and not PlainAttributes(other.stack.model).changed(model):
+            return place
+    return len(others)
+
+
+def _unsaved(model: nn.Module) -> State:
+    """Return the buffers that the state dict of a model leaves out."""
+    saved = model.state_dict().keys()
+    return {name: value for name, value in model.named_buffers() if name not in saved}
 
 
 def _differ(before: Draws, after: Draws) -> bool:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -165,6 +165,36 @@ def test_a_client_that_fails_in_a_stack_of_several_runs_is_its_own_runs_fault() 
     (failure,) = failing.federation.log.failures  # type: ignore[union-attr]
     assert failure.client == 2 and "no minimum" in failure.reason
     assert not ours.federation.log.failures  # type: ignore[union-attr]
+
+
+class Drawn(Classifier):
+    """A model that draws what its state dict leaves out."""
+
+    as_buffer: ClassVar[bool]
+
+    def build(self, spec: Any) -> None:
+        super().build(spec)
+        if self.as_buffer:
+            self.register_buffer("drawn", 1 + torch.rand(spec.shape), persistent=False)
+        else:
+            self.drawn = 1 + float(torch.rand(()))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x * self.drawn)
+
+
+@pytest.mark.parametrize("as_buffer", [True, False])
+def test_a_model_keeps_what_it_has_drawn_outside_its_state_dict(
+    as_buffer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Drawn, "as_buffer", as_buffer, raising=False)
+
+    def fit(seed: int) -> FederatedTrainer:
+        torch.manual_seed(seed)
+        return made(seed, {"aggregator": FedAvg(), "model": Drawn(MLP((8,)))})
+
+    for seed, one in zip(SEEDS, side_by_side([partial(fit, s) for s in SEEDS]), strict=True):
+        assert_close(models_of(one), models_of(fit(seed)))
 
 
 def test_a_step_with_random_numbers_is_refused_in_every_run() -> None:
