@@ -33,11 +33,12 @@ def raising_interrupts() -> Iterator[None]:
     """
     try:
         yield
-    except SystemExit as end:
+    except (SystemExit, ValueError) as end:
         if not isinstance(end.__context__, KeyboardInterrupt):
-            raise  # the client's own code has called exit()
-        # Lightning has set SIGINT to be ignored.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+            raise  # from the client's own code, which may call exit()
+        # Lightning has set SIGINT to be ignored, or has failed to, which only the main thread may.
+        if isinstance(end, SystemExit):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         raise KeyboardInterrupt from None
 
 

@@ -167,6 +167,24 @@ def test_a_client_that_fails_in_a_stack_of_several_runs_is_its_own_runs_fault() 
     assert not ours.federation.log.failures  # type: ignore[union-attr]
 
 
+class Interrupted(Callback):
+    """Is interrupted in Lightning's own loop."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_the_fit_of_a_client_ends_the_run_and_is_no_fault_of_the_client() -> None:
+    def interrupted() -> FederatedTrainer:
+        trainer = federation(FedAvg(), 1, engine=Vectorized(), callbacks=[Interrupted()])
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(table_model(), table_data())
+        return trainer
+
+    for one in side_by_side([interrupted, interrupted]):
+        assert one.round == 0 and not one.federation.log.failures  # type: ignore[union-attr]
+
+
 class Drawn(Classifier):
     """A model that draws what its state dict leaves out."""
 
