@@ -139,11 +139,12 @@ def _refuse_alone(trainer: "FederatedTrainer") -> None:
             "Vectorized with one worker under overrides, or leave together out"
         )
     for logger in trainer.loggers:
-        if (name := type(logger).__name__) in _ONE_A_PROCESS:
-            raise FlsuiteError(
-                f"together runs several cells in one process, which has one {name}; choose another "
-                "trainer.logger, or leave together out"
-            )
+        for base in type(logger).__mro__:
+            if (name := base.__name__) in _ONE_A_PROCESS:
+                raise FlsuiteError(
+                    f"together runs several cells in one process, which has one {name}; choose "
+                    "another trainer.logger, or leave together out"
+                )
 
 
 def _typos_of(sweep: Sweep) -> dict[str, Any]:

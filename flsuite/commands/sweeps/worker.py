@@ -188,7 +188,7 @@ def _fit_cell(queue: Queue, cell: Cell, fit: FitCommand, cells: int) -> int:
     print("$ flsuite fit", shlex.join(arguments))
     try:
         status = fit(arguments)
-    except Exception:
+    except (Exception, SystemExit):  # a callback may call exit()
         traceback.print_exc()
         status = 1
     if status > _SIGNALLED:

@@ -88,6 +88,27 @@ def test_a_cell_that_raises_leaves_the_others(alone: Path, tmp_path: Path, capsy
                 torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6)
 
 
+def test_a_callback_that_exits_ends_its_own_cell_and_its_own_log_says_so(tmp_path: Path) -> None:
+    Path("my_code.py").write_text(
+        "import sys\n"
+        "from flsuite.callbacks import FederationCallback\n"
+        "class Exiting(FederationCallback):\n"
+        "    def on_round_start(self, run, round, clients):\n"
+        "        if run.options.seed == 1:\n"
+        "            sys.exit('seed one')\n"
+    )
+    methods = (
+        "{A: {trainer.engine: Vectorized, trainer.callbacks: [{class_path: my_code.Exiting}]}}"
+    )
+    name = write_sweep("s.yaml", methods, TOGETHER, "[1, 2]")
+    assert cli("sweep", "--config", name) == 1
+    (failing,) = (tmp_path / "runs" / "s").glob("*/seed-1")
+    assert "SystemExit: seed one" in (failing / "failed.txt").read_text()
+    assert "SystemExit" in (failing / "log.txt").read_text()
+    other = failing.with_name("seed-2")
+    assert (other / "done.json").is_file() and "SystemExit" not in (other / "log.txt").read_text()
+
+
 @pytest.mark.parametrize(
     ("methods", "words"),
     [
@@ -110,7 +131,11 @@ def test_a_logger_of_which_a_process_has_one_is_refused() -> None:
     class WandbLogger(CSVLogger):
         """Stands in for the logger of a package that may not be installed."""
 
-    for logger, is_refused in ((CSVLogger("."), False), (WandbLogger("."), True)):
+    class Own(WandbLogger):
+        """A user's own, which is still one of that package."""
+
+    loggers = (CSVLogger("."), False), (WandbLogger("."), True), (Own("."), True)
+    for logger, is_refused in loggers:
         trainer = FederatedTrainer(1, engine=Vectorized(), logger=logger)
         refusal = pytest.raises(FlsuiteError, match="has one WandbLogger; choose another")
         with refusal if is_refused else nullcontext():
