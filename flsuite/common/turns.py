@@ -5,6 +5,7 @@ asks a question or ends. When all runs have asked, their questions are answered 
 """
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch import Tensor
 Q = TypeVar("Q")
 A = TypeVar("A")
 
+_SEED = "PL_GLOBAL_SEED"  # where Lightning keeps the seed of a run
 _PATIENCE = 20.0  # seconds for a run to end after an interrupt
 
 
@@ -172,7 +174,10 @@ def _answer(runs: Sequence[_Run]) -> None:
 @contextmanager
 def _isolated() -> Iterator[None]:
     """Restore on exit what is global in a process, or in a thread of torch."""
-    threads = torch.get_num_threads()
+    threads, seed = torch.get_num_threads(), os.environ.get(_SEED)
     with isolate_rng():
         yield
     torch.set_num_threads(threads)
+    os.environ.pop(_SEED, None)
+    if seed is not None:
+        os.environ[_SEED] = seed

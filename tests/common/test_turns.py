@@ -1,5 +1,6 @@
 """Runs that take turns: one acts at a time, and each keeps what is global in a process."""
 
+import os
 import random
 import threading
 import time
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 
 from flsuite.common.turns import Turns, companions, shared, together
 
@@ -79,6 +81,17 @@ def test_each_run_has_its_own_random_numbers_and_threads() -> None:
     assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
     assert ours == [draw(1), draw(2)]
     torch.set_num_threads(threads)
+
+
+def test_each_run_reads_its_own_seed() -> None:
+    def read(seed: int) -> str:
+        seed_everything(seed)
+        together(0, doubled)
+        return os.environ["PL_GLOBAL_SEED"]
+
+    before = os.environ.get("PL_GLOBAL_SEED")
+    assert taken(lambda: read(1), lambda: read(2)) == ["1", "2"]
+    assert os.environ.get("PL_GLOBAL_SEED") == before
 
 
 def test_a_run_is_entered_whenever_it_acts() -> None:
