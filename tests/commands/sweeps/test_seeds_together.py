@@ -89,7 +89,7 @@ def test_a_cell_that_raises_leaves_the_others(alone: Path, tmp_path: Path, capsy
 
 
 def test_a_callback_that_exits_ends_its_own_cell_and_its_own_log_says_so(tmp_path: Path) -> None:
-    Path("my_code.py").write_text(
+    Path("exiting_code.py").write_text(
         "import sys\n"
         "from flsuite.callbacks import FederationCallback\n"
         "class Exiting(FederationCallback):\n"
@@ -98,7 +98,7 @@ def test_a_callback_that_exits_ends_its_own_cell_and_its_own_log_says_so(tmp_pat
         "            sys.exit('seed one')\n"
     )
     methods = (
-        "{A: {trainer.engine: Vectorized, trainer.callbacks: [{class_path: my_code.Exiting}]}}"
+        "{A: {trainer.engine: Vectorized, trainer.callbacks: [{class_path: exiting_code.Exiting}]}}"
     )
     name = write_sweep("s.yaml", methods, TOGETHER, "[1, 2]")
     assert cli("sweep", "--config", name) == 1
