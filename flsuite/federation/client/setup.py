@@ -17,6 +17,7 @@ from flsuite.aggregators.uplink import Uplink
 from flsuite.common.arguments import NonNegativeFloat, PositiveFloat, PositiveInt, require
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import Broadcast, ClientContext, FitRequest, replaced
+from flsuite.common.score_names import OF_CLASSES
 from flsuite.common.state import State, mapped, moved
 from flsuite.data.federated import FederatedData
 from flsuite.data.loader import TrainLoader, batch_bounds
@@ -285,7 +286,9 @@ def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
     """
     for callback in callbacks:
         stops = callback.monitor if isinstance(callback, EarlyStopping) and callback.strict else ""
-        if stops.startswith(("val_", "val/")):
+        # A client's fit may log a loss of its own.
+        of_rounds = stops in OF_CLASSES and stops != "loss"
+        if of_rounds or stops.startswith(("val_", "val/", "test_", "test/")):
             raise FlsuiteError(
                 f"trainer.callbacks: EarlyStopping waits for {stops}, but a client's fit has no "
                 "validation; use RoundEarlyStopping"

@@ -120,6 +120,13 @@ def test_early_stopping_on_a_metric_that_the_model_logs_stops_each_client() -> N
     assert all(count < 5 * batches for count in here)
 
 
+@pytest.mark.parametrize("score", ["val_loss", "test/acc", "accuracy", "f1_macro"])
+def test_early_stopping_on_a_score_of_the_rounds_is_refused_before_round_1(score: str) -> None:
+    with pytest.raises(FlsuiteError, match=f"EarlyStopping waits for {score}.*RoundEarlyStopping"):
+        trainer(callbacks=[EarlyStopping(score)])
+    trainer(callbacks=[EarlyStopping(score, strict=False), EarlyStopping("fit_loss_epoch")])
+
+
 class Anneals(FederationCallback):
     """Shrinks gradients by a number that its federation hooks change from round to round."""
 
