@@ -100,7 +100,7 @@ def strangers(queue: Queue) -> list[str]:
         return []
     return [
         f"{len(others)} runs in the folder do not belong to the sweep in its current form, but "
-        f"count in a report, such as {others[0]}"
+        f"count in a report, such as {others[0]}; move their folders away to leave them out"
     ]
 
 

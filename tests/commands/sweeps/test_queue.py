@@ -232,7 +232,7 @@ def test_the_state_of_each_cell_is_printed(tmp_path: Path, capsys: Capture) -> N
     assert "0.4000" in text and "test accuracy, in the round picked on validation data" in text
     assert "1 of 4 cells are done, 1 failed, 2 waiting" in text and "about 0:00:0" in text
     assert f"failed: {second.name} seed {second.seed}: it diverges" in text
-    assert "2 runs in the folder do not belong" in text
+    assert "2 runs in the folder do not belong" in text and "to leave them out" in text
     print_cells(queue)
     assert "done" in (text := words(capsys)) and "failed" in text and "results, with" not in text
 
