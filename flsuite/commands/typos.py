@@ -174,6 +174,8 @@ class _Checked:
         elif chosen and at != ("trainer",):
             names = [name for name in known if name != "params"]  # an optimizer gets them later
             hint = f"; {chosen.name} takes {', '.join(names) or 'no arguments'}"
+        elif self.file and (*at, name) == (self.command,):  # as LightningCLI writes it elsewhere
+            hint = "; remove it, and move the keys below it to the left"
         else:
             hint = f"; see flsuite {self.command} --help"
         self._refuse(at, f"unknown key {self._named((*at, name))}{hint}")

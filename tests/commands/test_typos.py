@@ -217,6 +217,12 @@ def test_a_lambda_in_a_config_is_told_what_to_write(quote: str, tmp_path: Path) 
         refuse_typos("fit", ["--config", QUICKSTART, "--config", str(tmp_path / "exp.yaml")])
 
 
+def test_keys_below_the_name_of_the_command_are_told_to_move(tmp_path: Path) -> None:
+    (tmp_path / "exp.yaml").write_text("fit:\n  trainer: {rounds: 3}\n")
+    (line,) = typos("--config", QUICKSTART, "--config", str(tmp_path / "exp.yaml"))
+    assert line.endswith("unknown key fit; remove it, and move the keys below it to the left")
+
+
 RIGHT = (
     "--trainer.rounds=3 --seed_everything 2 --print_config",
     "--trainer.aggregator FedProx --trainer.aggregator.mu 0.1 --trainer.aggregator.init_args.mu 1",
