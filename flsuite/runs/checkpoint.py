@@ -217,8 +217,8 @@ def load_own_parts(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         near = likeliest(str(path), ("last", "best"), 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise FlsuiteError(f"there is no checkpoint {path}{hint}")
+        hint = f"did you mean {near[0]}?" if near else "name a file in a run's folder checkpoints"
+        raise FlsuiteError(f"there is no checkpoint {path}; {hint}")
     try:
         # weights_only: a pickle from elsewhere could run code.
         content = torch.load(path, weights_only=True, map_location="cpu")

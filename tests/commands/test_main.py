@@ -342,7 +342,10 @@ BAD_ARGUMENTS = {
         "--ckpt_path bests",
         "no checkpoint bests; did you mean best?",
     ),
-    "no_such_checkpoint": ("--ckpt_path nowhere.ckpt", "there is no checkpoint nowhere.ckpt"),
+    "no_such_checkpoint": (
+        "--ckpt_path nowhere.ckpt",
+        "no checkpoint nowhere.ckpt; name a file in a run's folder checkpoints",
+    ),
     "data_not_there": (
         "--data MedMNIST --data.name breastmnist --data.root nowhere --data.download false",
         "breastmnist.npz is not in nowhere",
