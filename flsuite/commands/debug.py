@@ -4,7 +4,9 @@ import copy
 import logging
 import math
 import pdb
+import statistics
 import tempfile
+import time
 from bdb import BdbQuit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -54,7 +56,8 @@ _ALONE = (
 )
 """Arguments for a fit whose run keeps nothing."""
 _SHOWN = 20  # steps of a table
-_AROUND = 3  # steps shown of a long fit: at its ends, and on both sides of the one at fault
+_AROUND = 3  # steps shown of a long fit: at its ends, and on both sides of one at fault or slow
+_SLOW = 1.0  # seconds below which no step is called slow
 
 
 @dataclass
@@ -68,6 +71,7 @@ class Step:
         note: Which numbers of the batch are not finite. A model may mask them.
         loss: The loss. ``None`` before the step is done, or if it returns none.
         gradient: The norm of the gradient, before the algorithm changes it.
+        seconds: The time of the step, and of reading its batch. ``None`` before the step is done.
         fault: What is wrong, or an empty text.
     """
 
@@ -77,6 +81,7 @@ class Step:
     note: str
     loss: float | None = None
     gradient: float | None = None
+    seconds: float | None = None
     fault: str = ""
 
 
@@ -108,6 +113,7 @@ class _FitWatch(Callback):
         twin: TrainLoader = copy.copy(loader)
         twin.epoch = self._epoch
         self._rows, self._split, self._epoch = twin.rows(), loader.data.train, self._epoch + 1
+        self._since = time.perf_counter()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -141,7 +147,8 @@ class _FitWatch(Callback):
         for name, value in (("loss", step.loss), ("gradient", gradient)):
             if self.fault is None and value is not None and not math.isfinite(value):
                 self._blame(f"the {name} is not finite")
-        self._batch = None
+        self._batch, now = None, time.perf_counter()
+        step.seconds, self._since = now - self._since, now
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -177,11 +184,16 @@ def _not_finite(batch: Any, samples: Sequence[int]) -> str:
 
 
 def _ranges(batch: Any, samples: Sequence[int]) -> str:
-    """Return the ranges of the whole numbers in a batch, such as classes and words."""
+    """Return the ranges of the numbers in a batch, with the samples that have the ends."""
     ranges = []
     for name, part in _parts(batch, samples):
-        if not part.is_floating_point() and not part.is_complex() and part.dtype != torch.bool:
-            low, high = (f"{e} ({_named(samples, (part == e).any(1))})" for e in part.aminmax())
+        is_ordered = not part.is_complex() and part.dtype != torch.bool
+        if is_ordered and bool(torch.isfinite(part).all()):
+            form = ".6g" if part.is_floating_point() else "d"
+            low, high = (
+                f"{end.item():{form}} ({_named(samples, (part == end).any(1))})"
+                for end in part.aminmax()
+            )
             ranges.append(f"{name} is from {low} to {high}")
     return ", ".join(ranges)
 
@@ -330,17 +342,32 @@ def _print(watch: _FitWatch, where: str, replay: Replay) -> None:
     print(f"{where}, {data.samples(request.client)} samples, classes {classes}")
     if request.fault is not None:
         print(f"trainer.schedule injects the fault {request.fault} into the fit, not done here")
+    steps, fault, slow = watch.steps, watch.fault, _slow(watch.steps)
     table = Table(title="steps", title_justify="left", show_edge=False)
     for column in ("step", "epoch", "batch", "samples", "loss", "gradient", ""):
         table.add_column(column, justify="right" if column else "left")
-    steps, fault = watch.steps, watch.fault
     for number, step in enumerate(steps, start=1):
-        far = min(number - 1, len(steps) - number, abs(number - (fault or 1)))
-        if len(steps) <= _SHOWN or far <= _AROUND:
+        ends = 1, len(steps), fault or 1, slow or 1
+        if len(steps) <= _SHOWN or min(abs(number - end) for end in ends) <= _AROUND:
             whole = map(str, (number, step.epoch, step.batch, len(step.samples)))
             values = ("" if v is None else f"{v:.6g}" for v in (step.loss, step.gradient))
-            table.add_row(*whole, *values, "at fault" if number == fault else escape(step.note))
+            note = "at fault" if number == fault else "slow" if number == slow else step.note
+            table.add_row(*whole, *values, escape(note))
     Console().print(table)
+    if slow:
+        samples = some([*map(str, steps[slow - 1].samples)], 10)
+        print(
+            f"step {slow} takes {steps[slow - 1].seconds:.1f} seconds with the reading of its "
+            f"batch, much longer than the others; its samples: {samples}"
+        )
+
+
+def _slow(steps: Sequence[Step]) -> int | None:
+    """Return the number of a step that takes much longer than the others, counted from 1."""
+    seconds = [step.seconds or 0.0 for step in steps]
+    slowest = max(seconds, default=0.0)
+    is_slow = slowest > _SLOW and slowest > 10 * statistics.median(seconds)
+    return seconds.index(slowest) + 1 if is_slow else None
 
 
 def _compare(run: Path, at: int, client: int, outcome: Outcome) -> None:

@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-Q = TypeVar("Q")
-A = TypeVar("A")
+_Q = TypeVar("_Q")
+_A = TypeVar("_A")
 
 _SEED = "PL_GLOBAL_SEED"  # where Lightning keeps the seed of a run
 _PATIENCE = 20.0  # seconds for a run to end after an interrupt
@@ -101,7 +101,7 @@ class _Run:
             self._turn.put(None)
         self._thread.join(_PATIENCE)
 
-    def ask(self, question: Q, answers: Callable[[Sequence[Q]], Sequence[A]]) -> A:
+    def ask(self, question: _Q, answers: Callable[[Sequence[_Q]], Sequence[_A]]) -> _A:
         """Let the other runs act, and return the answer."""
         self.asked = question, answers
         with _isolated():
@@ -128,7 +128,7 @@ class _Run:
 _RUN: ContextVar[_Run | None] = ContextVar("run", default=None)
 
 
-def together(question: Q, answers: Callable[[Sequence[Q]], Sequence[A]]) -> A:
+def together(question: _Q, answers: Callable[[Sequence[_Q]], Sequence[_A]]) -> _A:
     """Return the answer to a question of this run.
 
     Args:

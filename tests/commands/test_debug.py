@@ -3,6 +3,8 @@
 import copy
 import io
 import sys
+import time
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from flsuite.callbacks.base import Affects, FederationCallback
-from flsuite.commands.debug import _FitWatch, _norm, replayed
+from flsuite.commands.debug import _FitWatch, _norm, _ranges, replayed
 from flsuite.common.errors import FlsuiteError
 from flsuite.common.messages import ClientResult, Outcome
 from flsuite.common.state import State, clone
@@ -297,6 +299,32 @@ def test_the_loss_of_a_step_is_that_of_its_batch() -> None:
     assert isinstance(outcome, ClientResult)
     losses = [step.loss or 0.0 for step in watch.steps]
     assert sum(losses) / len(losses) == pytest.approx(outcome.update.metrics["loss"])
+
+
+def test_a_step_that_waits_is_named_with_its_samples(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert own_run() == 0
+    loss, losses = torch.nn.functional.cross_entropy, count()
+
+    def slow(*args: Any) -> torch.Tensor:
+        time.sleep(0.3 * (next(losses) == 4))
+        return loss(*args)
+
+    monkeypatch.setattr("flsuite.commands.debug._SLOW", 0.2)
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", slow)
+    assert cli("debug", "run", "--at", "1", "--client", "1", "--no-pdb") == 0
+    out = capsys.readouterr().out
+    (row,) = [line.split() for line in out.splitlines() if " slow" in line]
+    assert f"step {row[0]} takes 0.3 seconds with the reading of its batch, much longer" in out
+
+
+def test_a_sample_with_the_largest_number_is_named() -> None:
+    batch = torch.tensor([[0.5, -2.0], [1e9, 0.0]]), torch.tensor([3, 1])
+    ranges = (
+        "batch[0] is from -2 (sample 8) to 1e+09 (sample 6), batch[1] is from 1 (sample 6) to 3"
+    )
+    assert _ranges(batch, [8, 6]) == f"{ranges} (sample 8)"
 
 
 def test_a_large_or_sparse_gradient_is_finite() -> None:

@@ -36,9 +36,8 @@ class StackBatches:
         self, members: Sequence[Member], view: FederatedData, trainer: ClientTrainer
     ) -> None:
         self.members, self.trainer = members, trainer
-        self._views = [
-            member.loader.data for member in members
-        ]  # of runs with samples of their own
+        # Members of several runs may have samples of their own.
+        self._views = [member.loader.data for member in members]
         self._device = trainer.strategy.root_device
         # The batches of a step are read at once, unless each has randomness of its own.
         self._reads_rows = view.augment is None and view.train.in_memory
