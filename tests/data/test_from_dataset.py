@@ -447,16 +447,20 @@ def test_what_is_wrong_is_one_line(name: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def failed(samples: type[Pairs], rounds: int) -> list[float]:
+    """Return the number of failed clients of each round, as the table has it."""
+    data = FromDataset(samples(66), samples(4), in_memory=False, clients=3, val_fraction=0.0)
+    made = trainer(rounds=rounds)
+    made.fit(Classifier(MLP(hidden=(2,))), data)
+    return [row[8] for row in made.run.folder.table.rows if row[7] == "failed"]
+
+
 def test_a_sample_that_cannot_be_read_in_a_fit_loses_its_client_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    data = FromDataset(Damaged(66), Damaged(4), in_memory=False, clients=3, val_fraction=0.0)
-    made = trainer(rounds=1)
-    made.fit(Classifier(MLP(hidden=(2,))), data)
-
+    assert failed(Damaged, rounds=1) == [1.0]
     (line,) = [r.message for r in caplog.records if "cannot be read" in r.message]
     assert "round 1: client" in line and "sample 21 of 66 in Damaged" in line
-    assert [row[8] for row in made.run.folder.table.rows if row[7] == "failed"] == [1.0]
 
 
 class Sized(Pairs):
@@ -473,11 +477,8 @@ class Sized(Pairs):
 def test_a_sample_of_another_shape_in_a_later_round_loses_its_client_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    data = FromDataset(Sized(66), Sized(4), in_memory=False, clients=3, val_fraction=0.0)
-    made = trainer(rounds=4)
-    made.fit(Classifier(MLP(hidden=(2,))), data)
-    failed = [row[8] for row in made.run.folder.table.rows if row[7] == "failed"]
-    assert failed[0] == 0.0 and failed[-1] == 1.0
+    counts = failed(Sized, rounds=4)
+    assert counts[0] == 0.0 and counts[-1] == 1.0
     assert "samples do not make a batch" in caplog.text
 
 
