@@ -69,9 +69,10 @@ def _train_owned(
         return
     places, members = {place for place, _ in owned}, [member for _, member in owned]
     lead = shares[owned[0][0]]
-    lead.stack.seed("stack", members[0].request)
-    device = lead.trainer.strategy.root_device
-    before = random_state(device)
+    device, before = lead.trainer.strategy.root_device, None
+    if len(places) > 1:
+        lead.stack.seed("stack", members[0].request)  # as the stack does before its first step
+        before = random_state(device)
     try:
         trained = lead.stack.train(members, lead.trainer, lead.data)
     except BdbQuit:
@@ -80,7 +81,7 @@ def _train_owned(
         for place in places:
             shares[place].stack.note_fault(len(members), error)
         return
-    if len(places) > 1 and _differ(before, random_state(device)):
+    if before is not None and _differ(before, random_state(device)):
         raise FlsuiteError(
             f"together: a step of {type(lead.stack.model).__name__} draws random numbers, as "
             "dropout does, so runs of other seeds cannot share its stacks; leave together out of "
@@ -96,6 +97,8 @@ def _first_alike(others: Sequence[StackShare], share: StackShare) -> int:
 
     Outside its state dict, a model may keep what depends on the seed, such as its initial weights.
     """
+    if not others:  # a run alone needs no comparison
+        return 0
     model = share.stack.model
     unsaved = _unsaved(model)
     for place, other in enumerate(others):
@@ -115,7 +118,7 @@ def _unsaved(model: nn.Module) -> State:
 
 
 def _differ(before: Draws, after: Draws) -> bool:
-    """Return whether a random state has changed. That of a GPU is ``None`` on a CPU."""
+    """Return whether a random state has changed. On a CPU, the part of the GPU is ``None``."""
     return any(
         a is not None and b is not None and not torch.equal(a, b)
         for a, b in zip(before, after, strict=True)
