@@ -136,7 +136,7 @@ def _refuse_alone(trainer: "FederatedTrainer") -> None:
     if type(engine).__name__ != "Vectorized" or getattr(engine, "workers", 1) > 1:
         raise FlsuiteError(
             f"together joins the stacks of one process, but trainer.engine is {engine}; set it to "
-            "Vectorized with one worker under overrides, or leave together out"
+            "Vectorized with one worker for every method, or leave together out"
         )
     for logger in trainer.loggers:
         for base in type(logger).__mro__:

@@ -199,7 +199,7 @@ class Queue:
             return
         free = list(self._free())
         alike = [one for one in free if one.folder.parent == cell.folder.parent]
-        shares = max(1, self.sweep.workers // len({one.folder.parent for one in free}))
+        shares = max(1, self.sweep.workers // max(1, len({one.folder.parent for one in free})))
         most, others = math.ceil(len(alike) / shares) - 1, list[Cell]()
         with ExitStack() as locks:
             for one in alike:

@@ -115,7 +115,7 @@ def test_a_callback_that_exits_ends_its_own_cell_and_its_own_log_says_so(tmp_pat
         ("{A: {trainer.engine: InProcess}}", "trainer.engine is InProcess"),
         (
             "{A: {trainer.engine: {class_path: Vectorized, init_args: {workers: 2}}}}",
-            "Vectorized with one worker under overrides",
+            "Vectorized with one worker for every method",
         ),
     ],
 )
